@@ -12,6 +12,10 @@ VENV = .venv-torch$(TORCH)
 CONSTRAINTS =
 endif
 
+# Pythons of torch's packages and of the tests. Beside another one, as of a newer Ubuntu, uv takes one of these.
+FITS = import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHONS = >=3.11,<3.14
+
 # uv installs, in a fraction of pip's time. INSTALLER=pip does without it, for example where only pip knows a mirror.
 INSTALLER ?= uv
 # CPU=1: torch without CUDA, whose hashes are not those of PyPI's torch.
@@ -20,11 +24,16 @@ CPU_INDEX = https://download.pytorch.org/whl/cpu
 REACH_CPU_INDEX = $(PYTHON) -c 'import urllib.request as u; u.urlopen("$(CPU_INDEX)/torch/", timeout=20)' 2>/dev/null || \
     { echo "error: CPU=1 needs $(CPU_INDEX), which does not answer: leave out CPU=1" >&2; exit 1; }
 ifeq ($(INSTALLER),uv)
-FIRST = uv==0.13.9
+UV = uv==0.13.9
+FIRST = $(UV)
+MAKE_VENV = echo "$$($(PYTHON) --version) is not $(PYTHONS): uv takes one that is"; $(PYTHON) -m venv $(VENV)-uv && \
+    $(VENV)-uv/bin/python -m pip install --quiet $(UV) && \
+    $(VENV)-uv/bin/uv venv --quiet --clear --seed --python '$(PYTHONS)' $(VENV) && rm -r $(VENV)-uv
 INSTALL = $(VENV)/bin/uv pip install --python $(VENV)/bin/python $(if $(CPU),--torch-backend cpu --no-verify-hashes)
 else
 # pip 23 and 24 take no hashes from a file of constraints.
 FIRST = --upgrade "pip>=26.3"
+MAKE_VENV = { echo "error: INSTALLER=pip needs PYTHON to be one of $(PYTHONS)" >&2; exit 1; }
 INSTALL = $(VENV)/bin/python -m pip install $(if $(CPU),$(error CPU=1 needs INSTALLER=uv))
 endif
 
@@ -35,7 +44,8 @@ setup: $(INSTALLED)
 
 $(INSTALLED): requirements.txt $(CONSTRAINTS)
 	$(if $(CPU),@$(REACH_CPU_INDEX))
-	$(PYTHON) -m venv $(VENV)
+	@if $(PYTHON) -c '$(FITS)'; then $(PYTHON) -m venv $(VENV); \
+	else $(MAKE_VENV); fi
 	$(VENV)/bin/python -m pip install --quiet $(FIRST)
 	$(INSTALL) --requirement requirements.txt $(CONSTRAINTS:%=--constraint %) $(TORCH:%="torch==%.*")
 	touch $@

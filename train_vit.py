@@ -181,6 +181,8 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
         mix = augment.mixer(recipe.mixup, recipe.cutmix, len(images.classes), input_dtype(accelerator))
+        if mix and batch.per_device == 1:
+            accelerator.print("--mixup and --cutmix have no effect: each micro-batch is one image")
 
         steps = Steps.of(images.train, batch, recipe)
         steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)

@@ -491,9 +491,6 @@ make_setup() {
     if [ -d "$path" ] && there make && as_user make --silent --question -C "$path" setup >/dev/null 2>&1; then
         say "make setup: nothing to do"
     elif change "make setup in $path"; then
-        # The newest packages of requirements.txt need 3.11. PYTHON is the Makefile's.
-        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-            die "${PYTHON:-python3} is older than 3.11: take Debian 12 or Ubuntu 24.04, or set PYTHON"
         as_user make --no-print-directory -C "$path" setup || die "make setup in $path failed, see above"
     fi
 }

@@ -93,7 +93,8 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )
     if field.type is bool:
-        parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help)
+        # Sweeps write --padding=True; const is the value without one.
+        parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="BOOL", help=help)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
         )
@@ -126,9 +127,11 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
     if kind is bool:
-        if isinstance(value, bool) or value in ("true", "false"):
-            return value in (True, "true")
+        if (word := str(value).lower()) in ("true", "false"):
+            return word == "true"
         raise ValueError
+    if value is False and "no" in field.metadata["choices"]:
+        return "no"  # as YAML reads it
     try:
         return _of_type(kind, value)
     except ValueError:

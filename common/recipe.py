@@ -56,7 +56,7 @@ class Recipe(Job):
     s3: str | None = setting(None)
     log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1)
     log_samples: bool = setting(False)
-    trackers: tuple[str, ...] = setting(("tensorboard",), choices=("tensorboard", "wandb", "none"))
+    trackers: tuple[str, ...] = setting(("tensorboard",), choices=("tensorboard", "wandb", "trackio", "none"))
     telemetry_s: float = setting(1.0, minimum=0)
 
     profile: int | None = setting(None, minimum=1)

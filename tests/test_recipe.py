@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,11 @@ class Sample(Recipe):
     pretrained: bool = flag(False, "yes or no")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tuned(CnnA):
+    weights: str | None = flag(None, "a file")
+
+
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
@@ -29,6 +35,10 @@ class Sample(Recipe):
         (["--lr", "1e-3"], "lr", 1e-3),
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
+        (["--pretrained=True"], "pretrained", True),  # as sweeps of W&B and SageMaker write it
+        (["--pretrained", "True", "--epochs", "2"], "pretrained", True),
+        (["--pretrained", "true", "--pretrained=False"], "pretrained", False),
+        (["--pretrained", "--epochs", "2"], "epochs", 2),
         (["--local_rank=1", "--epochs", "2"], "epochs", 2),  # the deepspeed launcher's first argument
         (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values stay
     ],
@@ -40,11 +50,12 @@ def test_flags(words, field, value):
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.json"])
 def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
     text = {
-        "recipe.yaml": "epochs: 3\nlr: 1e-3\nwidths: [1, 2]\npretrained: true\nmax_steps: null\n",
-        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": true}',
+        "recipe.yaml": "epochs: 3\nlr: 1e-3\nwidths: [1, 2]\npretrained: true\nmax_steps: null\n"
+        "compile: no\n",
+        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": "True", "compile": "no"}',
     }[name]
     (tmp_path / name).write_text(text)
-    expected = Sample(epochs=5, lr=1e-3, widths=(1, 2), pretrained=True)
+    expected = Sample(epochs=5, lr=1e-3, widths=(1, 2), pretrained=True, compile="no")
     assert parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"]) == expected
 
 
@@ -57,8 +68,9 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
+        (["--pretrained=maybe"], "--pretrained maybe: must be true or false"),
         (["--trackers", "none,wandb"], "--trackers none,wandb: `none` stands alone"),
-        (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, none"),
+        (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, trackio, none"),
     ],
 )
 def test_wrong_flags(words, message, capsys):
@@ -161,10 +173,26 @@ def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
 def test_streams_that_were_derived_differ_only_with_the_batch_size():
     def differing(theirs: dict, *words: str) -> str:
         recorded = json.loads(json.dumps(recipe_part(CnnA()))) | theirs
-        return differences(recorded, parse(CnnA, list(words)))
+        return "; ".join(differences(recorded, parse(CnnA, list(words))))
 
     assert differing({}) == ""
     assert differing({}, "--batch_size", "96", "--allow_changed", "batch_size") == ""
     assert differing({}, "--batch_size", "96") == "its batch_size is 128, here 96"
     assert differing({}, "--streams", "32") == "its streams is 64, here 32"
     assert differing({"streams": 32}) == "its streams is 32, here 64"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "now", "is_same"),
+    [
+        ("D/pets", "D/pets/", True),  # Tab adds the slash
+        ("D/pets", "./D//pets", True),
+        ("D/pets", f"{Path.cwd()}/D/pets", True),
+        ("~/pets", f"{Path.home()}/pets", True),
+        ("D/pets", "D/cats", False),
+        ("s3://bucket/pets", "s3://bucket//pets", False),  # another place there
+    ],
+)
+@pytest.mark.parametrize("name", ["data", "weights"])
+def test_one_path_in_two_spellings(name, recorded, now, is_same):
+    assert (differences({name: recorded}, parse(Tuned, [f"--{name}", now])) == []) == is_same

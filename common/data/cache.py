@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.decode import FILES, SPLITS, STORED, Encoded, checks_jpegs, cores
+from common.data.decode import FILES, SPLITS, STORED, Encoded, checks_jpegs
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
 from common.system.files import discard, sha256_of, size_limit, sync, try_lock
+from common.system.processes import allowed_cores
 from common.system.progress import Display
 from common.system.text import printable
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -97,7 +98,7 @@ def _keys(source: Source) -> tuple[str, str]:
     stats = [path.stat() for _, path in source.files]
     place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
-    with ThreadPoolExecutor(cores()) as pool:  # SHA-256 and reading release the GIL
+    with ThreadPoolExecutor(allowed_cores()) as pool:  # SHA-256 and reading release the GIL
         hashes = list(pool.map(_hash_of_blocks if is_large else lambda f: sha256_of(f[1]), source.files))
     if is_large:
         place += f" {[stat.st_mtime_ns for stat in stats]}"
@@ -291,7 +292,7 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
     Decoders release the GIL. An exception of beat(), or an odd size, ends the threads after their chunks.
     """
     checks_jpegs()  # said here, before the threads could say it several times
-    pool = ThreadPoolExecutor(cores())
+    pool = ThreadPoolExecutor(allowed_cores())
     bad: list[str] = []
     try:
         futures = [pool.submit(_decode, *chunk) for chunk in chunks]

@@ -381,8 +381,3 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     pixels = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
     return pixels[0].permute(1, 2, 0).numpy()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -26,6 +27,7 @@ from common.distributed.agreement import agree
 from common.distributed.blocks import blocks_of, checkpoint_activations, chosen_compilation, compile_blocks
 from common.distributed.devices import (
     check_devices,
+    check_own_gpu,
     choose_algorithms,
     keep_freed_memory,
     rehearse_on_cpu,
@@ -37,6 +39,7 @@ from common.distributed.launch_config import (
     check_wrapped_classes,
     disable_meaningless,
     enabled_precision,
+    settle_auto,
 )
 from common.distributed.precision import (
     autocast_forward,
@@ -45,8 +48,9 @@ from common.distributed.precision import (
     settle_precision,
     typed_precision,
 )
-from common.distributed.preemption import ready, watch
+from common.distributed.preemption import deaf_launcher, ready, watch
 from common.distributed.rendezvous import (
+    backend,
     check_processes,
     elastic_batch,
     join_agents_store,
@@ -65,7 +69,7 @@ from common.distributed.strategy import (
 )
 from common.distributed.watch import record_collectives, watch_ranks
 from common.recipe import Batch, Job, recipe_part
-from common.system.env import rank, world_size
+from common.system.env import is_hosts_first, rank, world_size
 from common.system.paths import ROOT
 
 
@@ -100,6 +104,10 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     set_group_timeout(job.timeout_s)
     join_agents_store(job.timeout_s)
     accelerator = make_accelerator(job, batch, deepspeed, clip_norm)
+    assert accelerator.num_processes == batch.processes
+    if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
+        gpu = str(torch.cuda.get_device_properties(accelerator.device).uuid)
+        check_own_gpu(dist.distributed_c10d._get_default_store(), rank(), batch.processes, gpu)
     accelerator.compilation = compilation
     if compilation and strategy(accelerator) == "zero3":
         raise ValueError(
@@ -123,7 +131,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     agree(accelerator, {**code, "recipe": recipe_part(job), **blocks})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
-    for remark in (*remarks, replacement_problem()):
+    for remark in (*remarks, replacement_problem(), deaf_launcher()):
         if remark:
             accelerator.print(remark)
     extras = f", compiled ({compilation})" if compilation else ""
@@ -145,6 +153,8 @@ def make_accelerator(
 
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
     """
+    # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
+    PartialState.is_local_main_process = property(lambda _: is_hosts_first())
     engines_precision = enabled_precision(deepspeed)
     kind = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = Accelerator(
@@ -257,6 +267,9 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
             print(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}", flush=True)
         config[key] = number
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
+    for remark in settle_auto(config):
+        if rank() == 0:
+            print(remark, flush=True)
     # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 

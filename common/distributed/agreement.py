@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 
 from common.distributed.preemption import Preempted, wanted
 from common.distributed.watch import report_hang
+from common.system.env import local_rank
 from common.system.phase import in_phase, now
 
 Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
@@ -46,7 +47,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     if accelerator.num_processes == 1:
         return work(_stop_if_wanted)
     me, board = accelerator.process_index, f"once/{topic}"
-    my_worker = me - accelerator.local_process_index if per_host else 0  # whose result this process returns
+    my_worker = me - local_rank() if per_host else 0  # whose result this process returns
     pending = set(gather_object([my_worker]))
     store = dist.distributed_c10d._get_default_store()
     if me == my_worker:

@@ -10,12 +10,14 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available
 
 from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
-from common.system.env import launched, launched_with, processes_per_host
+from common.system.env import LOCAL_NUMBER, launched, launched_with, local_rank, processes_per_host
+from common.system.processes import allowed_cores
 
 REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
 
@@ -26,14 +28,26 @@ def check_devices() -> None:
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
         _check_that_no_gpu_is_left_out()
-    elif gpus < processes:
+    elif gpus < processes and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
             f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
             f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
             f" accelerate_configs/, or {REHEARSE}"
         )
     else:
+        if gpus == 1 and "LOCAL_RANK" in os.environ:  # it may be another one for each process
+            os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_code(int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_own_gpu(store: dist.Store, number: int, processes: int, gpu: str) -> None:
+    """ValueError if two processes have the same GPU, before NCCL fails. gpu: a unique name. Collective."""
+    store.set(f"gpu/{number}", gpu)
+    names = [store.get(f"gpu/{rank}").decode() for rank in range(processes)]
+    if same := [rank for rank, name in enumerate(names) if name == gpu and rank != number]:
+        raise ValueError(
+            f"ranks {number} and {same[0]} have the same GPU: start one process per GPU, or {REHEARSE}"
+        )
 
 
 def _check_kind() -> None:
@@ -48,6 +62,7 @@ def _check_that_no_gpu_is_left_out() -> None:
     """ValueError if torch can't use this host's GPUs: with an old driver it would train on the CPU."""
     if _gpus_are_hidden() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
         return
+
     from common.system.gpus import devices, driver_problem, needed_driver
 
     found, cuda = devices(), torch.version.cuda
@@ -150,15 +165,17 @@ def use_all_cores(deterministic: bool = False) -> None:
 
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits a GPU; deepspeed gives all cores to each
     process. For one process accelerate counts all cores of the machine, also those that this process may not
-    use: two threads on one core are 35 times slower than one (CNN-A). With plain `python` a value set by hand
-    stays, so that one process can round like each of several. deterministic: OMP_NUM_THREADS counts, else
-    it is one thread, as kernels add in an order that depends on their threads.
+    use, and so does torch where a container has a quota: two threads on one core are 35 times slower than one
+    (CNN-A). With plain `python` a value set by hand stays, so that one process can round like each of
+    several. deterministic: OMP_NUM_THREADS counts, else it is one thread, as kernels add in an order that
+    depends on their threads.
     """
     if deterministic:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
         return
-    cores = len(os.sched_getaffinity(0))
-    if launched() and (os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > cores):
+    cores, given = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
+    is_one = launched() and (given or "1") == "1"
+    if is_one or (torch.get_num_threads() > cores and (launched() or not given)):
         torch.set_num_threads(max(1, cores // processes_per_host()))
 
 

@@ -9,12 +9,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.system.files import parse_json
+from common.system.paths import ROOT
 from common.system.text import did_you_mean
 
 # Variables in which MPI sets the number of processes
@@ -24,6 +25,7 @@ IN_JSON = (
     *("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps"),
     *("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
 )
+SCRIPTS_OWN = ("optimizer", "scheduler")  # in a DeepSpeed JSON
 
 
 @cache
@@ -82,9 +84,19 @@ def refuse(answer: str, advice: str) -> NoReturn:
 
 
 def _check_processes(env: Mapping[str, str]) -> None:
-    """Refuses MPI, and `multi-CPU`, which without MPI starts one process only."""
-    if "LOCAL_RANK" in env:
+    """Refuses MPI, `multi-CPU`, which without MPI starts one process only, and WORLD_SIZE without LOCAL_RANK.
+
+    Without LOCAL_RANK Accelerate makes each process a job of its own.
+    """
+    if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
+    alone = {"WORLD_SIZE": "1", "RANK": "0"}
+    if any(env.get(name, value) != value for name, value in alone.items()):
+        are_set = " and ".join(f"{name}={env[name]}" for name in alone if name in env)
+        raise ValueError(
+            f"the environment has {are_set} without LOCAL_RANK, so this process would train alone, on a part"
+            " of each batch: start it with torchrun, or unset them"
+        )
     advice = "choose multi-GPU, which is also how several processes rehearse on a CPU"
     if any(int(env.get(name) or 1) > 1 for name in MPI_SIZES):
         refuse("mpirun_config: yes", advice)
@@ -138,35 +150,61 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         raise ValueError(f"{file} has no zero_optimization: take one of ds_configs/")
-    _check_keys(config, "", file)
-    _check_keys(zero, "zero_optimization", file)
-    if zero.get("stage") not in (1, 2, 3):
-        raise ValueError(f"{file} has zero_optimization.stage {zero.get('stage')}: choose 1, 2 or 3")
-    if auto := [key for key, value in zero.items() if value == "auto"]:
-        raise ValueError(
-            f'{file} has zero_optimization.{auto[0]} "auto", which asks a language model for its size:'
-            " write a number, as in ds_configs/"
-        )
+    problems = [*_unsupported(config, ""), *_unsupported(zero, "zero_optimization")]
+    if (stage := zero.get("stage")) not in (1, 2, 3):
+        problems.append(f"zero_optimization.stage {stage} (choose 1, 2 or 3)")
     for part in ("offload_optimizer", "offload_param"):
         section = zero.get(part) or {}
-        _check_keys(section, part, file)
+        problems += _unsupported(section, part)
         device = section.get("device", "none")
         if device not in ("none", "cpu"):
-            raise ValueError(f"{file} has {part}.device {device}, which is not supported: choose cpu")
-        if part == "offload_param" and device != "none" and zero["stage"] != 3:
-            raise ValueError(f"{file} has offload_param, which needs stage 3, here it is {zero['stage']}")
+            problems.append(f"{part}.device {device} (choose cpu)")
+        if part == "offload_param" and device != "none" and stage != 3:
+            problems.append(f"offload_param (it needs stage 3, here it is {stage})")
+    if problems:
+        offload = "_offload" if stage != 1 and (zero.get("offload_optimizer") or {}).get("device") else ""
+        same = f"ds_configs/zero{stage}{offload}.json" if stage in (1, 2, 3) else "a ddp_* config"
+        raise ValueError(
+            f"{file} has what is not supported: {', '.join(problems)}; without that it is {same}"
+        )
     _check_precisions(config, file, precision)
     return config
 
 
-def _check_keys(section: dict[str, Any], name: str, file: str) -> None:
+def _unsupported(section: dict[str, Any], name: str) -> Iterator[str]:
+    """The unsupported keys of a section, each with advice."""
     known = " ".join(supported()["deepspeed"][name]).split()
     for key, value in section.items():
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
-        if key in known or is_off:
+        if key in known or is_off or (not name and key in SCRIPTS_OWN and _is_auto(value)):
             continue
         advice = did_you_mean(key, known) or supported()["deepspeed_advice"].get(key, "leave it out")
-        raise ValueError(f"{file} has {f'{name}.' if name else ''}{key}, which is not supported: {advice}")
+        yield f"{name}.{key} ({advice})" if name else f"{key} ({advice})"
+
+
+def _is_auto(section: Any) -> bool:
+    """True if an optimizer or scheduler of a DeepSpeed JSON leaves all numbers to the script."""
+    section = section if isinstance(section, dict) else {}
+    values = (section.get("params") or {}).values()
+    is_another = section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
+    return bool(values) and not is_another and all(v == "auto" or isinstance(v, bool) for v in values)
+
+
+def settle_auto(config: dict[str, Any]) -> list[str]:
+    """Replaces what a DeepSpeed JSON leaves open, beside the recipe's numbers. Returns remarks."""
+    remarks = []
+    if ours := [key for key in SCRIPTS_OWN if config.pop(key, None)]:
+        remarks.append(f"DeepSpeed's {' and '.join(ours)}, all \"auto\": the script's own")
+    zero = config.get("zero_optimization", {})
+    if auto := [key for key, value in zero.items() if value == "auto"]:
+        file = f"ds_configs/zero{zero['stage']}.json"
+        shipped = json.loads((ROOT / file).read_text())["zero_optimization"]
+        for key in auto:
+            del zero[key]  # for DeepSpeed's default
+        zero |= {key: shipped[key] for key in auto if key in shipped}
+        numbers = ", ".join(f"{key} {zero.get(key, 'by default')}" for key in auto)
+        remarks.append(f'"auto" asks a language model for its size: {numbers}, as in {file}')
+    return remarks
 
 
 def _check_precisions(config: dict[str, Any], file: str, precision: str | None) -> None:

@@ -7,6 +7,7 @@ further down a thread notices it within a second.
 """
 
 import os
+import re
 import select
 import signal
 import sys
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -149,12 +151,31 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _is_orphan() -> bool:
-    """True if the launcher died while this process imported: its variables are set, but it is gone."""
+    """True if the launcher died while this process imported: its variables are set, but it is gone.
+
+    In a container without an init the launcher is process 1. It is known by its command line: torchrun gives
+    its main thread another name.
+    """
     by_launcher = any(name in os.environ for name in _SET_BY_LAUNCHERS)
+    if not by_launcher or os.getppid() != 1:
+        return False
+    return not Path(psutil.Process(1).cmdline()[0]).name.startswith(("python", "bash", "sh"))
+
+
+def deaf_launcher() -> str | None:
+    """Why SIGTERM to this container saves nothing; None if it does, and outside of a container.
+
+    The kernel drops a signal to process 1 that has no handler for it. `accelerate launch` of one process and
+    `deepspeed` have none.
+    """
+    if not any(process.pid == 1 for process in _launchers()):
+        return None
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
+    if caught and int(caught[1], 16) & 1 << (signal.SIGTERM - 1):
+        return None
     return (
-        by_launcher
-        and os.getppid() == 1
-        and not psutil.Process(1).name().startswith(("python", "bash", "sh"))
+        "warning: SIGTERM to this container (docker stop, Kubernetes) saves nothing: the launcher, process 1,"
+        " has no handler for it: give docker run --init, or start with torchrun"
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common.recipe import Batch, Job, share_out, usable_processes
 from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, report, world_size
-from common.system.processes import interface_to
+from common.system.processes import interface_problem, interface_to
 from common.system.text import plural
 
 RUN_NODES = re.compile(r"--?nnodes[= ](\d+):(\d+)(?!\d)")
@@ -25,10 +25,12 @@ def name_interface() -> None:
 
     gloo would listen at the address of the host's name: on one host that may be one that others reach, and
     objects between ranks are pickles; on several it is 127.0.1.1 on Debian. gloo carries the messages about
-    signals beside NCCL, and everything in a rehearsal.
+    signals beside NCCL, and everything in a rehearsal. ValueError for a name that no interface has.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return
+    if problem := interface_problem(os.environ, backend() == "nccl"):
+        raise ValueError(problem)
     is_one_host = world_size() == processes_per_host()
     with contextlib.suppress(ValueError):
         name, mine = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])

@@ -34,7 +34,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.system.cli import tell_torchrun
-from common.system.env import EVENTS_FILE, is_hosts_first, report
+from common.system.env import EVENTS_FILE, is_hosts_first, local_rank, report
 from common.system.paths import ROOT
 from common.system.phase import Evidence, hang_table, now
 from common.system.processes import is_running, start_ticks
@@ -139,7 +139,7 @@ def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = No
 class _Watch:
     def __init__(self, accelerator: Accelerator, timeout_s: float):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
-        hosts_first = self.rank - accelerator.local_process_index
+        hosts_first = self.rank - local_rank()
         me = socket.gethostname(), hosts_first, os.getpid(), start_ticks(os.getpid())
         everyones = gather_object([[uuid.uuid4().hex, *me]])
         self.hosts = [host for _, host, *_ in everyones]

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
 WRITING_GRACE_S = 8  # for a checkpoint in flight in a failed run; the other processes wait 10 s
-NOT_DETERMINISTIC = " does not have a deterministic implementation"  # torch's words
+ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words, as the next
+NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
 def end_preempted(run: "Run") -> None:
@@ -150,6 +151,8 @@ def explained(error: BaseException, run: "Run") -> BaseException:
     """A ValueError that says what to do, or the error itself."""
     if is_out_of_memory(error):
         return ValueError(out_of_memory(run.accelerator, run.batch, error))
+    if ONE_VALUE in str(error):
+        return ValueError(f"BatchNorm: {error}: give more --per_device_batch_size, or more --image_size")
     if NOT_DETERMINISTIC in str(error):
         operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
         return ValueError(

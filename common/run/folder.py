@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # imported with --s3
 
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
+PATHS = ("data", "weights")  # flags of a recipe that may be local paths
 log = partial(print, flush=True)  # also in the threads that save and upload
 
 
@@ -146,9 +147,10 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
 
     A run there is continued if it is unfinished, has the same recipe, and began at the same --resume.
-    last_step: of this run, None if unknown. ValueError for another run in --output_dir, and for a recipe.json
-    that can't be read.
+    last_step: of this run, None if unknown; with it a line names an unfinished run with one other value.
+    ValueError for another run in --output_dir, and for a recipe.json that can't be read.
     """
+    is_said = last_step is None
     where = Path(recipe.output_dir or "runs/*")
     given, parent = where if where.name != "*" else None, where.parent / script_name()
     for folder in itertools.repeat(given) if given else map(parent.joinpath, numbered(name)):
@@ -164,6 +166,9 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
                 f"--output_dir {folder} holds a run already{reason}: choose another folder, or move that one"
                 " away"
             )
+        elif not is_said and (differing := _only_difference(folder, recipe, last_step)):
+            is_said = True
+            log(f"{folder} holds an unfinished run; {differing}: to resume it, give that value")
 
 
 def script_name() -> str:
@@ -179,21 +184,37 @@ def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
         return ""
     if (script := record.get("script")) != script_name():
         return f" ({script}'s)"
-    if differing := differences(record["recipe"], recipe):
+    if differing := "; ".join(differences(record["recipe"], recipe)):
         return f" ({differing}; --allow_changed names what may differ)"
     return ", and --resume is never" if recipe.resume == "never" else ""
 
 
-def differences(theirs: dict[str, Any], recipe: Recipe) -> str:
-    """The flags that differ, as `its epochs is 3, here 10; ...`, without those that --allow_changed names.
+def differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The flags that differ, each as `its epochs is 3, here 10`, without those that --allow_changed names.
     A flag that is missing in the other recipe counts as its default."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
     theirs = recipe.without_derived(defaults | theirs)
-    return "; ".join(
+    return [
         f"its {key} is {theirs[key]}, here {value}"
         for key, value in ours.items()
-        if theirs[key] != value and key not in recipe.allow_changed
-    )
+        if _compared(key, theirs[key]) != _compared(key, value) and key not in recipe.allow_changed
+    ]
+
+
+def _compared(key: str, value: Any) -> Any:
+    """A local path as an absolute, normalised one; other values, names and addresses as they are."""
+    is_path = key in PATHS and isinstance(value, str) and ":" not in value
+    return os.path.abspath(os.path.expanduser(value)) if is_path else value
+
+
+def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
+    """The one flag in which an unfinished run of this script differs from the recipe; else empty."""
+    record = _recipe_json(folder) or {}
+    is_ours = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
+    if not is_ours or _is_finished(folder, last_step):
+        return ""
+    differing = differences(record["recipe"], recipe)
+    return differing[0] if len(differing) == 1 else ""
 
 
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
@@ -263,7 +284,7 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
 
 def _check_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
     theirs = checkpoint.manifest.get("recipe")
-    differing = differences(theirs, recipe) if isinstance(theirs, dict) else "it has none"
+    differing = "; ".join(differences(theirs, recipe)) if isinstance(theirs, dict) else "it has none"
     if differing:
         raise ValueError(
             f"{checkpoint.folder} is of another recipe ({differing}): give the same flags, or name with"

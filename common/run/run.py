@@ -1,6 +1,7 @@
 """A training run as a train script uses it: its start, log, checkpoints and end."""
 
 import contextlib
+import importlib.util
 import math
 from collections.abc import Generator, Iterator, Mapping
 from functools import partial
@@ -59,6 +60,8 @@ class Run:
     exchange: Exchange
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
+        if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
+            raise ValueError("--trackers trackio: the package is not installed: pip install trackio")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.state = RunState()
         self.final: dict[str, Any] = {}  # parts of result.json that are known after begin(), or at the end

@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard and Weights & Biases, with Accelerate's trackers."""
+"""Metrics in TensorBoard, Weights & Biases and trackio, with Accelerate's trackers."""
 
 import os
 import secrets
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from common.system.text import printable
 
@@ -32,8 +32,15 @@ class Trackers:
             threading.excepthook = _without_full_disks
             self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
             self.started[-1].start()
-        if "wandb" in names:
-            self.started.append(_start_wandb(folder, record["script"], state.wandb_id))
+        if "wandb" in names and (wandb := _start_wandb(folder, record["script"], state.wandb_id)):
+            self.started.append(wandb)
+        if "trackio" in names:
+            # A run of the same name may be another folder's.
+            options = {"name": folder.name, "resume": "allow" if state.step else "never", "embed": False}
+            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry/ has them
+            self.started.append(_Trackio(record["script"], **options, **measured))
+            self.started[-1].start()
+            print(f"trackio run {folder.name}: trackio show --project {record['script']}", flush=True)
         values = record["recipe"] | {"strategy": record["strategy"], "processes": len(record["devices"])}
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
@@ -55,8 +62,8 @@ class Trackers:
         from PIL import Image
 
         for tracker in self.started:
-            # TensorBoard needs the layout, [1, H, W, 3]; W&B takes the images one by one.
-            layout = {} if isinstance(tracker, _WandB) else {"dataformats": "NHWC"}
+            # TensorBoard needs the layout, [1, H, W, 3]; the others take the images one by one.
+            layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
                 for file in files:
                     with Image.open(file) as image:
@@ -91,6 +98,18 @@ class _TensorBoard(TensorBoardTracker):
     def finish(self, failed: bool) -> None:
         if not failed:
             self.writer.file_writer.add_summary(self.success)
+        super().finish()
+
+
+class _Trackio(TrackioTracker):
+    """trackio, whose own errors are warnings. It has no hook for the end of a failed run."""
+
+    def log_images(self, values: dict[str, np.ndarray], step: int) -> None:
+        import trackio
+
+        self.run.log({name: trackio.Image(images[0]) for name, images in values.items()}, step=step)
+
+    def finish(self, failed: bool) -> None:
         super().finish()
 
 
@@ -130,8 +149,8 @@ class _WandB(WandBTracker):
             )
 
 
-def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
-    """Starts or continues a run; offline without a key, or if no server accepts it.
+def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
+    """Starts or continues a run; offline without a key, or if no server accepts it. None: it is disabled.
 
     W&B's variables win over the names of run and project; docs/launching.md lists some.
     """
@@ -142,6 +161,9 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB:
     settings = wandb.Settings(
         init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True, console="off", silent=True
     )
+    if wandb.setup(settings).settings.mode == "disabled":
+        print("W&B is off (WANDB_MODE=disabled)", flush=True)
+        return None
     options = {
         "dir": folder,
         "name": os.environ.get("WANDB_NAME", folder.name),

@@ -6,6 +6,7 @@ It imports neither torch nor accelerate, so that commands that use it still answ
 import contextlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h,
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 EVENTS_FILE = "LAUNCH_EVENTS_FILE"  # set by launch.py's agent: the events of a host's processes, JSON lines
+LOCAL_NUMBER = "LOCAL_NUMBER"  # this process's number on its host, where LOCAL_RANK is its only GPU's, 0
 PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: the number of processes of the job
 
 
@@ -34,9 +36,22 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_rank() -> int:
+    """This process's number on its host.
+
+    torchrun --virtual-local-rank shows each process one GPU and sets LOCAL_RANK to 0: there it follows from
+    the rank.
+    """
+    size, hosts = processes_per_host(), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
+    sees_one_gpu = re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if sees_one_gpu and hosts * size == world_size():
+        return rank() % size
+    return int(os.environ.get(LOCAL_NUMBER) or os.environ.get("LOCAL_RANK") or "0")
+
+
 def is_hosts_first() -> bool:
     """True in the first process of each host."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return local_rank() == 0
 
 
 def processes_per_host() -> int:

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -12,6 +13,7 @@ import os
 import resource
 import shutil
 import stat
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -28,12 +30,29 @@ Kind = Any
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk (fsync)."""
+    """Waits until a file, or a folder's list of names, is on the disk (fsync).
+
+    Old CIFS, vboxsf and some of FUSE can't do it for a folder, which is said once.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+        _say_unsynced(str(error.strerror))
     finally:
         os.close(descriptor)
+
+
+@functools.cache
+def _say_unsynced(reason: str) -> None:
+    print(
+        f"warning: this file system can't sync a folder ({reason}): a crash of this host may lose the newest"
+        " files",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -74,6 +74,28 @@ def is_under_nohup() -> bool:
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: by its affinity, and by the CPU quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([cores, *_quotas(groups, root)])))
+
+
+def _quotas(groups: Path, root: Path) -> Iterator[float]:
+    """The limits of this process's control groups, and of those above them, in cores (cgroups(7))."""
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, group = line.split(":", 2)
+        is_first = "cpu" in controllers.split(",")  # version 1 of the interface
+        if controllers and not is_first:
+            continue
+        for path in (Path(group), *Path(group).parents):
+            folder = root / ("cpu" if is_first else "") / str(path).lstrip("/")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
+            with contextlib.suppress(OSError):  # a container shows its own group as the root
+                quota, period = " ".join((folder / name).read_text() for name in names).split()
+                if quota not in ("max", "-1"):
+                    yield int(quota) / int(period)
+
+
 def end_with_parent() -> None:
     """Asks the kernel to send SIGTERM to this process when its parent dies, also by SIGKILL. Linux only."""
     if sys.platform == "linux":
@@ -131,6 +153,29 @@ def interface_to(address: str) -> tuple[str, str]:
         if any(known.address == mine for known in addresses):
             return name, mine
     raise ValueError(f"no interface has the address {mine}, from which {address} is reached")
+
+
+def interface_problem(env: Mapping[str, str], with_nccl: bool) -> str | None:
+    """Why gloo, or NCCL, can't use the interface that its variable names; None if it can.
+
+    gloo takes names. NCCL takes beginnings of names, after = whole names, and after ^ those to leave out.
+    """
+    there = psutil.net_if_addrs()
+    gloo, nccl = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
+    if not {*gloo.split(",")} <= there.keys() | {""}:
+        return (
+            f"GLOO_SOCKET_IFNAME={gloo}: this host's interfaces are {', '.join(there)}: name one, or unset it"
+        )
+    words = nccl.removeprefix("^").removeprefix("=").split(",")
+    is_exact = nccl.removeprefix("^").startswith("=")
+    named = {
+        name for name in there for word in words if (name == word if is_exact else name.startswith(word))
+    }
+    if with_nccl and not (there.keys() - named if nccl.startswith("^") else named):
+        return (
+            f"NCCL_SOCKET_IFNAME={nccl}: this host's interfaces are {', '.join(there)}: name one, or unset it"
+        )
+    return None
 
 
 def use_interface(name: str) -> dict[str, str]:

@@ -31,6 +31,7 @@ import torch
 from accelerate import Accelerator
 
 from common.distributed.strategy import device_name
+from common.system.env import local_rank
 from common.system.files import open_to_append
 from common.system.processes import own_age_s
 from common.system.text import numbered
@@ -67,7 +68,7 @@ class ProcessInfo:
 def this_process(accelerator: Accelerator) -> ProcessInfo:
     on_gpu = accelerator.device.type == "cuda"
     uuid = str(torch.cuda.get_device_properties(accelerator.device).uuid) if on_gpu else None
-    return ProcessInfo(socket.gethostname(), accelerator.local_process_index, device_name(accelerator), uuid)
+    return ProcessInfo(socket.gethostname(), local_rank(), device_name(accelerator), uuid)
 
 
 @dataclass

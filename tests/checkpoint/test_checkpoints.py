@@ -28,6 +28,7 @@ from common.checkpoint.format import (
     verify,
 )
 from common.distributed.preemption import is_alive
+from common.system.files import sync
 from tests.conftest import (
     STRATEGIES,
     Job,
@@ -45,7 +46,7 @@ from tests.conftest import (
 )
 from tests.distributed.test_agreement import ranks_of
 from tests.support.compare import assert_same_end, assert_same_tensors
-from tests.support.faults import at_file_operation, mark, operations
+from tests.support.faults import at_file_operation, called_first, mark, operations, without_folders
 
 # 4 steps an epoch, 6 epochs: a checkpoint after each; from the third on an older one is removed.
 HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]
@@ -485,3 +486,13 @@ def test_a_run_keeps_them(straight):
     best = json.loads((straight[0] / "checkpoints" / "index.json").read_text())["best"]
     assert kept == sorted({best, "step_00000020", LAST})
     assert result(straight[0])["best_checkpoint"] == f"checkpoints/{best}"
+
+
+def test_a_file_system_that_can_not_sync_folders(tmp_path, capfd):
+    """It is said once. /proc is one of them."""
+    sync(Path("/proc"))
+    assert "this file system can't sync a folder (Invalid argument)" in capfd.readouterr().err
+    words = [*LONG, "--max_steps", "100", "--output_dir", tmp_path / "run"]
+    output = run(words, env=called_first(tmp_path, without_folders))
+    assert output.count("this file system can't sync a folder (Operation not supported)") == 1, output
+    assert latest(tmp_path / "run").name == "step_00000100"

@@ -312,11 +312,6 @@ def test_no_other_file_or_repository_is_overwritten(sandbox, origin):
 
 
 def test_a_failed_setup_is_tried_again(sandbox, origin):
-    sandbox.stub("python3", "[[ $* != *version_info* ]]")  # has venv, but not the version
-    error = sandbox.setup("--repo", origin, status=1).splitlines()[-1]
-    assert error == "error: python3 is older than 3.11: take Debian 12 or Ubuntu 24.04, or set PYTHON"
-    assert not sandbox.at("/opt/train/.venv").exists()
-    sandbox.stub("python3", "exit 0")
     push(sandbox, "Makefile", MAKEFILE.replace("\ttouch $@", "\tfalse"))
     output = sandbox.setup("--repo", origin, status=1)
     assert output.splitlines()[-1] == "error: make setup in /opt/train failed, see above"

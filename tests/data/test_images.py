@@ -367,7 +367,7 @@ def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, mo
     with pytest.raises(SystemExit):
         prepare_data(str(root), tmp_path / "cache", beat)
     done = len(decoded)
-    assert 0 < done <= 4 * image_cache.cores()  # of 60
+    assert 0 < done <= 4 * image_cache.allowed_cores()  # of 60
     assert not in_cache(tmp_path / "cache")
     time.sleep(0.3)
     assert len(decoded) == done

@@ -146,10 +146,17 @@ def test_no_more_threads_than_cores(monkeypatch):
     before = torch.get_num_threads()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(devices, "allowed_cores", lambda: 1)
     try:
         torch.set_num_threads(2)
         devices.use_all_cores()
         assert torch.get_num_threads() == 1
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        torch.set_num_threads(2)
+        devices.use_all_cores()
+        assert torch.get_num_threads() == 2  # plain `python`: set by hand
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        devices.use_all_cores()
+        assert torch.get_num_threads() == 1  # torch knows no quota
     finally:
         torch.set_num_threads(before)

@@ -1,15 +1,19 @@
 """A host whose GPUs torch can't use is refused. The driver is simulated: pynvml's functions are replaced."""
 
 import json
+import os
+import threading
 
 import pynvml
 import pytest
 import torch
+import torch.distributed as dist
 
-from common.distributed.devices import check_devices
+from common.distributed.devices import check_devices, check_own_gpu
 from common.distributed.launch_config import check_launch_config
 from common.system import gpus
-from tests.conftest import accelerate, full, python, run
+from common.system.env import LOCAL_NUMBER, is_hosts_first, local_rank
+from tests.conftest import CNN, accelerate, full, python, run, torchrun
 from tests.distributed.test_accelerator import simulate_gpus
 
 
@@ -100,6 +104,70 @@ def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
         check_devices()
     simulate_gpus(monkeypatch, 1, (8, 9))  # runs sm_80's code
     check_devices()
+
+
+ON_ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", VISIBLE: "3"}
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},  # torchrun --virtual-local-rank
+        {"LOCAL_RANK": "1"},  # Slurm's --gpus-per-task=1, and the variables by hand
+    ],
+)
+def test_each_process_sees_its_own_gpu_alone(launcher, monkeypatch):
+    simulate_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device])
+    monkeypatch.setenv(LOCAL_NUMBER, "")  # so that it is removed in the end
+    for name, value in (ON_ONE_HOST | launcher).items():
+        monkeypatch.setenv(name, value)
+    check_devices()
+    assert os.environ["LOCAL_RANK"] == "0"  # device 0, for Accelerate and DeepSpeed
+    assert (local_rank(), is_hosts_first()) == (1, False)
+
+
+def test_hosts_with_unequal_numbers_of_gpus(monkeypatch):
+    """The first process of a host with two, after a host with one."""
+    for name, value in (
+        ON_ONE_HOST | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    ).items():
+        monkeypatch.setenv(name, value)
+    assert is_hosts_first()
+
+
+def test_two_processes_with_one_gpu():
+    store, errors = dist.HashStore(), {}
+
+    def check(number: int, gpu: str) -> None:
+        try:
+            check_own_gpu(store, number, 3, gpu)
+        except ValueError as error:
+            errors[number] = str(error)
+
+    threads = [threading.Thread(target=check, args=(k, gpu)) for k, gpu in enumerate(("a", "b", "a"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(errors) == [0, 2]
+    assert "ranks 0 and 2 have the same GPU: start one process per GPU" in errors[0]
+
+
+def test_start_lines_appear_once_where_local_rank_is_0_in_each_process(tmp_path, cache):
+    """A rehearsal: torchrun divides the devices that it is told of."""
+    words = [
+        *torchrun(2, "--standalone", "--virtual-local-rank"),
+        *CNN,
+        "--data",
+        "digits",
+        "--max_steps",
+        "1",
+    ]
+    output = run([*words, *cache, "--output_dir", tmp_path / "run"], env={VISIBLE: "-1,-1"})
+    assert output.count("rehearsal on CPU: 2 gloo processes") == 1
+    assert output.count("ddp, batch") == 1
+    assert len(list((tmp_path / "run").glob("telemetry-*.jsonl"))) == 1
 
 
 def test_an_unsupported_question_leaves_the_other_answers(driver):

@@ -20,7 +20,19 @@ from common.distributed import launch_config
 from common.distributed.accelerator import start
 from common.distributed.devices import check_devices
 from common.recipe import Recipe
-from tests.conftest import CNN, RESNET, ROOT, accelerate, free_port, full, result, rows_of, run
+from tests.conftest import (
+    CNN,
+    RESNET,
+    ROOT,
+    accelerate,
+    deepspeed,
+    free_port,
+    full,
+    result,
+    rows_of,
+    run,
+    torchrun,
+)
 
 QUESTIONNAIRE = {  # as `accelerate config` writes it when every default is taken
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
@@ -119,25 +131,44 @@ REFUSED = [  # answers; a pattern of the message: the key and its value, and wha
 ]
 IN_ENV = rows_of("launcher's variables")
 ON = {"enabled": True}
+AUTO = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
+ON_CPU = {"device": "cpu"}
 JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with a dot is in zero_optimization
-    ({"optimizer": {"type": "AdamW"}}, "optimizer, .*the script has its own"),
-    ({"scheduler": {"type": "WarmupLR"}}, "scheduler, .*the script has its own"),
-    ({"compile": {"deepcompile": True}}, "compile, .*choose --compile"),
-    ({"activation_checkpointing": {"profile": True}}, "checkpointing, .*choose --grad_checkpointing"),
-    ({"pipeline": {"stages": 2}}, "pipeline, .*leave it out"),
-    ({"torch_autocast": ON}, "torch_autocast, .*choose --mixed_precision bf16"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer .the script has its own"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler .the script has its own"),
+    ({"compile": {"deepcompile": True}}, "compile .choose --compile"),
+    ({"activation_checkpointing": {"profile": True}}, "checkpointing .choose --grad_checkpointing"),
+    ({"pipeline": {"stages": 2}}, "pipeline .leave it out"),
+    ({"torch_autocast": ON}, "torch_autocast .choose --mixed_precision bf16"),
     ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, r"bf16\.bf16_o.*leave"),
-    ({"gradient_cliping": 1.0}, r"gradient_cliping, .*did you mean gradient_clipping\?"),
-    ({".zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow, .*leave it out"),
-    ({".offload_optimizer": {"super_offload": True}}, r"offload_optimizer\.super_offload, .*leave it out"),
-    ({".offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device nvme, .*choose cpu"),
-    ({".offload_param": {"device": "cpu"}}, "offload_param, .*stage 3"),
-    ({".zero_quantized_weights": True}, r"zero_optimization\.zero_quantized_weights, .*leave"),
-    ({".stage": 0}, r"zero_optimization\.stage 0: choose 1, 2 or 3"),
-    ({".reduce_bucket_size": "auto"}, "reduce_bucket_size .*write a number"),
+    ({"gradient_cliping": 1.0}, r"gradient_cliping .did you mean gradient_clipping\?"),
+    ({".zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow .leave it out"),
+    ({".offload_optimizer": {"super_offload": True}}, r"offload_optimizer\.super_offload .leave it out"),
+    ({".offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device nvme .choose cpu"),
+    ({".offload_param": {"device": "cpu"}}, "offload_param .it needs stage 3"),
+    ({".zero_quantized_weights": True}, r"zero_optimization\.zero_quantized_weights .leave"),
+    ({".stage": 0}, r"zero_optimization\.stage 0 .choose 1, 2 or 3"),
+    ({"optimizer": {"type": "OneBitAdam", "params": AUTO}}, "optimizer .the script has its own"),
+    ({"optimizer": {"type": "AdamW", "params": AUTO | {"lr": 1e-3}}}, "optimizer .the script has its own"),
+    (  # all at once
+        {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, ".stage": 0, "pipeline": 1},
+        "optimizer .*, scheduler .*, pipeline .*, zero_optimization.stage 0 .*; without that it is a ddp_",
+    ),
+    (
+        {".cpu_offload": True, ".offload_optimizer": ON_CPU},
+        r"cpu_offload .*it is ds_configs/zero2_offload\.json",
+    ),
     ({"bf16": ON, "fp16": ON}, "bf16 and fp16: choose one"),
     ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, ""),
+    ({".offload_optimizer": ON_CPU | {"nvme_path": "/nvme"}}, ""),
 ]
+
+
+HIDDEN_SIZE = {  # what Accelerate computes from it
+    "reduce_bucket_size": 20000000,
+    "stage3_prefetch_bucket_size": 20000000,
+    "stage3_param_persistence_threshold": 10000,
+}
 
 
 @pytest.fixture
@@ -229,6 +260,40 @@ def test_a_deepspeed_json_that_is_none(content, message, tmp_path):
 def test_own_jsons_are_honoured(file):
     config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="fp16")
     assert launch_config.enabled_precision(config) is None
+
+
+OPEN = {  # as Accelerate's templates have it
+    "optimizer": {"type": "AdamW", "params": AUTO},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    "zero_optimization": {
+        **{"stage": 3, "overlap_comm": True, **dict.fromkeys(HIDDEN_SIZE, "auto")},
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+}
+
+
+def test_what_a_json_leaves_open(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(OPEN))
+    config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
+    remarks = launch_config.settle_auto(config)
+    assert config == {"zero_optimization": {"stage": 3, "overlap_comm": True, **HIDDEN_SIZE}}
+    assert remarks[0] == """DeepSpeed's optimizer and scheduler, all "auto": the script's own"""
+    assert "reduce_bucket_size 20000000, " in remarks[1]
+    assert remarks[1].endswith("model_save by default, as in ds_configs/zero3.json")
+    assert launch_config.settle_auto(config) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "launcher", [torchrun(2), deepspeed("--num_gpus", "2")], ids=["torchrun", "deepspeed"]
+)
+def test_what_a_json_leaves_open_trains(launcher, tmp_path, cache):
+    (tmp_path / "ds.json").write_text(json.dumps(OPEN))
+    words = [*launcher, *CNN, "--data", "digits", "--max_steps", "2", "--trackers", "none", *cache]
+    output = run([*words, "--deepspeed_config", tmp_path / "ds.json", "--output_dir", tmp_path / "run"])
+    assert result(tmp_path / "run")["strategy"] == "zero3"
+    assert output.count("DeepSpeed's optimizer and scheduler, all") == 1
 
 
 def test_a_precision_of_the_json(tmp_path):

@@ -1,6 +1,7 @@
 """A job that is told to stop saves once, on all ranks, says so, and goes on when it is started again."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -23,6 +24,7 @@ from tests.conftest import (
     python,
     read_until,
     result,
+    run,
     torchrun,
     wait_until,
 )
@@ -37,6 +39,8 @@ LAUNCHERS = {
     "accelerate, one process": accelerate("single_gpu"),
     "deepspeed": deepspeed("--num_gpus", "2"),
 }
+AS_PROCESS_1 = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+SINGLE_NODE = [*python(), "launch.py", "--mode", "single-node", "--gpus", "2"]
 
 
 def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process]) -> None:
@@ -86,6 +90,32 @@ def test_told_to_stop(launcher, number, to, tmp_path):
         job.process.send_signal(signal.SIGTERM)
         _, output = job.wait(60)
         assert f"continuing at step {step:,} with" in output, output
+
+
+@pytest.mark.real_processes
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("launcher", ["torchrun", full("accelerate"), full("launch.py")])
+def test_the_launcher_is_process_1(launcher, tmp_path):
+    """As in a container without an init: `docker run IMAGE torchrun ...`, Kubernetes."""
+    words = AS_PROCESS_1 + LAUNCHERS.get(launcher, [*SINGLE_NODE, "--log_dir", tmp_path / "logs"])
+    job = start_and_wait([*words, *SLOW], tmp_path / "run")
+    ranks = ranks_of(job, "train_hello.py")
+    psutil.Process(job.process.pid).children()[0].send_signal(signal.SIGTERM)
+    status, output = job.wait(60)
+    assert_preempted(tmp_path / "run", output, job, ranks)
+    assert status == (75 if launcher == "launch.py" else 1), output
+    assert re.findall("^preempted: the same command continues", output, re.MULTILINE)[1:] == []
+
+
+@pytest.mark.full
+@pytest.mark.real_processes
+@pytest.mark.needs("root")
+@pytest.mark.parametrize("launcher", ["accelerate, one process", "deepspeed"])
+def test_a_process_1_without_a_handler_is_named(launcher, tmp_path):
+    """The kernel drops its SIGTERM."""
+    words = [*AS_PROCESS_1, *LAUNCHERS[launcher], *LONG, "--max_steps", "2"]
+    output = run([*words, "--output_dir", tmp_path / "run"])
+    assert "warning: SIGTERM to this container" in output
 
 
 def test_one_process_that_waits_for_ever(tmp_path, cache):

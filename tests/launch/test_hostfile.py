@@ -6,7 +6,7 @@ import pytest
 from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion
 
 from tests.conftest import ROOT, rows_of
-from tools.launch.hosts import read_hostfile, select
+from tools.launch.hosts import Host, read_hostfile, select
 
 GOOD = "# all of them\n\nworker-1 slots=2\n  worker-2\tslots=4  \n#worker-3 slots=4\n10.0.0.7 slots=1\n"
 
@@ -24,6 +24,25 @@ def test_it_is_read_as_deepspeed_reads_it(hostfile):
     theirs = _parse_hostfile(GOOD.splitlines(keepends=True))
     assert {host.name: len(host.devices) for host in read_hostfile(hostfile(GOOD))} == dict(theirs)
     assert [host.name for host in read_hostfile(hostfile(GOOD))] == list(theirs)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "mark", "is_read"),
+    [
+        ("utf-8", "\ufeff", True),  # as Windows' editors and PowerShell save it
+        ("utf-16-le", "\ufeff", True),
+        ("utf-16-be", "\ufeff", True),
+        ("utf-16-le", "", False),
+        ("cp1252", "#\xfc\n", False),
+    ],
+)
+def test_other_encodings(encoding, mark, is_read, tmp_path):
+    (tmp_path / "hostfile").write_bytes(f"{mark}worker-1 slots=2\r\n# all\r\n".encode(encoding))
+    if is_read:
+        assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", (0, 1))]
+    else:
+        with pytest.raises(ValueError, match="hostfile is not in UTF-8: save it in UTF-8"):
+            read_hostfile(tmp_path / "hostfile")
 
 
 @pytest.mark.parametrize(("text", "message"), rows_of("hostfile mistakes"))

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from common.run.finish import show
-from tests.conftest import Job, full, lines, metrics, python, read_until, result, torchrun
+from tests.conftest import Job, full, lines, metrics, python, read_until, result, run, torchrun
 
 
 def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
@@ -46,6 +46,18 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
     assert job.process.wait(60) == 0
     found = result(tmp_path / "run")
     assert (found["status"], found["steps"], found["error"]) == ("finished", 60, None)
+
+
+def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
+    words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
+    run([*words, 3])
+    changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
+    assert "unfinished run" not in changed
+    changed = run([*words, 6, "--seed", "1"])
+    (first,) = (path for path in (tmp_path / "train_hello").iterdir() if path.name[-2] != "-")
+    said = f"{first} holds an unfinished run; its seed is 0, here 1: to resume it, give that value"
+    assert said in changed.splitlines()
+    assert "unfinished run" not in run([*words, 6])  # it is resumed
 
 
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import sqlite3
 import struct
 import threading
 from collections.abc import Iterator
@@ -12,9 +13,11 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.recipe import Recipe
 from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
 from export import write_curves
+from tests.cluster.test_engines_on_virtual_hosts import environment
 from tests.conftest import CNN, Job, metrics, mutate, python, result, run, wait_until
 from tests.run.conftest import FLAGS
 
@@ -140,6 +143,40 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert found["status"] == "finished"
     assert found["wall_s"] < result(folder)["wall_s"] + 17  # INIT_S of them for the server; W&B's own is 90 s
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+def test_wandb_that_is_disabled(tmp_path, cache):
+    words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
+    output = run(words, env={"WANDB_MODE": "disabled"})
+    assert [line for line in output.splitlines() if "W&B" in line] == ["W&B is off (WANDB_MODE=disabled)"]
+    assert result(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--trackers trackio: the package is not installed: pip install tra"):
+        Run(None, Recipe(trackers=("trackio",)), None)
+
+
+@pytest.mark.full
+def test_trackio_has_what_metrics_jsonl_has(tmp_path, cache):
+    """Also after a stop: the run is continued there. trackio needs an older Pillow than requirements.txt."""
+    python = environment("trackio", "0.43.0")
+    (other,) = python.parent.parent.glob("lib/python*/site-packages")
+    (other / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")  # after its own packages
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    words = [python, *CNN, *FLAGS, "--trackers", "trackio", *cache, "--output_dir", tmp_path / "run"]
+    for steps in (15, 30):
+        output = run([*words, "--max_steps", steps], env=env)
+        assert "trackio run run: trackio show --project train_cnn_a" in output
+    assert "not have the pictures" not in output
+    (file,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(file) as base:
+        rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert {name for name, *_ in rows} == {"run"}
+    for name, ours in curves(tmp_path / "run").items():
+        logged = [(step, json.loads(text)) for _, step, text in rows]
+        assert [(step, values[name]) for step, values in logged if name in values] == ours
 
 
 def test_the_training_outlives_the_wandb_service(tmp_path, cache):

@@ -21,6 +21,11 @@ CASES = {  # launcher, script and flags, message; others are in test_mistakes.py
     "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "needs a launcher"),
     "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "give one of them"),
     "weights that are none": (torchrun(2), [*VIT, *SMALL, "--weights", "BROKEN"], "--weights "),
+    "an interface that is not there": (
+        torchrun(2),
+        ON_DIGITS,
+        "GLOO_SOCKET_IFNAME=eth99: this host's interf",
+    ),
     "CIFAR-10 without a hub": (python(), [*CNN, "--data", "cifar10"], "Without network use local files"),
     "pretrained without a hub": (python(), PRETRAINED, "--pretrained: the hub can't be reached"),
 }
@@ -36,7 +41,8 @@ def test_one_clear_error(name, tmp_path, cache):
     broken = tmp_path / "broken.json"
     broken.write_text('{\n  "train_batch_size" 8\n}')
     words = [broken if word == "BROKEN" else word for word in words]
-    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")} if "hub" in name else None
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")} if "hub" in name else {}
+    env |= {"GLOO_SOCKET_IFNAME": "eth99"} if "interface" in name else {}
     status, output = Job([*launcher, *words, *cache, "--output_dir", tmp_path / "run"], env=env).wait()
     assert status != 0
     assert output.count("error: ") == 1, output
@@ -60,6 +66,21 @@ def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
     assert "with --per_device_batch_size 512: try --per_device_batch_size 256, the same" in output
     assert "--batch_size 1024 with 2 accumulations" in output
     assert result(tmp_path / "run")["status"] == "failed"
+
+
+def test_batch_norm_with_one_value_says_which_flags(tmp_path, cache):
+    words = [*RESNET, *SMALL, "--image_size", "8", "--per_device_batch_size", "1", *cache]
+    status, output = Job([*python(), *words, "--output_dir", tmp_path / "run"]).wait()
+    assert status == 1
+    said = "error: BatchNorm: Expected more than 1 value per channel when training, got input size "
+    assert output.count(said) == 1, output
+    assert ": give more --per_device_batch_size, or more --image_size\n" in output
+
+
+def test_mixup_of_one_image_is_said(tmp_path, cache):
+    words = [*torchrun(2), *VIT, *SMALL, *cache, "--output_dir", tmp_path / "run"]
+    said = "--mixup and --cutmix have no effect: each micro-batch is one image"
+    assert run([*words, "--per_device_batch_size", "1", "--mixup", "0.5"]).count(said) == 1
 
 
 @pytest.mark.parametrize("workers", ["0", full("2")])

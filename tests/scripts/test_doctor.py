@@ -119,6 +119,16 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
     assert f"FAILS [data] localhost: --data {url}/nothing has no manifest.json" in output
 
 
+@pytest.mark.needs("root")
+def test_one_host_with_an_unknown_name_and_a_wrong_variable():
+    rename = ["unshare", "--uts", "sh", "-c", 'echo nowhere > /proc/sys/kernel/hostname; exec "$@"', "sh"]
+    env = {"GLOO_SOCKET_IFNAME": "eth99"}
+    status, output = Job([*rename, sys.executable, "doctor.py"], env=env).wait(60)
+    assert status == 1
+    assert "warning [own-name] localhost: its own name nowhere is unknown there" in output
+    assert "FAILS [interface] localhost: ValueError: GLOO_SOCKET_IFNAME=eth99: this host's inter" in output
+
+
 GPU = {"name": "a GPU", "capability": [8, 0], "memory_gib": 80.0, "free_gib": 79.0}
 GPU |= {"held_by": [], "peers": [True]}
 FACTS = {"hostname": "a", "own_name_is": "10.0.0.1", "versions": {"python": "3.11.7"}, "code": {"x.py": "1"}}

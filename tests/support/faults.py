@@ -4,8 +4,10 @@ Every Python process imports `sitecustomize` first, if it is on its path. It cou
 that contain WATCHED, and causes the fault before the named one. A mark file makes sure that it happens once.
 """
 
+import errno
 import os
 import pickle
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +61,18 @@ def called_first(tmp_path: Path, function: Callable[[], None]) -> dict[str, str]
     """The environment of a process that calls this function before its script."""
     code = f"import os, pickle\ndel os.environ['PYTHONPATH']\npickle.loads({pickle.dumps(function)!r})()\n"
     return _imported_first(tmp_path, code)
+
+
+def without_folders() -> None:
+    """os.fsync as on file systems that can't do it for a folder."""
+    sync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        sync(descriptor)
+
+    os.fsync = fsync
 
 
 def _imported_first(tmp_path: Path, code: str) -> dict[str, str]:

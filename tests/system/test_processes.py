@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from common.distributed.preemption import is_alive
-from common.system.processes import adopt_orphans, kill, running_descendants
+from common.system.processes import adopt_orphans, allowed_cores, interface_problem, kill, running_descendants
 from tests.conftest import ROOT, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -40,3 +41,54 @@ def test_a_process_ends_with_its_parent():
         child = psutil.Process(pid)
         os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(child), timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/", {}, 96),
+        ("0::/", {"cpu.max": "700000 100000"}, 7),  # a container's own group is its root
+        ("0::/", {"cpu.max": "max 100000"}, 96),
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/a.slice/b.scope", {"a.slice/cpu.max": "300000 100000", "a.slice/b.scope/cpu.max": "max 9"}, 3),
+        ("1:cpu,cpuacct:/d", {"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 96),
+    ],
+)  # fmt: skip
+def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tmp_path, monkeypatch):
+    """Files as the kernel shows them to a machine of 96 cores."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
+    (tmp_path / "cgroup").write_text(f"{groups}\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert allowed_cores(tmp_path / "cgroup", tmp_path) == cores
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_right"),
+    [
+        ("GLOO", "lo", True),
+        ("GLOO", "", True),  # unset
+        ("GLOO", "lo,eth9", False),
+        ("GLOO", "eth9", False),
+        ("GLOO", "127.0.0.1", False),
+        ("GLOO", "=lo", False),  # NCCL's syntax
+        ("GLOO", "^docker0", False),
+        ("NCCL", "l", True),
+        ("NCCL", "=lo", True),
+        ("NCCL", "=l", False),
+        ("NCCL", "eth9,l", True),
+        ("NCCL", "eth9", False),
+        ("NCCL", "127.0.0.1", False),
+        ("NCCL", "^docker", True),
+        ("NCCL", "^=lo", False),  # and there is no other
+        ("NCCL", "^l", False),
+    ],
+)
+def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypatch):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": []})
+    env = {f"{variable}_SOCKET_IFNAME": value}
+    said = f"{variable}_SOCKET_IFNAME={value}: this host's interfaces are lo: name one, or unset it"
+    assert interface_problem(env, with_nccl=True) == (None if is_right else said)
+    assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None

@@ -236,7 +236,8 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
         for number in host.devices:
             if number < len(gpus):
                 yield from _check_gpu(host.name, number, gpus[number])
-        if len(hosts) > 1 and (own["own_name_is"] or "127.").startswith("127."):
+        is_unknown = own["own_name_is"] is None  # torchrun --standalone waits for it on one host, too
+        if is_unknown or (len(hosts) > 1 and own["own_name_is"].startswith("127.")):
             what = f"its own name {own['hostname']} is {own['own_name_is'] or 'unknown'} there"
             yield Finding("own-name", host.name, what, False)
         if own["shm_gib"] < SHM_GIB:

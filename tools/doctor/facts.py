@@ -27,7 +27,7 @@ from typing import Any
 
 from common.system.gpus import devices, torch_cuda, visible_devices
 from common.system.paths import ROOT
-from common.system.processes import interface_to, listener, use_interface
+from common.system.processes import interface_problem, interface_to, listener, use_interface
 from tools.launch.hosts import connection_addresses
 
 ANSWER = "\x1eanswer "  # prefix of an answer, to tell it from other output of the host
@@ -72,6 +72,8 @@ def facts(data: str | None) -> dict[str, Any]:
 
 def route(master: str) -> dict[str, Any]:
     """The interface to the master's address, and this host's address on it."""
+    if problem := interface_problem(os.environ, bool(devices().gpus)):
+        raise ValueError(problem)
     name, address = interface_to(master)
     return {"interface": name, "address": address}
 
@@ -145,7 +147,7 @@ def all_reduce(
     An answer has latency and bandwidth, or `problem`, and torch's facts about its GPU. devices: numbers as in
     the hostfile. gpus: True if the job's hosts have GPUs, which torch must then use.
     """
-    env = os.environ | use_interface(interface) | visible_devices(devices)
+    env = use_interface(interface) | os.environ | visible_devices(devices)
     env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     started = [
         subprocess.Popen(

@@ -7,6 +7,7 @@ worker-2 slots=4
 ssh is the ordinary client, which reads ~/.ssh/config.
 """
 
+import codecs
 import contextlib
 import os
 import re
@@ -34,9 +35,16 @@ class Host:
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of the file. ValueError with the line number, also for mistakes that DeepSpeed ignores."""
     try:
-        text = path.read_text()
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"the hostfile {path} can't be read: {error.strerror}") from None
+    is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))  # as Windows writes it
+    try:
+        text = content.decode("utf-16" if is_utf16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError(f"the hostfile {path} is not in UTF-8: save it in UTF-8")
     lines: dict[str, int] = {}
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):

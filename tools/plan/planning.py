@@ -16,6 +16,7 @@ from common.data.shards import MANIFEST, parse_manifest
 from common.recipe import parse
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
+from common.system.processes import allowed_cores
 from common.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
@@ -155,7 +156,7 @@ class Planning:
 
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
         """Each strategy's trace. report() gets what is being done."""
-        with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, allowed_cores())) as pool:
             yield from pool.map(partial(self._traced, report), self.strategies)
 
     def _traced(self, report: Callable[[str], None], strategy: str) -> Candidate:

@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 
-from common.data.decode import JPEG, cores, damage, decode, jpeg_frame, open_image
+from common.data.decode import JPEG, damage, decode, jpeg_frame, open_image
+from common.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
 PNG = b"\x89PNG"
@@ -26,12 +27,13 @@ def recoded(
         yield from (_recode(batch, None, quality, False) for batch in source)
         return
     # Threads, as PIL releases the GIL: on two cores 1.06 times as fast as processes.
-    pool = ThreadPoolExecutor(cores())
+    cores = allowed_cores()
+    pool = ThreadPoolExecutor(cores)
     pending: deque[Future[ImageBatch]] = deque()
     try:
         for batch in source:
             pending.append(pool.submit(_recode, batch, short_side, quality, strict))
-            if len(pending) > 2 * cores() + 1:
+            if len(pending) > 2 * cores + 1:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
