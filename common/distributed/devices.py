@@ -7,8 +7,10 @@ import ctypes
 import os
 import platform
 import re
+from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available
@@ -148,15 +150,23 @@ def use_all_cores(deterministic: bool = False) -> None:
     torchrun and accelerate set OMP_NUM_THREADS=1, which suits a GPU; deepspeed gives all cores to each
     process. For one process accelerate counts all cores of the machine, also those that this process may not
     use: two threads on one core are 35 times slower than one (CNN-A). With plain `python` a value set by hand
-    stays, so that one process can round like each of several. deterministic: OMP_NUM_THREADS counts, else
-    it is one thread, as kernels add in an order that depends on their threads.
+    stays, so that one process can round like each of several. deterministic: one thread, or as many as the
+    user's own OMP_NUM_THREADS says, as kernels add in an order that depends on their threads.
     """
     if deterministic:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
+        torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
         return
     cores = len(os.sched_getaffinity(0))
     if launched() and (os.environ.get("OMP_NUM_THREADS", "1") == "1" or torch.get_num_threads() > cores):
         torch.set_num_threads(max(1, cores // processes_per_host()))
+
+
+def _users_environment() -> Mapping[str, str]:
+    """The environment of whoever started the job: that with which the launcher, if there is one, began."""
+    try:
+        return psutil.Process(os.getppid()).environ() if launched() else os.environ
+    except psutil.Error:  # the launcher has just ended, or its environment is hidden
+        return {}
 
 
 def keep_freed_memory() -> None:

@@ -87,6 +87,15 @@ def test_the_bits_of_one_process(script, way, one_process, tmp_path, cache):
     assert bits(tmp_path / "run") == one_process(script)
 
 
+@pytest.mark.parametrize("launcher", [accelerate("cpu"), torchrun(2)], ids=["accelerate", "torchrun"])
+@pytest.mark.parametrize("own", [{}, {"OMP_NUM_THREADS": "2"}], ids=str)
+def test_a_process_has_one_thread_or_as_many_as_the_user_says(launcher, own, monkeypatch, tmp_path):
+    """accelerate launch itself sets OMP_NUM_THREADS, with cpu.yaml to the number of cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    words = [*SCRIPTS["hello"], "--max_steps", "1", "--output_dir", tmp_path / "run"]
+    assert f", threads {own.get('OMP_NUM_THREADS', 1)}\n" in run([*launcher, *words], env=own)
+
+
 def test_killed_on_four_processes_resumed_on_three_and_finished_on_one(
     one_process, project_copy, tmp_path, cache
 ):
@@ -116,7 +125,7 @@ def test_fused_steps_of_shards_are_found(one_process, project_copy, tmp_path, ca
     assert bits(tmp_path / "run") != one_process("cnn_a")
 
 
-THREADS = 'environ.get("OMP_NUM_THREADS", "1").partition(",")[0])'
+THREADS = '_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0])'
 MISTAKES = {  # file, code and its replacement, message
     "one thread more": (
         *("common/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
