@@ -137,10 +137,10 @@ def refuse_skipped_steps(zero: Any) -> None:
 
 
 def keep_strides(model: nn.Module) -> None:
-    """Has FSDP2 give its modules inputs with the strides of one process.
+    """Has FSDP2 give its modules inputs with the strides that these have in one process.
 
-    Its hook before a module's forward makes views of the inputs. Of a single image a view in channels_last has
-    other strides, which convolutions take for those of a contiguous tensor, and add in another order.
+    Its hook before a module's forward makes views of them. A view of one image in channels_last has other
+    strides, by which convolutions take it for contiguous, and add in another order.
     """
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,10 +1,9 @@
-"""Trains models with --deterministic, two steps each, all in one launch, and prints the SHA-256 of their tensors.
+"""Trains models with --deterministic, all in one launch, and prints the SHA-256 of each one's tensors.
 
-Its argument is a JSON list of rows: a train script and its flags, of which --per_device_batch_size is the size
-of a micro-batch. A step has six micro-batches, on any number of processes.
+Its argument is a file with a JSON list of rows: a train script and its flags, of which
+--per_device_batch_size is the size of a micro-batch. It trains two steps of six micro-batches.
 """
 
-import dataclasses
 import hashlib
 import json
 import sys
@@ -29,7 +28,8 @@ STEPS, MICRO_BATCHES, CLASSES = 2, 6, 10
 
 
 def main() -> None:
-    accelerator, batch = start(Job(batch_size=MICRO_BATCHES, per_device_batch_size=1, deterministic=True))
+    job = Job(batch_size=MICRO_BATCHES, per_device_batch_size=1, mixed_precision="no", deterministic=True)
+    accelerator, batch = start(job)
     for words in json.loads(Path(sys.argv[1]).read_text()):
         trained = train(accelerator, batch, words)
         accelerator.print(json.dumps([" ".join(words), trained]))
