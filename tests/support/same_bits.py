@@ -53,10 +53,10 @@ def train(accelerator: Accelerator, batch: Batch, words: list[str]) -> str:
                 accelerator.backward(F.cross_entropy(model(inputs), labels))
                 optimizer.step()
                 optimizer.zero_grad()
+    trained = tensors(plain_module(model), optimizer.optimizer)
     model.eval()
     with torch.no_grad():
-        logits = model(images(recipe, 0, *pixels)[0])
-    return digest([*tensors(plain_module(model), optimizer.optimizer), logits])
+        return digest([*trained, model(images(recipe, 0, *pixels)[0])])
 
 
 def images(recipe: Any, number: int, *pixels: tuple[float, ...]) -> tuple[Tensor, Tensor]:
