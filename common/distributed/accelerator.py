@@ -59,6 +59,7 @@ from common.distributed.rendezvous import (
     set_group_timeout,
 )
 from common.distributed.strategy import (
+    keep_strides,
     plain_module,
     precision,
     refuse_missing_gradients,
@@ -213,7 +214,9 @@ def wrap(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """prepare() without the exchange of initial weights."""
     check_wrapped_classes(model)
-    if strategy(accelerator) in ("single", "ddp"):  # FSDP and ZeRO flatten parameters
+    # FSDP and ZeRO flatten parameters; with --deterministic all compute on FSDP2's layout, as a convolution
+    # adds in another order on another one.
+    if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
     goes_by_blocks = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
@@ -238,6 +241,7 @@ def wrap(
         prepared, wrapped = accelerator.prepare(model, optimizer)
     if is_exact:
         accelerator.exact_sum = ExactSum(accelerator, prepared)
+        keep_strides(prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if accelerator.precision.half_precision == "weights":

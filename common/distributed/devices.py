@@ -7,8 +7,10 @@ import ctypes
 import os
 import platform
 import re
+from collections.abc import Mapping
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
@@ -167,16 +169,24 @@ def use_all_cores(deterministic: bool = False) -> None:
     process. For one process accelerate counts all cores of the machine, also those that this process may not
     use, and so does torch where a container has a quota: two threads on one core are 35 times slower than one
     (CNN-A). With plain `python` a value set by hand stays, so that one process can round like each of
-    several. deterministic: OMP_NUM_THREADS counts, else it is one thread, as kernels add in an order that
-    depends on their threads.
+    several. deterministic: one thread, or as many as the user's own OMP_NUM_THREADS says, as kernels add in
+    an order that depends on their threads.
     """
     if deterministic:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
+        torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
         return
     cores, given = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
     is_one = launched() and (given or "1") == "1"
     if is_one or (torch.get_num_threads() > cores and (launched() or not given)):
         torch.set_num_threads(max(1, cores // processes_per_host()))
+
+
+def _users_environment() -> Mapping[str, str]:
+    """The environment of whoever started the job: that with which the launcher, if there is one, began."""
+    try:
+        return psutil.Process(os.getppid()).environ() if launched() else os.environ
+    except psutil.Error:  # the launcher has just ended, or its environment is hidden
+        return {}
 
 
 def keep_freed_memory() -> None:

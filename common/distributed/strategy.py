@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 
 from common.distributed.agreement import agree
@@ -134,6 +134,44 @@ def refuse_skipped_steps(zero: Any) -> None:
         update_scale(has_overflow)
 
     zero._update_scale = check
+
+
+def keep_strides(model: nn.Module) -> None:
+    """Has FSDP2 give its modules inputs with the strides that these have in one process.
+
+    Its hook before a module's forward makes views of them. A view of one image in channels_last has other
+    strides, by which convolutions take it for contiguous, and add in another order.
+    """
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        strides[module] = []
+        recursively_apply(lambda x: strides[module].append(x.stride()), (args, kwargs))
+
+    def restore(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        noted = iter(strides.pop(module))
+        return recursively_apply(lambda x: _strided(x, next(noted)), (args, kwargs))
+
+    strides: dict[nn.Module, list[tuple[int, ...]]] = {}
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(restore, with_kwargs=True)
+
+
+def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return x if x.stride() == strides else _Strided.apply(x, strides)
+
+
+class _Strided(torch.autograd.Function):
+    """The same tensor with these strides. The gradient keeps its own, which as_strided would change."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, strides: tuple[int, ...]) -> Tensor:
+        return x.as_strided(x.shape, strides)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
 
 
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:

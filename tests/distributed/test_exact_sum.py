@@ -38,7 +38,8 @@ FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0",
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
     "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # fused AdamW
-    "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--clip_norm", "0.5"],  # BatchNorm
+    # BatchNorm; weights of one pixel on inputs of one
+    "cnn_b": [*RESNET, "--image_size", "8", "--data", "digits", *FLAGS, "--clip_norm", "0.5"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
 WAYS = {
@@ -49,7 +50,7 @@ WAYS = {
     "fsdp 4": accelerate("fsdp_4gpu"),
 }
 # hello on 4 and on 3 processes is what is killed below.
-RING = {("cnn_a", "fsdp 2"), ("cnn_b", "ddp 2"), ("vit", "fsdp 2")}
+RING = {("cnn_a", "ddp 2"), ("cnn_b", "fsdp 2"), ("vit", "fsdp 2")}
 TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
 
 
@@ -89,6 +90,15 @@ def test_the_bits_of_one_process(script, way, one_process, tmp_path, cache):
     output = run([*WAYS[way], *words(script, cache), "--output_dir", tmp_path / "run"])
     assert "deterministic: gradients in float64" in output
     assert bits(tmp_path / "run") == one_process(script)
+
+
+@pytest.mark.parametrize("launcher", [accelerate("cpu"), torchrun(2)], ids=["accelerate", "torchrun"])
+@pytest.mark.parametrize("own", [{}, {"OMP_NUM_THREADS": "2"}], ids=str)
+def test_a_process_has_one_thread_or_as_many_as_the_user_says(launcher, own, monkeypatch, tmp_path):
+    """accelerate launch itself sets OMP_NUM_THREADS, with cpu.yaml to the number of cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    words = [*SCRIPTS["hello"], "--max_steps", "1", "--output_dir", tmp_path / "run"]
+    assert f", threads {own.get('OMP_NUM_THREADS', 1)}\n" in run([*launcher, *words], env=own)
 
 
 def test_killed_on_four_processes_resumed_on_three_and_finished_on_one(
@@ -131,7 +141,7 @@ def test_fused_steps_of_shards_are_found(one_process, project_copy, tmp_path, ca
     assert bits(tmp_path / "run") != one_process("cnn_a")
 
 
-THREADS = 'environ.get("OMP_NUM_THREADS", "1").partition(",")[0])'
+THREADS = '_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0])'
 HEAD = """self.head = nn.Linear(hidden_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:

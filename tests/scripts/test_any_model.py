@@ -1,6 +1,8 @@
-"""The table of docs/models.md: each model trains everywhere, resumes, and is exported."""
+"""The table of docs/models.md: each model trains everywhere, resumes, is exported, has the same bits."""
 
+import json
 import re
+from collections.abc import Iterable
 
 import pytest
 import timm
@@ -8,7 +10,7 @@ import torch
 
 import export
 from common.timm_models import block_classes
-from tests.conftest import HALF_THE_CORES, ROOT, STRATEGIES, Job, full, result
+from tests.conftest import CNN, HALF_THE_CORES, RESNET, ROOT, STRATEGIES, Job, full, python, result, torchrun
 from tests.support.commands import call
 from tests.support.compare import assert_same_training
 
@@ -18,6 +20,42 @@ FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
 FLAGS += ["--max_steps", "4"]
 WHOLE = "has no blocks: it is gathered or compiled as a whole"
+
+# Convolutions of them have inputs or weights of one pixel or one image, whose memory format is ambiguous.
+AMBIGUOUS = ("test_resnet", "test_efficientnet", "test_coatnet")
+AMBIGUOUS += ("pvt_v2_b0", "mobilevit_xxs", "efficientvit_m0")
+OURS = [
+    [*RESNET, "--image_size", "8", "--per_device_batch_size", "4"],
+    [*RESNET, "--stem", "imagenet", "--per_device_batch_size", "4"],
+    [*RESNET, "--per_device_batch_size", "1"],
+    [*CNN, "--per_device_batch_size", "1"],
+]
+
+
+def timms(models: Iterable[str], *sizes: str) -> list[list[str]]:
+    words = ["train_vit.py", "--per_device_batch_size", "2", "--model"]
+    return [[*words, model, "--image_size", size] for model in models for size in sizes]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[*OURS, *timms(AMBIGUOUS, "32")], full(timms([model for model, _ in TABLE], "32", "64"))],
+    ids=["ambiguous", "all"],
+)
+def test_the_bits_of_one_process(rows, tmp_path):
+    """With --deterministic, of two steps of all the rows in one launch of each kind."""
+    (tmp_path / "rows").write_text(json.dumps(rows))
+
+    def bits(launcher: list) -> list[str]:
+        words = [*launcher, ROOT / "tests" / "support" / "same_bits.py", tmp_path / "rows"]
+        status, output = Job(words, env={"PYTHONPATH": str(ROOT)}).wait(timeout_s=1800)
+        assert status == 0, output
+        return [line for line in output.splitlines() if line.startswith('["train_')]
+
+    one = bits(python())
+    assert len(set(one)) == len(rows)
+    assert bits(torchrun(3)) == one
+    assert bits(STRATEGIES["fsdp"]) == one
 
 
 @pytest.mark.parametrize(
