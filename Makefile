@@ -87,7 +87,7 @@ constraints: setup
 	    $(if $(UPGRADE),--upgrade) --custom-compile-command "make constraints" --output-file constraints.txt \
 	    requirements.txt requirements-dev.txt
 
-# Style, imports between rooms, types. The types are those of the newest torch's annotations.
+# Style, imports between packages, types. The types are those of the newest torch's annotations.
 check: $(INSTALLED_DEV)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .

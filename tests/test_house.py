@@ -20,8 +20,8 @@ SHARED_FLAGS = 40  # that all image scripts have
 
 
 def sources() -> list[Path]:
-    rooms = [ROOT / name for name in ("common", "tools", "tests", "benchmarks")]
-    found = [*ROOT.glob("*.py"), *(path for room in rooms for path in room.rglob("*.py"))]
+    folders = [ROOT / name for name in ("common", "tools", "tests", "benchmarks")]
+    found = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     return [path.relative_to(ROOT) for path in found]
 
 
@@ -63,13 +63,13 @@ def test_imports_go_one_way():
 @pytest.mark.parametrize(
     ("file", "line", "contract"),
     [
-        ("common/system/files.py", "import common.data.decode", "imports between rooms go one way"),
+        ("common/system/files.py", "import common.data.decode", "imports between packages go one way"),
         ("tools/logbook/markdown.py", "import tools.logbook.page", "no import circles"),
         ("common/order.py", "import tools.logbook.record", "the core knows no tool"),
         ("tools/plan/cost.py", "import tools.doctor.facts", "no tool knows another"),
-        ("common/attic/__init__.py", "", "imports between rooms go one way"),
+        ("common/more/__init__.py", "", "imports between packages go one way"),
     ],
-    ids=["upward", "circle", "a tool from the core", "another tool", "a room that nobody knows"],
+    ids=["upward", "circle", "a tool from the core", "another tool", "an unknown package"],
 )
 def test_another_import_is_found(tmp_path, file, line, contract):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)

@@ -177,9 +177,9 @@ def test_streams_that_were_derived_differ_only_with_the_batch_size():
 
     assert differing({}) == ""
     assert differing({}, "--batch_size", "96", "--allow_changed", "batch_size") == ""
-    assert differing({}, "--batch_size", "96") == "its batch_size is 128, here 96"
-    assert differing({}, "--streams", "32") == "its streams is 64, here 32"
-    assert differing({"streams": 32}) == "its streams is 32, here 64"
+    assert differing({}, "--batch_size", "96") == "--batch_size was 128, now 96"
+    assert differing({}, "--streams", "32") == "--streams was 64, now 32"
+    assert differing({"streams": 32}) == "--streams was 32, now 64"
 
 
 @pytest.mark.parametrize(

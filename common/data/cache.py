@@ -223,8 +223,8 @@ def _broken(name: str, encoded: list[Encoded], beat: Heartbeat) -> list[str]:
     with _progress(f"checking {count:,} images of {name}", count) as advance:
         bad = _decode_chunks(chunks, beat, advance)
     return [
-        f"{len(bad):,} of the {count:,} images are broken, as {name}: repair or remove them; --on_bad_image"
-        " skip passes over those of training that can't be decoded"
+        f"{len(bad):,} of {count:,} images {'is' if len(bad) == 1 else 'are'} broken, for example {name}:"
+        " repair or remove; --on_bad_image skip passes over those of training that can't be decoded"
         for name in sorted(bad)[:1]
     ]
 

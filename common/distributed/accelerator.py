@@ -118,7 +118,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if job.deterministic and strategy(accelerator).startswith("zero") and batch.processes > 1:
         raise ValueError(
             "--deterministic: ZeRO adds gradients in an order that depends on the number of processes;"
-            " choose DDP or FSDP2, or leave the flag away"
+            " choose DDP or FSDP2, or drop the flag"
         )
     if accelerator.device.type == "cpu":
         use_all_cores(job.deterministic)

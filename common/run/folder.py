@@ -190,12 +190,12 @@ def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
 
 
 def differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The flags that differ, each as `its epochs is 3, here 10`, without those that --allow_changed names.
+    """The flags that differ, each as `--epochs was 3, now 10`, without those that --allow_changed names.
     A flag that is missing in the other recipe counts as its default."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
     theirs = recipe.without_derived(defaults | theirs)
     return [
-        f"its {key} is {theirs[key]}, here {value}"
+        f"--{key} was {theirs[key]}, now {value}"
         for key, value in ours.items()
         if _compared(key, theirs[key]) != _compared(key, value) and key not in recipe.allow_changed
     ]
@@ -218,7 +218,7 @@ def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str
 
 
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Why the folder holds another run, as ` (its epochs is 3, here 10)`; empty if it holds this run or
+    """Why the folder holds another run, as ` (--epochs was 3, now 10)`; empty if it holds this run or
     none."""
     record = _recipe_json(folder)
     if record is None:

@@ -97,7 +97,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     assert json.loads(bucket.store.read("result.json"))["uploaded"] is True
     status, output = bucket.start(tmp_path / "other", "--lr", "0.1").wait()
     assert status == 1
-    assert "is of another recipe (its lr is 0.01, here 0.1)" in output
+    assert "is of another recipe (--lr was 0.01, now 0.1)" in output
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output

@@ -251,12 +251,12 @@ def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
     words[words.index("9")] = "12"
     status, output = Job([*words, "--lr", "0.001"]).wait()
     assert status == 1
-    assert "its lr is 0.003, here 0.001" in output
+    assert "--lr was 0.003, now 0.001" in output
     assert "--allow_changed" in output
     elsewhere = [*words, "--resume", folder, "--output_dir", tmp_path / "other"]
     status, output = Job([*elsewhere, "--seed", "1"]).wait()
     assert status == 1
-    assert "is of another recipe (its seed is 0, here 1)" in output
+    assert "is of another recipe (--seed was 0, now 1)" in output
     for batch_size, place in (
         (48, "after 432 of epoch 1 now: 432 images are trained twice"),
         (192, "after 384 of epoch 2 now: the images between are not trained"),

@@ -325,7 +325,7 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
     images = opened(root, tmp_path / "cache")
     assert isinstance(images.train, FileSplit)
     count, first = len(images.train) + len(images.val), f"{root}/train/a/empty.jpg: the file is empty"
-    assert images.flaws[0].startswith(f"5 of the {count} images are broken, as {first}: repair")
+    assert images.flaws[0].startswith(f"5 of {count} images are broken, for example {first}: repair")
     for path in broken:
         (root / path).unlink()
     assert not [line for line in opened(root, tmp_path / "cache").flaws if "are broken" in line]

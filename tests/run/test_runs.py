@@ -55,7 +55,7 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
     assert "unfinished run" not in changed
     changed = run([*words, 6, "--seed", "1"])
     (first,) = (path for path in (tmp_path / "train_hello").iterdir() if path.name[-2] != "-")
-    said = f"{first} holds an unfinished run; its seed is 0, here 1: to resume it, give that value"
+    said = f"{first} holds an unfinished run; --seed was 0, now 1: to resume it, give that value"
     assert said in changed.splitlines()
     assert "unfinished run" not in run([*words, 6])  # it is resumed
 

@@ -106,7 +106,7 @@ def test_a_folder_that_holds_a_run_is_not_touched(tmp_path, cache):
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     status, output = Job([*words, "--epochs", "3"]).wait(60)
     assert status == 1
-    assert "holds a run already (its epochs is 10, here 3;" in output
+    assert "holds a run already (--epochs was 10, now 3;" in output
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
