@@ -94,7 +94,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
     help = help_of(field).replace("%", "%%").replace("images", unit) + (
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )
-    if field.type is bool:
+    if _base_type(field) is bool:
         parser.add_argument(f"--{field.name}", action="store_const", const="true", help=help)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
