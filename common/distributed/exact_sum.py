@@ -200,7 +200,8 @@ class ExactSum:
         if self.accelerator.scaler is not None:
             fits |= ~self.largest.isfinite()  # the scaler skips such a step
         self.steps += 1
-        self.failed = torch.minimum(self.failed, torch.where(fits, math.inf, self.steps))
+        # In place, as a CUDA graph of the step reads the same memory each time
+        torch.minimum(self.failed, torch.where(fits, math.inf, self.steps), out=self.failed)
         self.largest.zero_()
 
     def _norm(self, grads: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph on a CPU: the operations of a step, recorded once and repeated on the same memory.
+"""Stands for a CUDA graph on a CPU: the operations of a step, recorded once and repeated on the same memory.
 
     python -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
 
