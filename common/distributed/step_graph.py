@@ -152,7 +152,9 @@ class StepGraph:
                 parameter.grad = None
         cause = error.__context__ or error  # torch's own error about the broken capture hides the first one
         why = str(cause).partition("\n")[0] or type(cause).__name__
-        self.accelerator.print(f"the step can't be one CUDA graph ({why}): its kernels are launched one by one")
+        self.accelerator.print(
+            f"the step can't be one CUDA graph ({why}): its kernels are launched one by one"
+        )
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

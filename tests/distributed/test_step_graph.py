@@ -46,7 +46,9 @@ def train(words: list, folder: Path, *stops: int, **environment: str) -> tuple[l
     for steps in (*stops, 10):
         there = [*words, "--max_steps", steps, "--output_dir", folder]
         output = run([*python(), *there], env=os.environ | environment)
-    lines = [[line.get(k) for k in ("step", "train/loss", "train/lr", "val/loss")] for line in metrics(folder)]
+    lines = [
+        [line.get(k) for k in ("step", "train/loss", "train/lr", "val/loss")] for line in metrics(folder)
+    ]
     assert len({line[2] for line in lines} - {None}) > WARM_UP_STEPS
     return sorted(lines, key=str), tensors(latest(folder)), result(folder), output
 
@@ -99,7 +101,7 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
         step.capture = partial(capture, step)
     found = []
     images = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    for at in range(STEPS):  # noqa: B007  # the step reads it
+    for at in range(STEPS):  # the step reads it
         optimizer.param_groups[0]["lr"] = 0.1 / (at + 1)
         if inside != "seed":
             reseed(0, at, 0)

@@ -2,9 +2,9 @@
 
     python -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
 
-As in a graph, all that is no tensor is frozen: numbers and branches of Python, and a tensor that takes another's
-place. As in a capture, nothing is computed by the recording, and reading a number of a tensor is an error. It
-does not see what is no operation of torch: compiled kernels, and copies from the host's memory.
+As in a graph, all that is no tensor is frozen: numbers and branches of Python, and a tensor that takes
+another's place. As in a capture, nothing is computed by the recording, and reading a number of a tensor is an
+error. It does not see what is no operation of torch: compiled kernels, and what NumPy does.
 """
 
 import os
