@@ -128,8 +128,9 @@ def training_batches(
     batches = images.train.batches(
         plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
     )
+    needs_draws = recipe.randaug_layers or recipe.color_jitter or recipe.random_erasing
     for epoch, ids, pixels, labels in batches:
-        draws = uniforms(recipe.seed, epoch, ids, augment.DRAWS)
+        draws = uniforms(recipe.seed, epoch, ids, augment.DRAWS if needs_draws else 0)
         if recipe.randaug_layers:
             layers, magnitude = recipe.randaug_layers, recipe.randaug_magnitude
             pixels = rand_augment(pixels, draws[:, augment.RAND_AUGMENT], layers, magnitude)

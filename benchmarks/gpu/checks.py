@@ -24,8 +24,9 @@ FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--mixed_precision", "fp16"): SCRIPTS,
     ("--grad_checkpointing",): ("train_vit",),
     ("--half_residual",): ("train_vit",),
-    ("--step_graph",): CNNS,
+    ("--step_graph",): SCRIPTS,
     ("--compile", "default"): SCRIPTS,
+    ("--compile", "default", "--step_graph"): SCRIPTS,
     ("--compile", "max-autotune"): SCRIPTS,
     ("--compile", "reduce-overhead"): CNNS,
 }
@@ -101,6 +102,7 @@ def determinism() -> dict[str, Row]:
         kind = row if script == "train_cnn_a" else on_gpu
         found[f"{script}, twice, --deterministic"] = kind(twice, script, "--deterministic")
         found[f"{script}, resumed, --deterministic"] = kind(resumed, script)
+        found[f"{script}, with and without a step graph, --deterministic"] = kind(graphed, script)
     # In fp32 attention has another kernel.
     fp32 = ("--deterministic", "--mixed_precision", "no")
     found["train_vit, twice, --deterministic, fp32"] = on_gpu(twice, "train_vit", *fp32)
@@ -111,6 +113,12 @@ def determinism() -> dict[str, Row]:
 def twice(setting: Setting, script: str, *flags: str) -> Result:
     first, second = (go(setting, script, f"{n}_{len(flags)}", *flags) for n in (1, 2))
     return same(first, second) if flags else same(first, second, "anything")
+
+
+def graphed(setting: Setting, script: str) -> Result:
+    """What the graph has frozen would show: a seed, a learning rate, an input."""
+    plain = go(setting, script, "no_graph", "--deterministic", "--no_step_graph")
+    return same(plain, go(setting, script, "graph", "--deterministic", "--step_graph"))
 
 
 def resumed(setting: Setting, script: str) -> Result:

@@ -49,13 +49,15 @@ CASES = {
     "CNN-A, batch 512": CNN_A,
     "vit ViT-S/16 at 224, RandAugment, batch 256": SMALL_VIT,
 }
-COMPILED = ("--compile", "default")
+COMPILED = ("--compile", "default")  # and then a graph, by itself
+EAGER = ("--compile", "no", "--no_step_graph")
 # Other flags of these cases: each is a row beside the eager one.
 VARIANTS = {
     "vit ViT-B/32, compiled": (replace(VIT_B, expected=16_500, mfu_pct=45), COMPILED),
     "vit ViT-B/32, bf16 residual": (replace(VIT_B, expected=11_000), ("--half_residual",)),
     "ResNet-18, compiled": (replace(RESNET, expected=75_000), COMPILED),
     "ResNet-18, step graph": (replace(RESNET, expected=60_000), ("--step_graph",)),
+    "vit ViT-B/32, step graph": (VIT_B, ("--step_graph",)),
     # Some 80 bytes of memory traffic a parameter, and 6 launches for each tensor, more than without the flag.
     "vit ViT-B/32, deterministic": (replace(VIT_B, expected=9_500), ("--deterministic",)),
     "ResNet-18, deterministic": (replace(RESNET, expected=50_000), ("--deterministic",)),
@@ -84,7 +86,7 @@ def inputs() -> dict[str, Row]:
 
 
 def eager(setting: Setting, case: Case) -> dict[str, Result]:
-    found = probe(setting, case, "fed,resident,profile,waits", "--compile", "no")
+    found = probe(setting, case, "fed,resident,profile,waits", *EAGER)
     launches, kernels = round(found["profile"]["launches"]), found["profile"]["kernels"]
     busy = f"busy {100 * found['profile']['busy_share']:.0f} %"
     return {
@@ -178,7 +180,7 @@ IMAGES = 50_000  # of CIFAR-10 to train on
 def recipes() -> dict[str, Row]:
     """Estimates and goals: seconds of the whole training on one H100, and on one H200."""
     return {
-        "fast recipe, eager": row(trains, "train_cnn_b", 0.94, 25, 15, *FAST, "--compile", "no"),
+        "fast recipe, eager": row(trains, "train_cnn_b", 0.94, 25, 15, *FAST, *EAGER),
         "fast recipe, step graph": on_gpu(trains, "train_cnn_b", 0.94, 22, 15, *FAST, "--step_graph"),
         "fast recipe, compiled": on_gpu(trains, "train_cnn_b", 0.94, 18, 15, *FAST, *COMPILED),
         "CNN-A": on_gpu(trains, "train_cnn_a", 0.75, 4, None),
