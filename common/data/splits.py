@@ -123,18 +123,19 @@ class ArraySplit(Shuffled):
             while group := [ids for _, ids in islice(items, AHEAD)]:
                 ids, sizes = np.concatenate(group), [len(each) for each in group]
                 rows = np.concatenate([np.arange(size) for size in sizes]) if resident is None else ids
-                moved = moves(uniforms(seed, epoch, ids, 3), pad, self.mirror) if train else []
+                moved = list(moves(uniforms(seed, epoch, ids, 3), pad, self.mirror)) if train else []
                 sent = send(torch.from_numpy(np.stack([self.labels[ids], rows, *moved])), device)
-                parts = [sent[0], sent[1]]
+                places: tuple[Tensor, ...] = (sent[1],)
                 if train:
                     count = max(sizes) if resident is None else len(resident)
-                    parts[1:] = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
-                for ids, labels, *places in zip(group, *(part.split(sizes) for part in parts), strict=True):
+                    places = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
+                parts = (part.split(sizes) for part in (sent[0], *places))
+                for ids, labels, *own in zip(group, *parts, strict=True):
                     images = self._read(ids, device) if resident is None else resident
                     if train:
-                        images = gather(images, *places)
+                        images = gather(images, *own)
                     elif resident is not None:
-                        images = images.index_select(0, *places)
+                        images = images.index_select(0, *own)
                     yield MicroBatch(epoch, ids, images, labels)
 
     def _read(self, ids: np.ndarray, device: torch.device) -> Tensor:
