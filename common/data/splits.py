@@ -112,12 +112,28 @@ class ArraySplit(Shuffled):
         """Yields micro-batches of whole images in the order of the plan.
 
         train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size and workers,
-        which FileSplit needs, are not used. What the host knows of the images of AHEAD micro-batches crosses
-        in one copy, 40 bytes an image; on the device it takes 40 + 4 * (H + W).
+        which FileSplit needs, are not used.
         """
         device = torch.device(device)
         if device not in self._resident:
             self._resident[device] = self._move(device)
+        resident = self._resident[device]
+        for epoch, ids, labels, places in self._sent_ahead(plan, device, train, seed):
+            images = self._read(ids, device) if resident is None else resident
+            if train:
+                images = gather(images, *places)
+            elif resident is not None:
+                images = images.index_select(0, *places)
+            yield MicroBatch(epoch, ids, images, labels)
+
+    def _sent_ahead(
+        self, plan: Plan, device: torch.device, train: bool, seed: int
+    ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
+        """Yields epoch, ids, labels and rows of each micro-batch; in training moved_pixels(), not rows.
+
+        What the host knows of the images of up to AHEAD micro-batches crosses to the device in one copy: 40
+        bytes an image, which take 40 + 4 * (H + W) there.
+        """
         resident, pad = self._resident[device], self.size[0] // 8  # 4 pixels of 32
         for epoch, items in groupby(plan, itemgetter(0)):
             while group := [ids for _, ids in islice(items, AHEAD)]:
@@ -131,12 +147,7 @@ class ArraySplit(Shuffled):
                     places = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
                 parts = (part.split(sizes) for part in (sent[0], *places))
                 for ids, labels, *own in zip(group, *parts, strict=True):
-                    images = self._read(ids, device) if resident is None else resident
-                    if train:
-                        images = gather(images, *own)
-                    elif resident is not None:
-                        images = images.index_select(0, *own)
-                    yield MicroBatch(epoch, ids, images, labels)
+                    yield epoch, ids, labels, own
 
     def _read(self, ids: np.ndarray, device: torch.device) -> Tensor:
         """Copies images of the mapped array to the device: uint8 [b, H, W, 3]."""
