@@ -24,8 +24,9 @@ from common.augment import to_float
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.process import entry
-from common.distributed.step_graph import StepGraph
+from common.distributed.step_graph import step_graph
 from common.evaluation import evaluate
+from common.optim import can_fuse_sgd
 from common.order import Plan, Steps, reseed
 from common.recipe import Batch, ImageRecipe, flag, setting
 from common.run.run import Run
@@ -49,7 +50,7 @@ class CnnA(ImageRecipe):
     label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     class_weights: str = flag("none", choices=("none", "balanced"))
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
-    step_graph: bool = setting(False, "one GPU: the host launches each step at once, as one CUDA graph")
+    step_graph: bool | None = setting(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,13 +117,13 @@ def training_batches(
 # --- Optimizer and learning rate --------------------------------------------------------------------------
 
 
-def build_optimizer(model: nn.Module, recipe: CnnA) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, recipe: CnnA, fused: bool = False) -> torch.optim.Optimizer:
     # Weight decay would pull biases and norms to zero without making the model simpler.
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(groups, recipe.lr, recipe.momentum)
+        return torch.optim.SGD(groups, recipe.lr, recipe.momentum, fused=fused)
     return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
 
 
@@ -144,7 +145,7 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
         model = build_model(recipe, len(images.classes))
-        optimizer = build_optimizer(model, recipe)
+        optimizer = build_optimizer(model, recipe, fused=can_fuse_sgd(accelerator))
         model, optimizer = prepare(accelerator, model, optimizer)
 
         steps = run.begin(model, optimizer, Steps.of(images.train, batch, recipe), data=images.identity)
@@ -157,6 +158,7 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
         cross_entropy = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=recipe.label_smoothing)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
 
+        @step_graph(accelerator, optimizer)
         def train(inputs: Tensor, labels: Tensor) -> Tensor:
             with accelerator.accumulate(model):
                 logits = model(inputs).float()
@@ -168,8 +170,6 @@ def main(recipe: CnnA, accelerator: Accelerator, batch: Batch) -> None:
                 optimizer.zero_grad()
             return loss
 
-        if recipe.step_graph:
-            train = StepGraph(accelerator, optimizer, train)
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(step, measure(images.val))

@@ -28,7 +28,7 @@ from common.augment import to_float
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.process import entry
-from common.distributed.step_graph import StepGraph
+from common.distributed.step_graph import step_graph
 from common.evaluation import evaluate
 from common.optim import can_fuse_sgd
 from common.order import Plan, Steps, reseed
@@ -63,7 +63,7 @@ class CnnB(ImageRecipe):
     label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
     class_weights: str = flag("none", choices=("none", "balanced"))
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
-    step_graph: bool = setting(False, "one GPU: the host launches each step at once, as one CUDA graph")
+    step_graph: bool | None = setting(None)
 
 
 # --- Model ------------------------------------------------------------------------------------------------
@@ -207,6 +207,7 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
         cross_entropy = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=recipe.label_smoothing)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe))
 
+        @step_graph(accelerator, optimizer)
         def train(inputs: Tensor, labels: Tensor) -> Tensor:
             with accelerator.accumulate(model):
                 logits = model(inputs).float()
@@ -218,8 +219,6 @@ def main(recipe: CnnB, accelerator: Accelerator, batch: Batch) -> None:
                 optimizer.zero_grad()
             return loss
 
-        if recipe.step_graph:
-            train = StepGraph(accelerator, optimizer, train)
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
                 run.log_evaluation(step, measure(images.val))

@@ -34,11 +34,12 @@ from common.distributed.accelerator import prepare
 from common.distributed.blocks import blocks_of
 from common.distributed.precision import input_dtype, to_autocast_dtype
 from common.distributed.process import entry
+from common.distributed.step_graph import step_graph
 from common.evaluation import evaluate
 from common.optim import EMA
 from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import LAYERS, rand_augment
-from common.recipe import Batch, ImageRecipe, flag
+from common.recipe import Batch, ImageRecipe, flag, setting
 from common.run.run import Run
 from common.timm_models import block_classes, fitting, head_names, share_graphs, speed_up
 
@@ -79,6 +80,7 @@ class Vit(ImageRecipe):
     ema_decay: float = flag(
         0.999, "of the weights' average (EMA), evaluated and saved; 0 is off", minimum=0, maximum=0.999999
     )
+    step_graph: bool | None = setting(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,8 +130,9 @@ def training_batches(
     batches = images.train.batches(
         plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
     )
+    needs_draws = recipe.randaug_layers or recipe.color_jitter or recipe.random_erasing
     for epoch, ids, pixels, labels in batches:
-        draws = uniforms(recipe.seed, epoch, ids, augment.DRAWS)
+        draws = uniforms(recipe.seed, epoch, ids, augment.DRAWS if needs_draws else 0)
         if recipe.randaug_layers:
             layers, magnitude = recipe.randaug_layers, recipe.randaug_magnitude
             pixels = rand_augment(pixels, draws[:, augment.RAND_AUGMENT], layers, magnitude)
@@ -194,6 +197,19 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         weights = images.class_weights(recipe.class_weights, accelerator.device)
         cross_entropy = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=recipe.label_smoothing)
         batches = run.feed(training_batches(images, plan, accelerator.device, recipe, (mean, std)))
+
+        @step_graph(accelerator, optimizer)
+        def train(inputs: Tensor, labels: Tensor) -> Tensor:
+            with accelerator.accumulate(model):
+                logits = model(inputs).float()
+                loss = cross_entropy(logits, labels).mean()
+                accelerator.backward(loss)
+                if recipe.clip_norm and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
                 metrics = measure(images.val)
@@ -213,14 +229,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
                 reseed(recipe.seed, step, k)
                 if mix:
                     inputs, labels = mix(inputs, labels)
-                with accelerator.accumulate(model):
-                    logits = model(inputs).float()
-                    loss = cross_entropy(logits, labels).mean()
-                    accelerator.backward(loss)
-                    if recipe.clip_norm and accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                loss = train(inputs, labels)
                 run.add(loss, ids)
             if ema:
                 ema.update(step)

@@ -4,7 +4,7 @@ To use it elsewhere copy this file: it needs torch and numpy, and mixer() torchv
 this file beside it. Random numbers are float64 in [0, 1), a row for each sample: common/order.py's `uniforms`
 here, or any others. Each column has one use:
 
-    0 to 2    send_cropped
+    0 to 2    moves
     4 to 43   the random resized crop, where images are decoded (common/data/workers.py)
     44 to 47  color_jitter, COLOR
     48 to 52  random_erasing, ERASING
@@ -54,41 +54,34 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
     ]
 
 
-def send_cropped(
-    images: Tensor, rows: np.ndarray, labels: np.ndarray, device: torch.device, *cropping: Any
-) -> tuple[Tensor, Tensor]:
-    """Sends a micro-batch to the device, where crop_and_flip(..., *cropping) is one gather.
+def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
+    """Shifts by up to `pad` pixels down and right, and horizontal flips, at random: int64 [3, B].
 
-    images: uint8 [N, H, W, 3], on the host or on the device; rows: int64 [B], those of the micro-batch;
-    labels: int64 [B]. Returns uint8 [B, H, W, 3] and the labels.
-
-    Labels and indices are one copy, with images on the device a step's only one. CNN-A's step then has 64
-    launches and that copy; it had 66 and two (operators counted on a CPU, not yet measured on a GPU).
+    draws: float64 [B, >= 3] in [0, 1), for these three. As in He et al. 2015 (arXiv 1512.03385, section 4.2).
     """
-    _, h, w, _ = images.shape
-    sent, y, x = send_arrays((labels, *crop_and_flip(rows, images.shape, *cropping)), device)
-    pixels = y[:, :, None] + x[:, None, :]  # [B, H, W], into the pixels of all images
-    found = send(images, device).reshape(-1, 3).index_select(0, pixels.view(-1))
-    return found.view(-1, h, w, 3), sent
+    shifts = np.floor(draws[:, :2] * (2 * pad + 1)).astype(np.int64) - pad
+    return np.stack([*shifts.T, draws[:, 2] < (0.5 if flip else 0.0)])
 
 
-def crop_and_flip(
-    rows: np.ndarray, shape: Sequence[int], draws: np.ndarray, pad: int, flip: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    """Shifts by up to `pad` pixels with mirrored borders and flips horizontally, at random, as indices.
+def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where moved images have their pixels: y [B, H] and x [B, W], on the device of the rows.
 
-    rows: int64 [B], of images of this shape, [N, H, W, 3]; draws: float64 [B, >= 3] in [0, 1), for the
-    vertical shift, the horizontal shift and the flip. Returns y [B, H] and x [B, W]; y + x is a pixel among
-    all images' N * H * W. As in He et al. 2015 (arXiv 1512.03385, section 4.2), but with mirrored instead of
-    black borders.
+    rows: int64 [B], of images of this shape, [N, H, W, 3]; moved: int64 [3, B], of moves(), each shift less
+    than an edge. y + x is a pixel among all images' N * H * W. The borders are mirrored, and not black as in
+    He et al.
     """
     count, h, w, _ = shape
-    kind = np.int32 if count * h * w < 2**31 else np.int64  # 32 bits: half the index traffic
-    shift = np.floor(draws[:, :2] * (2 * pad + 1)).astype(kind) - pad
-    mirrored = draws[:, 2:3] < (0.5 if flip else 0.0)
-    y, x = np.arange(h, dtype=kind), np.arange(w, dtype=kind)
-    lines = _mirror(y + shift[:, :1], h) + rows.astype(kind)[:, None] * h
-    return lines * w, _mirror(np.where(mirrored, x[::-1], x) + shift[:, 1:], w)
+    kind = torch.int32 if count * h * w < 2**31 else torch.int64  # 32 bits: half the index traffic
+    down, right, flipped = moved.to(kind)[:, :, None].unbind()  # [B, 1] each
+    y, x = (torch.arange(n, dtype=kind, device=rows.device) for n in (h, w))
+    lines = _mirrored(y + down, h) + rows.to(kind)[:, None] * h
+    return lines * w, _mirrored(torch.where(flipped > 0, x.flip(0), x) + right, w)
+
+
+def gather(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
+    """The pixels of moved_pixels() among the images, uint8 [N, H, W, 3]: uint8 [B, H, W, 3]."""
+    pixels = y[:, :, None] + x[:, None, :]  # [B, H, W]
+    return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(*pixels.shape, 3)
 
 
 def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
@@ -205,6 +198,6 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
     return mix if mix is None or dtype is None else lambda images, labels: mix(images.to(dtype), labels)
 
 
-def _mirror(i: np.ndarray, n: int) -> np.ndarray:
+def _mirrored(i: Tensor, n: int) -> Tensor:
     """Reflects indices outside 0 ... n - 1 at the border pixel. |i| < 2n - 1."""
-    return (n - 1) - np.abs((n - 1) - np.abs(i))
+    return (n - 1) - ((n - 1) - i.abs()).abs()

@@ -92,7 +92,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
     help = help_of(field).replace("%", "%%").replace("images", unit) + (
         "" if field.default is None else f" (default: {as_text(field.default)})"
     )
-    if field.type is bool:
+    if _base_type(field) is bool:
         # Sweeps write --padding=True; const is the value without one.
         parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="BOOL", help=help)
         parser.add_argument(

@@ -18,10 +18,11 @@ from common.augment import (
     ORDERS,
     RAND_AUGMENT,
     color_jitter,
-    crop_and_flip,
+    gather,
     mixer,
+    moved_pixels,
+    moves,
     random_erasing,
-    send_cropped,
     to_float,
 )
 from common.data.decode import _resize
@@ -37,11 +38,10 @@ def images() -> torch.Tensor:
     return torch.from_numpy(np.random.RandomState(0).randint(0, 256, (64, 20, 24, 3), dtype=np.uint8))
 
 
-def cropped(images, draws, pad, flip):
-    rows = np.arange(len(images))
-    pixels, labels = send_cropped(images, rows, rows + 7, torch.device("cpu"), draws, pad, flip)
-    assert torch.equal(labels, torch.from_numpy(rows + 7))
-    return pixels
+def cropped(images, draws, pad, flip, rows=None):
+    rows = torch.arange(len(images)) if rows is None else torch.from_numpy(rows)
+    moved = torch.from_numpy(moves(draws, pad, flip))
+    return gather(images, *moved_pixels(rows, moved, images.shape))
 
 
 def test_crop_and_flip_is_pad_crop_flip(images):
@@ -58,10 +58,9 @@ def test_crop_and_flip_is_pad_crop_flip(images):
     assert {0, 8} <= {top for top, _ in shifts}  # both extremes occur
     assert 16 < flips < 48
     few = np.array([9, 2, 9])  # of images that are on the device
-    found = send_cropped(images, few, few, torch.device("cpu"), draws[few], 4, True)
-    assert torch.equal(found[0], ours[few])
+    assert torch.equal(cropped(images, draws[few], 4, True, few), ours[few])
     last = 2**22 - 1  # beyond 32 bits
-    y, _ = crop_and_flip(np.array([last]), (last + 1, 32, 32, 3), draws[:1], 0, flip=False)
+    y, _ = moved_pixels(torch.tensor([last]), torch.zeros(3, 1, dtype=torch.int64), (last + 1, 32, 32, 3))
     assert y[0].tolist() == [(last * 32 + line) * 32 for line in range(32)]
 
 
@@ -215,7 +214,7 @@ def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
-    """0 to 2 are send_cropped's, 4 to 43 the decoder's (common/data/workers.py)."""
+    """0 to 2 are those of moves(), 4 to 43 the decoder's (common/data/workers.py)."""
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from common.augment import DRAWS, RAND_AUGMENT, send_cropped, to_float
+from common.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import training_plan, uniforms
@@ -135,8 +135,8 @@ def test_the_training_has_it(tmp_path):
     batches = training_batches(digits, plan, torch.device("cpu"), recipe, ((0.5,) * 3,) * 2)
     inputs, _, ids = next(batches)
     draws = uniforms(recipe.seed, 0, ids, DRAWS)
-    images = torch.from_numpy(digits.train.images)
-    pixels, _ = send_cropped(images, ids, ids, images.device, draws, 4, False)
+    images, moved = torch.from_numpy(digits.train.images), torch.from_numpy(moves(draws, 4, False))
+    pixels = gather(images, *moved_pixels(torch.from_numpy(ids), moved, images.shape))
     augmented = rand_augment(pixels, draws[:, RAND_AUGMENT], 2, 7)
     assert (augmented != pixels).any()
     assert torch.equal(inputs, to_float(augmented, (0.5,) * 3, (0.5,) * 3, 32))

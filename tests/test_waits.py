@@ -5,16 +5,18 @@ Simulated on fake CUDA tensors: tests/support/waits.py says how, and what it can
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import augment
-from common.augment import DRAWS, RAND_AUGMENT, send_cropped
+from common.augment import DRAWS, RAND_AUGMENT
 from common.data.images import Images
-from common.data.splits import ArraySplit, Part
+from common.data.splits import AHEAD, ArraySplit, Part
 from common.optim import can_fuse_sgd
 from common.order import uniforms
 from common.rand_augment import rand_augment
@@ -88,21 +90,57 @@ def test_a_wait_in_a_loop_is_seen(name, old, new, more, tmp_path):
     assert found == WAITS[name] | {place: WAITS[name].get(place, 0) + more}
 
 
+class Operations(TorchDispatchMode):
+    """The names of operations that compute: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def since(self) -> list[str]:
+        """Those since the last call."""
+        names, self.names = self.names, []
+        return names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
     draws = uniforms(0, 0, np.arange(64), DRAWS)
     with counted() as seen:
         images = torch.zeros(64, 32, 32, 3, dtype=torch.uint8, device="cuda")
         rand_augment(images, draws[:, RAND_AUGMENT], 2, 10)
         assert seen.copies == 1
-        send_cropped(images, np.arange(64), np.arange(64), images.device, draws, 4, True)
-        assert seen.copies == 2
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
         split = ArraySplit(np.zeros((64, 32, 32, 3), np.uint8), Part("train", np.arange(64) % 10))
-        plan = iter([(0, np.arange(16))] * 3)
+        plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
-        batches = split.batches(plan, train=True, **options)
-        assert [seen.copies for _ in batches] == [4, 5, 6]  # the first sends the images, too
+        found = [seen.copies for _ in split.batches(iter(plan), train=True, **options)]
+    assert found == [3] * AHEAD + [4] + [5] * AHEAD + [6]  # the images, then groups
     assert set(seen.places) == {"splits.py:_move"}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_step_of_an_array_takes_its_part_of_a_group(train):
+    """And has the images and labels that it would have alone."""
+    pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
+    split, draw = ArraySplit(pixels, Part("train", np.arange(64) % 10)), np.random.RandomState(1)
+    split.mirror = True
+    plan = [(epoch, draw.permutation(64)[: 16 - epoch]) for epoch in (0, 1) for _ in range(AHEAD + 2)]
+    options = dict(device="cpu", train=train, size=8, seed=0, workers=0)
+    alone = [next(split.batches(iter([item]), **options)) for item in plan]
+    with Operations() as operations:
+        found = [(batch, operations.since()) for batch in split.batches(iter(plan), **options)]
+    for (batch, _), other in zip(found, alone, strict=True):
+        assert (batch.epoch, batch.ids is other.ids) == (other.epoch, True)
+        assert torch.equal(batch.images, other.images)
+        assert torch.equal(batch.labels, other.labels)
+    begin_groups = {first + at for first in (0, AHEAD + 2) for at in (0, AHEAD)}
+    steps = {tuple(names) for at, (_, names) in enumerate(found) if at not in begin_groups}
+    assert steps == {("empty", "add", "index_select") if train else ("empty",)}  # and NumPy's take
 
 
 def test_packed_arrays_arrive_whole(monkeypatch):

@@ -107,7 +107,7 @@ def determinism() -> dict[str, Row]:
         kind = row if script == "train_cnn_a" else on_gpu
         found[f"{script}, twice, --deterministic"] = kind(twice, script, "--deterministic")
         found[f"{script}, resumed, --deterministic"] = kind(resumed, script)
-        found[f"{script}, with and without a step graph, --deterministic"] = on_gpu(graphed, script)
+        found[f"{script}, with and without a step graph, --deterministic"] = kind(graphed, script)
     return found
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from common.augment import send, send_cropped, to_float
+from common.augment import send, send_arrays, to_float
 from common.data.decode import central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
 from common.system.text import printable
@@ -93,12 +93,14 @@ def decoded(
             for i in sorted(broken.keys() - _skipped):  # each is reported once
                 print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
             _skipped.update(broken)
-            rows, shown = np.arange(len(ids)), labels[ids[_shown(ids, broken)]]
+            images, shown = send(images, device), labels[ids[_shown(ids, broken)]]
             if flip:
-                cropping = uniforms(seed, epoch, ids, 3), 0, True
-                yield MicroBatch(epoch, ids, *send_cropped(images, rows, shown, device, *cropping))
+                draws = uniforms(seed, epoch, ids, 3)  # the third is the flip's, as of arrays of images
+                sent, flipped = send_arrays((shown, draws[:, 2] < 0.5), device)
+                images = torch.where(flipped[:, None, None, None], images.flip(2), images)
             else:
-                yield MicroBatch(epoch, ids, send(images, device), send(torch.from_numpy(shown), device))
+                sent = send(torch.from_numpy(shown), device)
+            yield MicroBatch(epoch, ids, images, sent)
 
 
 _skipped: set[int] = set()  # sample ids

@@ -58,6 +58,7 @@ from common.distributed.rendezvous import (
     replacement_problem,
     set_group_timeout,
 )
+from common.distributed.step_graph import chosen_step_graph
 from common.distributed.strategy import (
     keep_strides,
     plain_module,
@@ -110,6 +111,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         gpu = str(torch.cuda.get_device_properties(accelerator.device).uuid)
         check_own_gpu(dist.distributed_c10d._get_default_store(), rank(), batch.processes, gpu)
     accelerator.compilation = compilation
+    accelerator.step_graph = chosen_step_graph(accelerator, getattr(job, "step_graph", False))
     if compilation and strategy(accelerator) == "zero3":
         raise ValueError(
             f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
@@ -138,6 +140,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     extras = f", compiled ({compilation})" if compilation else ""
     extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
+    extras += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if job.deterministic:
         extras += ", deterministic: gradients in float64, which doubles their memory and traffic"
         extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
@@ -178,7 +181,7 @@ def make_accelerator(
     accelerator.precision = settle_precision(
         accelerator, kind, engines_precision == kind, job.grad_compression
     )
-    accelerator.compilation = None
+    accelerator.compilation, accelerator.step_graph = None, False
     accelerator.deterministic, accelerator.exact_sum = job.deterministic, None  # wrap() makes it
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:

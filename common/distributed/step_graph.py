@@ -1,7 +1,12 @@
-"""A whole optimizer step as one CUDA graph: the host launches it once instead of each of its kernels."""
+"""A whole optimizer step as one CUDA graph: the host launches it once instead of each of its kernels.
+
+Replays read and write the memory that the capture saw. So what changes from step to step comes in as a
+tensor, in the same place: inputs, labels, learning rates; the seed, which torch gives a graph before each
+replay. And what a step leaves for the next one stays where it is: it is changed in place, never replaced.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +16,35 @@ from torch import Tensor
 
 from common.distributed.strategy import precision, strategy
 
-WARM_UP_STEPS = 3  # of each shape: cuDNN's autotuning, and the optimizer's state
+WARM_UP_STEPS = 3  # of each shape: compilation, cuDNN's autotuning, and the optimizer's state
+SPARE = 0.5  # of a graph's memory: as much must be left, for evaluations, which can't use the graph's
 
 Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, with the optimizer's step
+
+
+def chosen_step_graph(accelerator: Accelerator, wanted: bool | None) -> bool:
+    """If steps become graphs. wanted: the flag; None takes them where they are possible, on a GPU.
+
+    Raises ValueError where they are wanted, and not possible: fp16's scaler decides on the host, checkpointed
+    blocks read the generator's state there, and other modes of --compile have graphs of their own.
+    """
+    fits = strategy(accelerator) == "single" and accelerator.gradient_accumulation_steps == 1
+    fits &= not accelerator.grad_checkpointing and precision(accelerator) != "fp16"
+    fits &= str(accelerator.compilation) in ("no", "default")
+    if wanted and not fits:
+        raise ValueError(
+            "--step_graph is for one process without accumulation, --grad_checkpointing, fp16, and --compile"
+            " other than default: leave it out"
+        )
+    return fits and accelerator.device.type == "cuda" if wanted is None else wanted
+
+
+def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
+    """Decorates a step, which becomes a StepGraph if the flags and the device say so. Use it after Run.begin.
+
+    The step must launch the same kernels each time, and read no number of the host but the learning rates.
+    """
+    return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
 
 
 @dataclass
@@ -30,15 +61,12 @@ class Buffers:
 class StepGraph:
     """Calls the step for the first WARM_UP_STEPS of each shape, then captures it, and then replays it.
 
-    The step must launch the same kernels each time, and read no number of the host but the learning rates,
-    which it gets as tensors. On a CPU every step is called, on the same buffers. Create it after Run.begin.
-    Raises ValueError for several processes, accumulation, compiled or checkpointed blocks, and fp16, whose
-    scaler decides on the host.
+    A step that can't be captured is called as it is from then on. On a CPU every step is called, on the same
+    buffers.
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, step: Step):
-        _check(accelerator)
-        self.step, self.groups = step, optimizer.param_groups
+        self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
         # A fused optimizer's on a GPU; else as exact as now
         kind = torch.float32 if self.on_gpu else torch.float64
@@ -51,6 +79,8 @@ class StepGraph:
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The loss, valid until the next call."""
+        if not self.accelerator.step_graph:
+            return self.step(inputs, labels)
         if inputs.shape not in self.shapes:
             self.shapes[inputs.shape] = Buffers(torch.empty_like(inputs), torch.empty_like(labels))
         buffers = self.shapes[inputs.shape]
@@ -59,7 +89,11 @@ class StepGraph:
         for rate, group in zip(self.rates, self.groups, strict=True):
             rate.fill_(group["lr"])
         if buffers.steps == WARM_UP_STEPS:
-            buffers.replay = self._captured(buffers)
+            try:
+                buffers.replay = self.capture(lambda: self._run(buffers))
+            except Exception as error:
+                self._give_up(error)
+                return self.step(inputs, labels)
         buffers.steps += 1
         if buffers.replay:
             buffers.replay()
@@ -73,21 +107,54 @@ class StepGraph:
         """The step itself. The loss is detached, as its autograd graph would live on into the capture."""
         numbers = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.rates, strict=True):
-            group["lr"] = rate
+            if not group.get("foreach"):  # these, on a CPU, take no tensor
+                group["lr"] = rate
         try:
             buffers.loss = self.step(buffers.inputs, buffers.labels).detach()
         finally:
             for group, number in zip(self.groups, numbers, strict=True):
                 group["lr"] = number
 
-    def _captured(self, buffers: Buffers) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Records what run() launches, without computing it. Returns what replays it.
+
+        Raises what the capture does, and MemoryError if the graph leaves too little. The process is then as
+        before: torch leaves the stream, the generator and the allocator in the state of a capture.
+        """
         if not self.on_gpu:
-            return lambda: self._run(buffers)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, which write checkpoints and sample, may call CUDA meanwhile.
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self._run(buffers)
+            return run
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[device]
+        state = generator.clone_state()
+        try:
+            # Other threads, which write checkpoints and sample, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+                before = torch.cuda.memory_reserved()
+                run()
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(state)
+            with suppress(RuntimeError):  # it has ended already
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            raise
+        if torch.cuda.mem_get_info()[0] < SPARE * (held := torch.cuda.memory_reserved() - before):
+            raise MemoryError(f"its {held / 2**30:.1f} GiB leave too little for evaluations")
         return graph.replay
+
+    def _give_up(self, error: Exception) -> None:
+        """Leaves the graphs, and the gradients of the capture, which were never computed."""
+        self.accelerator.step_graph = False
+        self.shapes.clear()
+        for group in self.groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        cause = error.__context__ or error  # torch's own error about the broken capture hides the first one
+        why = str(cause).partition("\n")[0] or type(cause).__name__
+        self.accelerator.print(
+            f"the step can't be one CUDA graph ({why}): its kernels are launched one by one"
+        )
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -98,13 +165,3 @@ class StepGraph:
             yield
         if self.stream:
             torch.cuda.current_stream().wait_stream(self.stream)
-
-
-def _check(accelerator: Accelerator) -> None:
-    fits = strategy(accelerator) == "single" and accelerator.gradient_accumulation_steps == 1
-    plain = not accelerator.compilation and not accelerator.grad_checkpointing
-    if not (fits and plain and precision(accelerator) != "fp16"):
-        raise ValueError(
-            "--step_graph is for one process without accumulation, --compile, --grad_checkpointing and fp16:"
-            " leave it out"
-        )

@@ -149,6 +149,7 @@ def result(run: "Run", status: str, committed: int | None = None, error: str | N
         **dataclasses.asdict(accelerator.precision),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
+        "step_graph": accelerator.step_graph,
         "deterministic": run.recipe.deterministic,
         "hosts": hosts(),
         "processes": batch.processes,

@@ -236,6 +236,7 @@ def _run_record(run: "Run", processes: "list[ProcessInfo]", source: str) -> dict
         **dataclasses.asdict(accelerator.precision),
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
+        "step_graph": accelerator.step_graph,
         "threads": torch.get_num_threads(),
         "recipe": dataclasses.asdict(recipe),
         "defaults": _defaults(recipe),

@@ -1,93 +1,190 @@
-"""--step_graph as far as a CPU goes: all but the capture itself. Not yet run on a GPU."""
+"""--step_graph as far as a CPU goes: tests/support/recorded_graph.py stands for the graph."""
 
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from torch import nn
 
 from common.distributed import step_graph
 from common.distributed.blocks import Compilation
-from common.distributed.step_graph import WARM_UP_STEPS, StepGraph
-from tests.conftest import CNN, RESNET, full, latest, metrics, python, run, tensors
+from common.distributed.exact_sum import ExactSum
+from common.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph
+from common.order import reseed
+from common.recipe import parse
+from tests.conftest import CNN, RESNET, VIT_WITH_ALL, full, latest, metrics, python, result, run, tensors
+from tests.support.recorded_graph import aten, record
+from train_cnn_a import CnnA
 
-FLAGS = ["--data", "digits", "--batch_size", 256, "--max_steps", 10, "--log_every", 1, "--clip_norm", 1.0]
-FLAGS += ["--warmup", 0.3, "--trackers", "none", "--telemetry_s", 0, "--max_val_images", 64]
-SIZES = ["--train_sizes", "16,24", "--epochs", 2]
+FLAGS = ["--data", "digits", "--batch_size", 256, "--log_every", 1, "--warmup", 0.3, "--clip_norm", 1.0]
+FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--max_val_images", 64]
+SIZES = ["--train_sizes", "16,24", "--epochs", 2, "--optimizer", "adamw"]  # its SGD is fused on GPUs alone
 USUAL = dict(
     distributed_type=DistributedType.NO,
     gradient_accumulation_steps=1,
+    num_processes=1,
+    scaler=None,
+    sync_gradients=True,
     compilation=Compilation(),
     grad_checkpointing=False,
     precision=SimpleNamespace(mixed_precision="bf16"),
     device=torch.device("cpu"),
+    step_graph=True,
+    print=print,
 )
+STEPS = 2 * WARM_UP_STEPS + 2
 
 
-def train(words: list, folder):
-    run([*python(), *words, "--output_dir", folder])
-    return metrics(folder), tensors(latest(folder))
-
-
-@pytest.mark.parametrize("script", [[*RESNET, *SIZES], full(CNN)], ids=["cnn_b, two sizes", "cnn_a"])
-def test_it_trains_the_same(script, tmp_path, cache):
-    words = [*script, *FLAGS, *cache]
-    plain, weights = train(words, tmp_path / "plain")
-    graphed, others = train([*words, "--step_graph"], tmp_path / "graphed")
-    numbers = [
-        [(line["step"], line.get("train/loss"), line.get("train/lr"), line.get("val/loss")) for line in lines]
-        for lines in (plain, graphed)
+def train(words: list, folder: Path, *stops: int, **environment: str) -> tuple[list, dict, dict, str]:
+    """What the log, the last checkpoint and result.json hold, and the output. stops: it is resumed there."""
+    for steps in (*stops, 10):
+        there = [*words, "--max_steps", steps, "--output_dir", folder]
+        output = run([*python(), *there], env=os.environ | environment)
+    lines = [
+        [line.get(k) for k in ("step", "train/loss", "train/lr", "val/loss")] for line in metrics(folder)
     ]
-    assert numbers[0] == numbers[1]
-    assert len({line["train/lr"] for line in plain if "train/lr" in line}) > WARM_UP_STEPS
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-def losses(source: str | None = None) -> list[float]:
-    """Of eight steps of a line's fit by AdamW; with source, by that module's StepGraph."""
-    a = torch.zeros(1, requires_grad=True)
-    optimizer = torch.optim.AdamW([a])
-
-    def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (a * inputs - labels).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    if source:
-        module = ModuleType("mutant")
-        exec(source, vars(module))
-        step = module.StepGraph(SimpleNamespace(**USUAL), optimizer, step)
-    found = []
-    for number in range(2 * WARM_UP_STEPS + 2):
-        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-        found.append(step(torch.full((4,), number + 1.0), torch.full((4,), number - 2.0)).item())
-    return found
-
-
-def test_a_buffer_that_is_not_filled_is_seen():
-    source = Path(step_graph.__file__).read_text()
-    assert losses(source) == losses()
-    for filled in ("rate.fill_(group", "buffers.inputs.copy_(inputs)", "buffers.labels.copy_(labels)"):
-        assert source.count(filled) == 1
-        assert losses(source.replace(filled, f"buffers.steps or {filled}")) != losses()
+    assert len({line[2] for line in lines} - {None}) > WARM_UP_STEPS
+    return lines, tensors(latest(folder)), result(folder), output
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("script", "stops", "fails"),
     [
-        {"distributed_type": DistributedType.MULTI_GPU},
-        {"gradient_accumulation_steps": 2},
-        {"compilation": Compilation("inductor")},
-        {"grad_checkpointing": True},
-        {"precision": SimpleNamespace(mixed_precision="fp16")},
+        ([*RESNET, *SIZES], (), ""),
+        (VIT_WITH_ALL, (5,), ""),
+        full(CNN, (), ""),
+        full([*CNN, "--compile", "default"], (), ""),
+        full(VIT_WITH_ALL, (), "1"),
+    ],
+    ids=["cnn_b, two sizes", "vit, resumed", "cnn_a", "cnn_a, compiled", "vit, a capture that fails"],
+)
+def test_it_trains_the_same(script, stops, fails, tmp_path, cache):
+    words = [*script, *FLAGS, *cache]
+    plain, weights, about, _ = train(words, tmp_path / "plain", *stops)
+    graphed = ["-m", "tests.support.recorded_graph", *words, "--step_graph"]
+    lines, others, outcome, output = train(graphed, tmp_path / "graphed", *stops, CAPTURE_FAILS=fails)
+    assert lines == plain
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert (about["step_graph"], outcome["step_graph"]) == (False, not fails)
+    assert ", a CUDA graph for each step" in output
+    assert ("the step can't be one CUDA graph (operation not permitted" in output) == bool(fails)
+
+
+def losses(graph: type | None = None, inside: str = "", capture: Callable = record) -> list[float]:
+    """Of STEPS steps of a small network with dropout and BatchNorm. graph: StepGraph, or a mutant of it.
+
+    inside: the "seed", or a "factor" of the inputs that the host draws, is set in the step, not before it.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Tanh(), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
+    optimizer, at = torch.optim.AdamW(model.parameters(), fused=True), 0
+
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if inside == "seed":
+            reseed(0, at, 0)
+        loss = (model(inputs * (at + 1 if inside == "factor" else 1)) - labels).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if graph:
+        step = graph(SimpleNamespace(**USUAL), optimizer, step)
+        step.capture = partial(capture, step)
+    found = []
+    images = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    for at in range(STEPS):  # the step reads it
+        optimizer.param_groups[0]["lr"] = 0.1 / (at + 1)
+        if inside != "seed":
+            reseed(0, at, 0)
+        factor = 1 if inside == "factor" else at + 1
+        found.append(step(images * factor, torch.full((16, 1), at - 2.0)).item())
+    return found
+
+
+def mutant(old: str, new: str) -> type:
+    source = Path(step_graph.__file__).read_text()
+    assert source.count(old) == 1
+    module = ModuleType("mutant")
+    exec(source.replace(old, new), vars(module))
+    return module.StepGraph
+
+
+def test_what_is_frozen_into_the_graph_is_seen():
+    plain = losses()
+    assert losses(StepGraph) == plain
+    filled = ("rate.fill_(group", "buffers.inputs.copy_(inputs)", "buffers.labels.copy_(labels)")
+    frozen = [mutant(each, f"buffers.steps > WARM_UP_STEPS or {each}") for each in filled]
+    frozen.append(mutant('group["lr"] = rate\n', "pass\n"))
+    for each in frozen:
+        seen = losses(each)
+        assert seen[: WARM_UP_STEPS + 1] == plain[: WARM_UP_STEPS + 1]
+        assert seen != plain
+    for inside in ("seed", "factor"):
+        assert losses(None, inside) == plain
+        assert losses(StepGraph, inside) != plain
+
+
+@pytest.mark.parametrize("fails_at", [aten.native_batch_norm.default, aten._fused_adamw_.tensor_lr])
+def test_a_capture_that_fails_leaves_the_plain_step(fails_at, capsys):
+    """In the forward pass, and when there are gradients already, which nothing has computed."""
+    assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
+    line = "the step can't be one CUDA graph (operation not permitted when stream is capturing)"
+    assert capsys.readouterr().out.count(line) == 1
+    kept = mutant("parameter.grad = None", "pass")
+    assert (losses(kept, capture=partial(record, fails_at=fails_at)) == losses()) == ("norm" in str(fails_at))
+
+
+def test_exact_sums_name_the_step_of_a_replay_that_did_not_fit():
+    accelerator, model = SimpleNamespace(**USUAL), nn.Linear(1, 1)
+    exact = ExactSum(accelerator, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = (model(inputs) - labels).mean()
+        exact.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    graph = StepGraph(accelerator, optimizer, step)
+    graph.capture = partial(record, graph)
+    for at in range(1, STEPS + 1):
+        graph(torch.full((4, 1), 1e30 if at == STEPS - 1 else 1.0), torch.zeros(4, 1))
+    with pytest.raises(FloatingPointError, match=f"weight at step {STEPS - 1} is"):
+        exact.check(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"),
+    [
+        ({}, True),
+        ({"compilation": Compilation("inductor")}, True),
+        ({"compilation": Compilation("inductor", "reduce-overhead")}, False),
+        ({"distributed_type": DistributedType.MULTI_GPU}, False),
+        ({"gradient_accumulation_steps": 2}, False),
+        ({"grad_checkpointing": True}, False),
+        ({"precision": SimpleNamespace(mixed_precision="fp16")}, False),
     ],
 )
-def test_where_it_is_refused(other):
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
-    step = StepGraph(SimpleNamespace(**USUAL), optimizer, lambda inputs, labels: inputs.sum())
-    assert step(torch.ones(2), torch.ones(2)) == 2
-    with pytest.raises(ValueError, match="--step_graph is for one process"):
-        StepGraph(SimpleNamespace(**USUAL | other), optimizer, step)
+def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits):
+    def chosen(*flags: str, **more: Any) -> bool:
+        recipe = parse(CnnA, [*flags])
+        return chosen_step_graph(SimpleNamespace(**USUAL | other | more), recipe.step_graph)
+
+    assert chosen(device=torch.device("cuda")) == fits
+    assert not chosen("--no_step_graph", device=torch.device("cuda"))
+    assert not chosen()  # on a CPU it is a rehearsal
+    if fits:
+        assert chosen("--step_graph")
+    else:
+        with pytest.raises(ValueError, match="--step_graph is for one process"):
+            chosen("--step_graph")

@@ -136,7 +136,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=batch.accumulations)
     accelerator.compilation, accelerator.grad_checkpointing = Compilation(), False
-    accelerator.deterministic, accelerator.exact_sum = False, None
+    accelerator.deterministic, accelerator.exact_sum, accelerator.step_graph = False, None, False
     accelerator.precision = Precision("no", "none", "fp32")
     with ExitStack() as stack:
         stack.callback(AcceleratorState._reset_state, True)

@@ -15,7 +15,7 @@ from tools.logbook.record import KINDS, RunRecord, as_flag, complete, read_outpu
 SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
-RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing")
+RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "holdout", "seed")  # in names where they differ
 
 
@@ -155,7 +155,7 @@ def conditions(run: RunRecord) -> dict[str, str]:
     recipe = {name: public_path(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
-    names += ["val_name", "val_images", "status"]
+    names += ["step_graph", "val_name", "val_images", "status"]
     versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
     devices = about.get("devices") or [facts.get("device", "not known")]
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]

@@ -159,7 +159,7 @@ class RunRecord:
             "final_loss": final.get("val/loss"),
             "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
         }
-        names = ["script", "strategy", "compile", "grad_checkpointing"]
+        names = ["script", "strategy", "compile", "grad_checkpointing", "step_graph"]
         names += ["mixed_precision", "half_precision", "gradient_reduction"]
         return {
             **{name: about[name] for name in names if name in about},
