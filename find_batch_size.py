@@ -42,7 +42,8 @@ from common.system.text import numbered
 from tools.batch_size.largest import LaunchResult, knee, launch, next_size
 from tools.launch.hosts import read_hostfile
 
-STEPS = 4  # the first is not timed: it creates the optimizer's state
+STEPS = 7
+UNTIMED = 4  # create the optimizer's state, and capture a step graph
 WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # do not affect memory
 SHOWN = 25  # last lines of a launch that failed
 RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
@@ -227,7 +228,7 @@ class Search:
         lines = read_lines(run / "metrics.jsonl")
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
         outcome = IN_MARGIN if self.margin and memory_gib > self.usable_gib else RAN
-        return Trial(size, outcome, ended.seconds, memory_gib, statistics.median(speeds[1:]))
+        return Trial(size, outcome, ended.seconds, memory_gib, statistics.median(speeds[UNTIMED:]))
 
     @property
     def usable_gib(self) -> float:

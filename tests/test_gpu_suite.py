@@ -23,6 +23,7 @@ from common.distributed import rendezvous
 from common.distributed.preemption import is_alive
 from common.recipe import parse
 from common.script import load_script, recipe_class
+from common.system.env import LOCAL_NUMBER
 from tests.conftest import ROOT, Job, full
 
 SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]
@@ -353,7 +354,7 @@ def test_cuda_starts_before_torch_counts_more_gpus(monkeypatch):
         *((PartialState, n) for n in ("_prepare_backend", "set_device")),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # main() replaces them
-    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("WORLD_SIZE", "LOCAL_RANK", LOCAL_NUMBER):  # main() sets the last one
         monkeypatch.setenv(name, "2")
     monkeypatch.setattr("sys.argv", ["shared_gpu.py", "train_cnn_a.py"])
     shared_gpu.main()

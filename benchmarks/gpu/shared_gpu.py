@@ -14,11 +14,13 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from common.distributed import rendezvous
+from common.system.env import LOCAL_NUMBER
 
 
 def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
-    os.environ["LOCAL_RANK"] = "0"  # of the GPU; ranks keep their RANK
+    # LOCAL_RANK is the GPU's; ranks keep their RANK, and their number on the host
+    os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
     if torch.cuda.is_available():  # its start asks for the properties of each GPU that torch counts
         torch.cuda.init()
     torch.cuda.device_count = lambda: processes

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, Specs, TensorFile
 from common.checkpoint.optimizer_trial import try_out
-from common.distributed.layout import Layout
+from common.distributed.layout import Layout, group_values
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process
 
@@ -151,6 +151,7 @@ class OptimizerState:
                 self._put(parameter, name, checkpoints.decode(value))
         groups = state["optimizer"]["groups"]
         for group, values, like in zip(layout.inner.param_groups, groups, self.trial.groups, strict=False):
+            values = group_values(values)
             group |= {name: _placed(checkpoints.decode(v), like.get(name)) for name, v in values.items()}
 
     def _put(self, parameter: str, name: str, value: Any) -> None:

@@ -4,6 +4,7 @@
 circle, need seconds to import at each start, and don't tell what they leave out.
 """
 
+import contextlib
 import glob
 import os
 import shlex
@@ -105,8 +106,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
         folder = root / folders[split]
         if not classes:
             raise ValueError(
-                f"{folder} has no class folders: each class's images belong in a folder of its own"
-                f"{_hint(root)}"
+                f"{folder} has no class folders: each class's images belong in a folder of its own, and a"
+                f" folder of this name is a split; rename it if it is a class{_hint(root)}"
             )
         if empty := [str(folder / name) for name, images in classes.items() if not images]:
             raise ValueError(
@@ -128,8 +129,13 @@ def _is_class(root: Path, folders: dict[str, str]) -> bool:
 
 
 def _with_images(root: Path) -> list[str]:
-    """The folders that hold images themselves, not only in folders below."""
-    return [name for name in folder_names(root) if any(map(is_image, os.listdir(root / name)))]
+    """The folders that hold images themselves, not only in folders below. What can't be read, as lost+found,
+    does not count."""
+    found = []
+    for name in folder_names(root):
+        with contextlib.suppress(PermissionError):
+            found += [name] if any(map(is_image, os.listdir(root / name))) else []
+    return found
 
 
 def beside_splits(root: Path) -> list[str]:

@@ -207,7 +207,7 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     if not data:
         raise ValueError("the file is empty")
-    if "HEIF" in FORMATS:
+    if "HEIF" in FORMATS and data[4:8] == b"ftyp":
         _register_heif()
     elif data[4:11] in (b"ftyphei", b"ftyphev"):
         raise ValueError(f"its format is HEIC: {TO_READ_HEIC}")

@@ -28,7 +28,8 @@ class Listed(NamedTuple):
 
 
 def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed]:
-    """The rows of a list, in their order. split: of rows without one.
+    """The rows of a list, in their order. split: of rows without one. Those of a test list without labels are
+    left out.
 
     Paths are tried as they are written, with / for a backslash, and in both Unicode forms. Raises ValueError
     that names the first wrong line.
@@ -39,6 +40,8 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
         raise ValueError(f"--data {path}: it is not in UTF-8") from None
     except csv.Error as error:
         raise ValueError(f"--data {path}: it is no CSV file: {error}") from None
+    if not rows and split == "test":
+        return []
     if not rows:
         raise ValueError(f"--data {path}: it lists no images")
     before, after = _place(path.parent, rows[0].file)
@@ -58,6 +61,8 @@ def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
     first = f"--data {path}: its first line"
     with open(path, newline="", encoding="utf-8-sig") as file:
         names, lines = _json_lines(path, file) if path.suffix.lower() == ".jsonl" else _csv_lines(file)
+        if split == "test" and {*names}.isdisjoint((*LABEL_COLUMNS, (columns.label or "").lower())):
+            return
         image = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], first)
         label = chosen_column(names, "label", (columns.label or "").lower(), LABEL_COLUMNS, [], first)
         for number, row in lines:
@@ -88,13 +93,15 @@ def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
     """Values that are no texts, as numbers and true, as JSON has them."""
     rows = []
     for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
-            values = {k.lower(): v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
+            row = {k.lower(): v for k, v in json.loads(line).items() if v is not None}
+            values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
         except (ValueError, AttributeError):
             raise ValueError(f"--data {path}, line {number}: it is no JSON object") from None
         rows.append((number, values))
-    return [*rows[0][1]] if rows else [], iter(rows)
+    return list(dict.fromkeys(name for _, values in rows for name in values)), iter(rows)
 
 
 def _place(root: Path, file: str) -> tuple[str, str]:
@@ -102,7 +109,8 @@ def _place(root: Path, file: str) -> tuple[str, str]:
     if (root / _as_stored(root, file)).is_file():
         return "", ""
     before = ["", *(f"{name}/" for name in folder_names(root))]
-    places = [(b, a) for b in before for a in ("", *EXTENSIONS) if (root / f"{b}{file}{a}").is_file()]
+    pairs = ((b, a) for b in before for a in ("", *EXTENSIONS))
+    places = [(b, a) for b, a in pairs if (root / _as_stored(root, f"{b}{file}{a}")).is_file()]
     return places[0] if len(places) == 1 else ("", "")
 
 

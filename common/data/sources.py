@@ -304,7 +304,9 @@ def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Sour
         for split, path in files.items()
         for row in read_list(path, columns, split)
     ]
-    return _of_lists(root.name, root, root, rows)
+    source, listed = _of_lists(root.name, root, root, rows), {row.split for row in rows}
+    bare = [f"{f}/ without labels" for s, f in class_folders.split_folders(root).items() if s not in listed]
+    return replace(source, left_out=", ".join(filter(None, (source.left_out, *bare))))
 
 
 def _of_lists(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source:

@@ -303,8 +303,9 @@ def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
 
 
 def group_values(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's values, without its parameters and the learning rate, which the script sets."""
-    return {name: value for name, value in group.items() if name not in ("params", "lr")}
+    """A parameter group's values, without its parameters, the learning rate, which the script sets, and
+    `capturable`, which a step graph needs on a GPU, and no other device takes."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
 
 
 def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:

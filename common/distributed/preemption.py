@@ -159,7 +159,8 @@ def _is_orphan() -> bool:
     by_launcher = any(name in os.environ for name in _SET_BY_LAUNCHERS)
     if not by_launcher or os.getppid() != 1:
         return False
-    return not Path(psutil.Process(1).cmdline()[0]).name.startswith(("python", "bash", "sh"))
+    command = psutil.Process(1).cmdline() or [""]  # hidden, or ending
+    return not Path(command[0]).name.startswith(("python", "bash", "sh"))
 
 
 def deaf_launcher() -> str | None:

@@ -5,6 +5,7 @@ tensor, in the same place: inputs, labels, learning rates; the seed, which torch
 replay. And what a step leaves for the next one stays where it is: it is changed in place, never replaced.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -75,15 +76,16 @@ class StepGraph:
             if "capturable" in group:
                 group["capturable"] = True
         self.stream = torch.cuda.Stream() if self.on_gpu else None
-        self.shapes: dict[torch.Size, Buffers] = {}
+        self.buffers: Buffers | None = None  # of one shape: --train_sizes has each size once
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """The loss, valid until the next call."""
         if not self.accelerator.step_graph:
             return self.step(inputs, labels)
-        if inputs.shape not in self.shapes:
-            self.shapes[inputs.shape] = Buffers(torch.empty_like(inputs), torch.empty_like(labels))
-        buffers = self.shapes[inputs.shape]
+        if self.buffers is None or self.buffers.inputs.shape != inputs.shape:
+            self.buffers = None  # before the next, as its graph holds memory
+            self.buffers = Buffers(torch.empty_like(inputs), torch.empty_like(labels))
+        buffers = self.buffers
         buffers.inputs.copy_(inputs)
         buffers.labels.copy_(labels)
         for rate, group in zip(self.rates, self.groups, strict=True):
@@ -93,6 +95,8 @@ class StepGraph:
                 buffers.replay = self.capture(lambda: self._run(buffers))
             except Exception as error:
                 self._give_up(error)
+            if not self.accelerator.step_graph:  # not above, where the error's traceback holds the memory
+                gc.collect()
                 return self.step(inputs, labels)
         buffers.steps += 1
         if buffers.replay:
@@ -107,7 +111,7 @@ class StepGraph:
         """The step itself. The loss is detached, as its autograd graph would live on into the capture."""
         numbers = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.rates, strict=True):
-            if not group.get("foreach"):  # these, on a CPU, take no tensor
+            if self.on_gpu or not group.get("foreach"):  # these, on a CPU, take no tensor
                 group["lr"] = rate
         try:
             buffers.loss = self.step(buffers.inputs, buffers.labels).detach()
@@ -146,7 +150,7 @@ class StepGraph:
     def _give_up(self, error: Exception) -> None:
         """Leaves the graphs, and the gradients of the capture, which were never computed."""
         self.accelerator.step_graph = False
-        self.shapes.clear()
+        self.buffers = None
         for group in self.groups:
             for parameter in group["params"]:
                 parameter.grad = None

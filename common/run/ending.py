@@ -152,7 +152,7 @@ def explained(error: BaseException, run: "Run") -> BaseException:
     if is_out_of_memory(error):
         return ValueError(out_of_memory(run.accelerator, run.batch, error))
     if ONE_VALUE in str(error):
-        return ValueError(f"BatchNorm: {error}: give more --per_device_batch_size, or more --image_size")
+        return ValueError(f"BatchNorm: {error}: give a larger --per_device_batch_size or --image_size")
     if NOT_DETERMINISTIC in str(error):
         operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
         return ValueError(

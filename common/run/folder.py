@@ -168,7 +168,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
             )
         elif not is_said and (differing := _only_difference(folder, recipe, last_step)):
             is_said = True
-            log(f"{folder} holds an unfinished run; {differing}: to resume it, give that value")
+            log(f"{folder} holds a run that has not finished; {differing}: to resume it, give that value")
 
 
 def script_name() -> str:

@@ -1,5 +1,6 @@
 """Metrics in TensorBoard, Weights & Biases and trackio, with Accelerate's trackers."""
 
+import hashlib
 import os
 import secrets
 import shlex
@@ -35,12 +36,13 @@ class Trackers:
         if "wandb" in names and (wandb := _start_wandb(folder, record["script"], state.wandb_id)):
             self.started.append(wandb)
         if "trackio" in names:
-            # A run of the same name may be another folder's.
-            options = {"name": folder.name, "resume": "allow" if state.step else "never", "embed": False}
-            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry/ has them
+            # Runs of one name may be of different folders.
+            name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
+            options = {"name": name, "resume": "allow", "embed": False}
+            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry-<host>.jsonl has them
             self.started.append(_Trackio(record["script"], **options, **measured))
             self.started[-1].start()
-            print(f"trackio run {folder.name}: trackio show --project {record['script']}", flush=True)
+            print(f"trackio run {name}: trackio show --project {record['script']}", flush=True)
         values = record["recipe"] | {"strategy": record["strategy"], "processes": len(record["devices"])}
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)

@@ -286,7 +286,10 @@ def test_the_hubs_metadata_in_the_folder_of_each_split(ending, tmp_path):
             lines = (f"{row['file_name']},{row['Label']}" for row in rows)
             text = "\n".join(["file_name,Label", *lines])
         (tmp_path / split / f"metadata.{ending}").write_text(text)
-    images = opened(tmp_path, tmp_path / "cache")
+    (tmp_path / "test" / "metadata.csv").write_text("file_name\nimg/0.png\n")
+    prepared = prepare_with(tmp_path, tmp_path / "cache")
+    assert prepared.left_out == "test/ without labels"
+    images = open_images(Path(prepared.folder))
     assert (images.classes, images.val_name) == (tuple(sorted(images.classes)), "val")
     assert images.train.labels.tolist() == images.val.labels.tolist() == [1, 0, 1, 0]
     assert (images.val.images == np.stack([np.asarray(picture(k)) for k in range(4, 8)])).all()
@@ -334,9 +337,11 @@ def test_bytes_that_are_no_text(tmp_path):
         b"file,label\n\xff\xfe\n": "not in UTF-8",
         b'file,label\n"' + b"a" * 200_000: "no CSV",
         b"[1]\n": "line 1: it is no JSON object",
+        b'\n{"file": "img/0.png", "label": "a"}\n{"file": "img/1.png"}': "line 3: it has no label",
+        b'{"file": "img/0.png", "label": null}\n{"label": 1}': "line 1: it has no label",
         b'{"file": 1': "line 1: it is no JSON object",
     }.items():
-        path = write_list(tmp_path, "", "pets.jsonl" if "JSON" in message else "pets.csv")
+        path = write_list(tmp_path, "", "pets.csv" if content.startswith(b"file") else "pets.jsonl")
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             opened(path, tmp_path / "cache")

@@ -1,6 +1,7 @@
 """--step_graph as far as a CPU goes: tests/support/recorded_graph.py stands for the graph."""
 
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,25 @@ def test_a_capture_that_fails_leaves_the_plain_step(fails_at, capsys):
     assert capsys.readouterr().out.count(line) == 1
     kept = mutant("parameter.grad = None", "pass")
     assert (losses(kept, capture=partial(record, fails_at=fails_at)) == losses()) == ("norm" in str(fails_at))
+
+
+def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
+    graphs = []
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        graph = nn.Linear(1, 1)  # a local variable, which the error's traceback holds
+        graphs.append(weakref.ref(graph))
+        raise MemoryError
+
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert not graphs or graphs[0]() is None
+        return inputs.sum()
+
+    graph = StepGraph(SimpleNamespace(**USUAL), torch.optim.SGD(nn.Linear(1, 1).parameters()), step)
+    graph.capture = capture
+    for _ in range(WARM_UP_STEPS + 2):
+        graph(torch.ones(1), torch.ones(1))
+    assert len(graphs) == 1
 
 
 def test_exact_sums_name_the_step_of_a_replay_that_did_not_fit():

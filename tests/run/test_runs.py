@@ -52,12 +52,12 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
     run([*words, 3])
     changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
-    assert "unfinished run" not in changed
+    assert "has not finished" not in changed
     changed = run([*words, 6, "--seed", "1"])
     (first,) = (path for path in (tmp_path / "train_hello").iterdir() if path.name[-2] != "-")
-    said = f"{first} holds an unfinished run; --seed was 0, now 1: to resume it, give that value"
+    said = f"{first} holds a run that has not finished; --seed was 0, now 1: to resume it, give that value"
     assert said in changed.splitlines()
-    assert "unfinished run" not in run([*words, 6])  # it is resumed
+    assert "has not finished" not in run([*words, 6])  # it is resumed
 
 
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}

@@ -186,7 +186,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 def test_the_card_has_no_private_path(data, shown):
     recipe = train_cnn_a.CnnA(data=data)
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
-    told = vars(recipe) | {"weights": weights, "data_root": [data]}
+    told = vars(recipe) | {"weights": weights, "data_root": [data]}  # a flag of version 1.0
     trained = TrainedModel(weights, "", "", 9, "train_cnn_a", told, ["a", "b"])
     model, ones = torch.nn.Linear(2, 2), (1.0, 1.0, 1.0)
     exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, ones, False, torch.ones(1))

@@ -398,7 +398,7 @@ def test_what_is_not_verified_is_listed(finished, check, tmp_path):
     assert status == 0, output
     text = page(RunRecord(folder), "x", [])
     for said in (
-        "not verified: 24 steps; devices, hosts, strategy, times, speeds, memory and prices; commit, ",
+        "not verified: 24 steps; devices, hosts, strategy, times, speeds and memory; commit, ",
         "weights of the checkpoints of steps 16, 24, 32; flags that train_vit.py does not have: teacher",
     ):
         assert said in output

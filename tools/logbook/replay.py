@@ -127,7 +127,9 @@ def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
     if not run.facts.get("deterministic"):
         return ["it was trained without --deterministic"]
     pairs = {name: (run.about.get(name), replay.about.get(name)) for name in SAME_BITS}
-    pairs |= {n: (run.facts.get(n), replay.facts.get(n)) for n in ("device", "per_device_batch_size")}
+    pairs |= {
+        n: (run.facts.get(n), replay.facts.get(n)) for n in ("device", "per_device_batch_size", "step_graph")
+    }
     found = [f"{name} {ours}, in the replay {its}" for name, (ours, its) in pairs.items() if ours != its]
     is_zero = any(str(record.facts.get("strategy")).startswith("zero") for record in (run, replay))
     return [*found, *(["ZeRO adds in another order"] if is_zero else [])]

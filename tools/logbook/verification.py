@@ -30,7 +30,7 @@ SHOWN = 15  # last lines of a failed replay
 # Settings outside of the recipe that the run's numbers may depend on
 KEPT = ("log_every", "deterministic", "image_column", "label_column", "workers")
 NOT_VERIFIED = (
-    "devices, hosts, strategy, times, speeds, memory and prices",
+    "devices, hosts, strategy, times, speeds and memory",
     "commit, versions and command",
     "pictures, confusion matrices and reports of validate.py",
 )

@@ -111,6 +111,7 @@ def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[
         raise ValueError(f"{lost} is a dangling link: mend it, or remove it")
     if len(classes) < 2 and (file := _list_of_classes(root)):
         classes = _by_file(root, list_images(root, LeftOut()), file)
+        del left_out.counts[LOOSE]
     if empty := next((root / name for name, its in classes.items() if not its), None if classes else root):
         missing = f": put {KAGGLE} beside it, which tells their classes" if LOOSE in left_out.first else ""
         what = "holds images in no class folders" if missing else f"holds no images ({' '.join(EXTENSIONS)})"
