@@ -105,7 +105,7 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
     """
     if not path.exists():
         raise ValueError(f"{path}: there is no such folder or file")
-    if path.is_file():
+    if not path.is_dir():
         is_ours = step_of(path.parent.name) is not None and (path.parent / MANIFEST_FILE).exists()
         return path, verify(path.parent, heartbeat) if is_ours else None
     if step_of(path.name) is not None or (path / MANIFEST_FILE).exists():

@@ -12,19 +12,19 @@ BESIDE_THE_BAR = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu
 
 
 class Display:
-    """A bar with a text beside it on a terminal, else a line after each LINE_S. file: stdout, or stderr."""
+    """A bar with a text beside it on a terminal, else a line after each LINE_S. file: None for stdout, or stderr."""
 
     def __init__(self, total: int, text: str, file: TextIO | None = None):
-        self.file = file or sys.stdout
+        self.file, out = file, file or sys.stdout  # print() looks for stdout: a bar has its own
         self.shown_s, self.bar = time.monotonic(), None
-        if self.file.isatty() and "NO_COLOR" not in os.environ:
+        if out.isatty() and "NO_COLOR" not in os.environ:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
             from rich.table import Column
 
             beside = Column(no_wrap=True, overflow="ellipsis", ratio=1)
             columns = BarColumn(8), TextColumn("{task.description}", markup=False, table_column=beside)
-            self.bar = Progress(*columns, console=Console(file=self.file), expand=True)
+            self.bar = Progress(*columns, console=Console(file=out), expand=True)
             self.task = self.bar.add_task(text, total=total)
             self.bar.start()
 

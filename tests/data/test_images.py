@@ -112,7 +112,7 @@ def decode(images, pixels, ids):
         while not go.exists():
             time.sleep(0.05)
     return real(images, pixels, ids)
-real, image_cache._decode, image_cache.cores = image_cache._decode, decode, lambda: 1
+real, image_cache._decode, image_cache.allowed_cores = image_cache._decode, decode, lambda: 1
 print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
 
@@ -386,7 +386,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
         time.sleep(1.5)
         return real(*chunk)
 
-    monkeypatch.setattr(image_cache, "cores", lambda: 2)
+    monkeypatch.setattr(image_cache, "allowed_cores", lambda: 2)
     monkeypatch.setattr(image_cache, "_decode", decode)
     monkeypatch.setattr(sys, "stderr", terminal)
     root = parquet_folder(tmp_path / "data", train=600, val=100)

@@ -31,7 +31,7 @@ class Trained:
         self.start(self.straight, parent, "list")
         written = [what.split(" ", 1)[1] for what in operations(parent)]
         assert written.index("open .result.json.tmp") > max(
-            written.index(f"open {name}") for name in PICTURES
+            written.index(f"open .{name}.tmp") for name in PICTURES
         )
         second = [number for number, what in enumerate(written, 1) if what == "open .index.json.tmp"][1]
         status, output = self.start(self.killed, parent, second)
@@ -83,13 +83,13 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
     """One fault after the other: each start of the same command gets further."""
     folder = disk / "one" / "run"
     shutil.copytree(trained.killed, folder)
-    for point in ("open curves.png", "open .result.json.tmp"):
+    for point in ("open .curves.png.tmp", "open .result.json.tmp"):
         status, output = trained.start(folder, tmp_path, point, fill=disk)
         assert status == 1, output
         assert mark(tmp_path).exists()
         assert_says_what_to_do(output)
         (disk / "filler").unlink()
-    for point in ("open predictions.png", "os.rename .result.json.tmp"):
+    for point in ("open .predictions.png.tmp", "os.rename .result.json.tmp"):
         status, output = trained.start(folder, tmp_path, point)
         assert status == -signal.SIGKILL, output
         assert_nothing_was_trained(output)
