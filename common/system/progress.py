@@ -12,10 +12,11 @@ BESIDE_THE_BAR = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu
 
 
 class Display:
-    """A bar with a text beside it on a terminal, else a line after each LINE_S. file: None for stdout, or stderr."""
+    """A bar with a text beside it on a terminal, else a line after each LINE_S. file: unset, it is stdout."""
 
     def __init__(self, total: int, text: str, file: TextIO | None = None):
-        self.file, out = file, file or sys.stdout  # print() looks for stdout: a bar has its own
+        self.file = file  # None, as a bar replaces sys.stdout, where print() looks
+        out = file or sys.stdout
         self.shown_s, self.bar = time.monotonic(), None
         if out.isatty() and "NO_COLOR" not in os.environ:
             from rich.console import Console
