@@ -207,14 +207,16 @@ def open_image(data: bytes | bytearray) -> "Image.Image":
     PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
     if not data:
         raise ValueError("the file is empty")
+    formats = [name for name in FORMATS if name != "HEIF"]
     if "HEIF" in FORMATS and data[4:8] == b"ftyp":
         _register_heif()
+        formats.append("HEIF")
     elif data[4:11] in (b"ftyphei", b"ftyphev"):
         raise ValueError(f"its format is HEIC: {TO_READ_HEIC}")
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
     try:
-        image = Image.open(io.BytesIO(data), formats=tuple(FORMATS))
+        image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
         known = f"not an image of a known format ({', '.join(FORMATS)})"
         raise ValueError(unfetched(data) or known) from None
