@@ -142,5 +142,5 @@ def saves(setting: Setting) -> Result:
 
 if __name__ == "__main__":
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = {"ceilings": ceilings, "snapshots": snapshots}[sys.argv[1]](here)
+    measured = {"ceilings": ceilings, "snapshots": snapshots, "tf32": tf32}[sys.argv[1]](here)
     print(json.dumps({name: asdict(result) for name, result in measured.items()}))

@@ -8,6 +8,8 @@ It takes the place of several GPUs for a check of the strategies; it says nothin
 import os
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from accelerate import PartialState
@@ -15,6 +17,8 @@ from accelerate.utils import DistributedType
 
 from common.distributed import rendezvous
 from common.system.env import LOCAL_NUMBER
+
+COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
 
 
 def main() -> None:
@@ -32,10 +36,21 @@ def main() -> None:
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(0)
 
+    gather_on_the_host()
     rendezvous.backend = lambda: "gloo"
     PartialState._prepare_backend, PartialState.set_device = backend, device
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def gather_on_the_host() -> None:
+    """Takes DTensor's collectives through the host: gloo's crash on GPU memory (pytorch issue 152645)."""
+
+    def through_host(collective: Callable, tensor: torch.Tensor, *words: object) -> torch.Tensor:
+        return torch.ops._c10d_functional.wait_tensor(collective(tensor.cpu(), *words)).to(tensor.device)
+
+    for name in ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "broadcast"):
+        COLLECTIVES.impl(name, partial(through_host, getattr(torch.ops._c10d_functional, name)), "CUDA")
 
 
 if __name__ == "__main__":
