@@ -8,7 +8,7 @@
   A ring of n ranks sends, from each, 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or a
   reduce-scatter's (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
 
-The constants of an execution are of one device: an H200 in a host with 16 cores (2026-11-26, commit ac4858b).
+The constants of an execution are of one device: an H200 in a host with 16 cores (2026-11-26, commit f763543).
 docs/performance.md has planned times beside those measured there. The exchange is not yet measured on GPUs.
 """
 
@@ -78,7 +78,7 @@ class Execution:
     @classmethod
     def of(cls, compilation: str | None, is_graph: bool) -> "Execution":
         """compilation: the mode of --compile. is_graph: a step is one CUDA graph."""
-        found = cls(0.63, 2e-3, 16e-6) if compilation in (None, "no") else cls(0.80, 2e-3, 18e-6)
+        found = cls(0.65, 2e-3, 16e-6) if compilation in (None, "no") else cls(0.82, 2e-3, 18e-6)
         return replace(found, forward_s=1.1e-3, operation_s=0.0) if is_graph else found
 
 

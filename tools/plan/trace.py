@@ -7,7 +7,7 @@ near the largest that fits are traced, too, as with few images the optimizer's s
 SIZES. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
 
 The kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at batch
-512 10.09 GiB are traced; torch allocated 10.48 on an H200.
+512 10.08 GiB are traced; torch allocated 10.80 on an H200.
 """
 
 import dataclasses
