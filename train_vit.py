@@ -4,8 +4,8 @@ The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999),
 512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0;
 clipping at 1.0 as in "How to train your ViT" (arXiv 2106.10270); an EMA of the weights. What differs here:
 100 epochs instead of 300, and an EMA decay of 0.999, which averages over some 10 epochs of CIFAR-10 at this
-batch instead of a hundred. Its accuracy is not yet measured on a GPU; on one H200 it had 8,530 images/s, and
-11,170 compiled (docs/gpu.md).
+batch instead of a hundred. Its accuracy is not yet measured on a GPU; on one H200 it has 10,546 images/s, and
+12,982 compiled (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml

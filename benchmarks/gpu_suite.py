@@ -43,8 +43,8 @@ from tools.logbook import markdown
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
-    "throughput": (speed.rows, 170),
-    "recipes": (speed.recipes, 86),
+    "throughput": (speed.rows, 184),
+    "recipes": (speed.recipes, 75),
     "scripts": (checks.scripts, 67),
     "strategies": (parallel.strategies, 40),
     "determinism": (lambda: checks.determinism() | parallel.same_bits(), 60),

@@ -5,7 +5,7 @@ graph to train and one to evaluate, for each size of its images; torch cuts it a
 exchange hides behind the backward pass. Elsewhere and with --deterministic blocks are compiled one by one,
 and so are those of timm's models: equal blocks share their graphs. The blocks of a ViT need 2 graphs to train
 and 2 to evaluate, for any number of blocks: one for the first block, which has no drop path, and one for all
-others. Not yet measured on a GPU in this form.
+others. On an H200 ResNet-18 trains at 83,289 images/s as one graph, and at 63,042 eagerly (docs/gpu.md).
 
 Activation checkpointing: a block's activations are recomputed in the backward pass instead of kept, with the
 same random numbers. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead

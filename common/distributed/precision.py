@@ -78,7 +78,7 @@ def to_autocast_dtype(_: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
     """A forward-pre-hook of a ViT's first block: its input, and so all sums after it, in autocast's type.
 
     Position embeddings are in fp32, and make the sums fp32. Of ViT-B/32's 746 launches forward and backward,
-    72 casts leave, and of its bytes 14 percent (counted on a CPU). Its speed is not yet measured on a GPU.
+    72 casts leave, and of its bytes 14 percent (counted on a CPU). Its speed on a GPU is not yet measured.
     """
     kind = inputs[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # meta has none
