@@ -11,32 +11,33 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.decode import FILES, SPLITS, STORED, Encoded, checks_jpegs
+from common.data.decode import FILES, SPLITS, STORED, Damaged, Encoded, checks_jpegs
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
-from common.system.files import discard, sha256_of, size_limit, sync, try_lock
+from common.system.files import discard, read_json, sha256_of, size_limit, sync, try_lock
 from common.system.processes import allowed_cores
 from common.system.progress import Display
 from common.system.text import printable
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 5  # part of the place's key: raised when the pixels of some images change, or what meta.json has
+DECODING = 6  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
 BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
 PART_BYTES = 16 * 2**20
 SAMPLE = 64  # images of each split that are decoded to find the common size
-LOCK = ".lock"
+LOCK, BROKEN = ".lock", "broken.json"
+NAMED = 10  # broken images in an error; BROKEN has all
 SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates, nor decoded to find broken images
 CHECKED = 16  # images of any size that a thread decodes in one go
 CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
@@ -72,6 +73,7 @@ def prepare(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) ->
             with _lock(cache_dir, beat):
                 if not folder.exists():  # another job may have made it while we waited
                     _make(folder, source, f"{label}-{content}", beat)
+        _refuse_broken(folder, recipe.on_bad_image == "skip" or is_evaluated)
         return Prepared(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
@@ -156,13 +158,16 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: Encoded(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
+            parts = list(encoded.values())
+            if source.holdout is not None:
+                parts[:1] = [Encoded(work, "train", part_file(work, part)) for part in SPLITS]
             sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
             is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
             if is_small:
-                flaws += _duplicates(work, source, encoded, beat)
+                flaws += _duplicates(source, parts, beat)
             kind = "array" if _decode_all(work, source.name, encoded, beat) else "files"
             if is_small and kind == "files":
-                flaws = _broken(source.name, list(encoded.values()), beat) + flaws
+                flaws = _check_all(work, source.name, parts, beat) + flaws
         meta = {
             "kind": kind,
             "flaws": flaws,
@@ -182,12 +187,9 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _duplicates(work: Path, source: Source, encoded: Mapping[str, Encoded], beat: Heartbeat) -> list[str]:
+def _duplicates(source: Source, parts: list[Encoded], beat: Heartbeat) -> list[str]:
     """A warning for each evaluated split with images that are trained on, too."""
-    train, *evaluated = encoded.values()
-    if source.holdout is not None:
-        train, held_out = (Encoded(work, "train", part_file(work, part)) for part in SPLITS)
-        evaluated.insert(0, held_out)
+    train, *evaluated = parts
     lines = []
     for split, images in zip((source.val_name, source.test_name), evaluated, strict=False):
         if pairs := run_with_heartbeat(partial(find_duplicates, train, images), beat):
@@ -212,21 +214,32 @@ def _digest(images: Encoded, i: int) -> bytes:
     return hashlib.sha256(images.content(i)).digest()
 
 
-def _broken(name: str, encoded: list[Encoded], beat: Heartbeat) -> list[str]:
-    """Decodes images that stay encoded. Returns a warning if some of them can't be, or have missing parts."""
-    count = sum(map(len, encoded))
-    chunks = [
-        Chunk(images, None, range(len(images))[start : start + CHECKED])
-        for images in encoded
-        for start in range(0, len(images), CHECKED)
-    ]
+def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
+    """Decodes images that stay encoded. Writes the errors of those that can't be decoded. Returns a warning
+    if others have missing parts."""
+    count, found = sum(map(len, parts)), list[list[ValueError]]()
     with _progress(f"checking {count:,} images of {name}", count) as advance:
-        bad = _decode_chunks(chunks, beat, advance)
-    return [
-        f"{len(bad):,} of {count:,} images {'is' if len(bad) == 1 else 'are'} broken, for example {name}:"
-        " repair or remove; --on_bad_image skip passes over those of training that can't be decoded"
-        for name in sorted(bad)[:1]
-    ]
+        for images in parts:
+            starts = range(0, len(images), CHECKED)
+            chunks = [Chunk(images, None, range(len(images))[k : k + CHECKED]) for k in starts]
+            found.append(_decode_chunks(chunks, beat, advance))
+    damaged = sorted(str(error) for errors in found for error in errors if isinstance(error, Damaged))
+    train, *others = ([str(error) for error in errors if not isinstance(error, Damaged)] for errors in found)
+    evaluated = [text for texts in others for text in texts] if others else train
+    if train or evaluated:
+        broken = {"count": count, "train": train if others else [], "evaluated": evaluated}
+        (work / BROKEN).write_text(json.dumps(broken, indent=1))
+    line = f"{len(damaged):,} of {count:,} images have missing parts, for example {''.join(damaged[:1])}"
+    return [f"{line}: repair or remove"] if damaged else []
+
+
+def _refuse_broken(folder: Path, is_train_skipped: bool) -> None:
+    """Raises ValueError that names the images which can't be decoded, of those that must be."""
+    if (file := folder / BROKEN).exists():
+        found = read_json(file)
+        skip = "" if found["evaluated"] else ", or train without them by --on_bad_image skip"
+        if bad := found["evaluated"] + found["train"] * (not is_train_skipped):
+            raise ValueError(_undecodable(bad, found["count"], file, skip))
 
 
 class Chunk(NamedTuple):
@@ -266,34 +279,30 @@ def _decode_all(work: Path, name: str, encoded: Mapping[str, Encoded], beat: Hea
         _remove(work, "images.npy")
         return False
     if bad:
-        raise ValueError(_undecodable(bad, count))
+        (file := work.parent / BROKEN).write_text(json.dumps(sorted(map(str, bad)), indent=1))
+        raise ValueError(_undecodable(bad, count, file))
     _remove(work, *FILES)
     return True
 
 
 def _common_shape(splits: Iterable[Encoded]) -> tuple[int, ...] | None:
-    """The shape (H, W, 3) that some images of each split share; None where they differ. Raises ValueError if
-    none of them can be decoded."""
-    shapes, bad = set(), []
+    """The shape (H, W, 3) that some images of each split share; None where they differ, or there is none."""
+    shapes = set()
     for images in splits:
         for i in np.unique(np.linspace(0, len(images) - 1, SAMPLE).astype(int)):
-            try:
+            with suppress(ValueError):
                 shapes.add(images.decode(i).shape)
-            except ValueError as error:
-                bad.append(str(error))
-    if not shapes:
-        raise ValueError(_undecodable(bad, len(bad)))
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[str]:
+def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
     """Calls _decode(*chunk) for each chunk, in a thread per core. Returns an error for each broken image.
 
     Decoders release the GIL. An exception of beat(), or an odd size, ends the threads after their chunks.
     """
     checks_jpegs()  # said here, before the threads could say it several times
     pool = ThreadPoolExecutor(allowed_cores())
-    bad: list[str] = []
+    bad = list[ValueError]()
     try:
         futures = [pool.submit(_decode, *chunk) for chunk in chunks]
         for future, chunk in zip(futures, chunks, strict=True):
@@ -307,14 +316,14 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
         pool.shutdown(cancel_futures=True)
 
 
-def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[str]:
+def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
     """Decodes images[ids] into pixels[ids], if given. Returns an error for each that can't be decoded."""
     bad = []
     for i in ids:
         try:
             image = images.decode(i, strict=True)
         except ValueError as error:
-            bad.append(str(error))
+            bad.append(error)
             continue
         if pixels is None:
             continue
@@ -324,10 +333,11 @@ def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[str]
     return bad
 
 
-def _undecodable(bad: list[str], count: int) -> str:
-    more = [f"and {len(bad) - 10:,} more"] if len(bad) > 10 else []
-    lines = "".join(f"\n  {line}" for line in sorted(bad)[:10] + more)
-    return f"{len(bad):,} of {count:,} images can't be decoded: replace or remove them{lines}"
+def _undecodable(bad: Sequence[object], count: int, file: Path, advice: str = "") -> str:
+    """The message, with ten of the errors. file: has all."""
+    more = [f"and {len(bad) - NAMED:,} more: {file} has all"] if len(bad) > NAMED else []
+    text = f"{len(bad):,} of {count:,} images can't be decoded: replace or remove them{advice}"
+    return "\n  ".join([text, *sorted(map(str, bad))[:NAMED], *more])
 
 
 @contextmanager

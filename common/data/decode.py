@@ -266,6 +266,10 @@ def save_images(
     (folder / f"{split}_items.json").write_text(json.dumps(layout))
 
 
+class Damaged(ValueError):
+    """A part of an image is missing. Decoders fill it with grey."""
+
+
 class Encoded:
     """The encoded images of one split, by number. part: a file with the ids of those that count."""
 
@@ -301,16 +305,17 @@ class Encoded:
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where its file can't be read.
 
-        strict: a JPEG of which a part is missing is broken, too.
+        strict: a JPEG of which a part is missing is Damaged.
         """
         data = self.content(i)
         try:
             pixels = decode(data)
             if strict and data[:2] == JPEG and (what := damage(data)):
-                raise ValueError(what)
+                raise Damaged(what)
             return pixels
         except ValueError as error:
-            raise ValueError(f"{self.where(i)}: {error}") from None
+            kind = Damaged if isinstance(error, Damaged) else ValueError
+            raise kind(f"{self.where(i)}: {error}") from None
 
     def content(self, i: int) -> bytes:
         """The bytes of image i as it is encoded."""

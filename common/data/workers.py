@@ -29,7 +29,7 @@ from common.system.text import printable
 
 PREFETCHED = 4  # micro-batches for each worker
 ADVICE = {  # for a broken image; True in training
-    True: "; to train without it, add --on_bad_image skip --allow_changed on_bad_image",
+    True: "; to train without it, add --on_bad_image skip",
     False: "; evaluations count each image, and skip none: repair it at its source",
 }
 MORE_ROOM = "Make /dev/shm larger (docker run --shm-size), or give fewer --workers"

@@ -151,6 +151,10 @@ def explained(error: BaseException, run: "Run") -> BaseException:
     """A ValueError that says what to do, or the error itself."""
     if is_out_of_memory(error):
         return ValueError(out_of_memory(run.accelerator, run.batch, error))
+    if str(error).endswith("--on_bad_image skip") and run.checkpoints:
+        is_given = not (run.recipe.output_dir or "*").endswith("*")
+        resumes = is_given or run.saver.gathered or run.saved_step  # what the next start does
+        return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
     if ONE_VALUE in str(error):
         return ValueError(f"BatchNorm: {error}: give a larger --per_device_batch_size or --image_size")
     if NOT_DETERMINISTIC in str(error):

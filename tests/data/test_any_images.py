@@ -20,6 +20,7 @@ from common.data.decode import EXTENSIONS, FORMATS, decode
 from common.data.images import Images, open_images, summary, warnings
 from common.data.splits import FileSplit
 from common.recipe import ImageRecipe
+from common.system.files import read_json
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
 from tests.data.test_images import class_folders, encode, hub_rows, parquet_folder, picture, write_parquet
@@ -311,29 +312,54 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
 
 
 def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeypatch):
-    """Empty, no image, cut short, a bomb by its header. Among images of one size they are an error."""
+    """Empty, no image, cut short, a bomb by its header: all of them are, of each split. Of --on_bad_image
+    skip those to evaluate. Half a JPEG is decoded, and a warning."""
     root = class_folders(tmp_path / "pets", size=(40, 30))
     picture(1, 50, 60).save(root / "train" / "a" / "large.png")
     whole = encode(picture(2, 300, 300))
-    broken = {
-        "train/a/empty.jpg": b"",
-        "train/b/text.png": b"no image",
-        "val/a/cut.jpg": whole[: len(whole) // 2],
-        "val/b/half.jpg": whole[: len(whole) // 2] + b"\xff\xd9",
-        "val/b/bomb.jpg": header_alone(20_000, {}),
-    }
-    for path, data in broken.items():
+    train = {f"train/a/empty{k:02}.jpg": b"" for k in range(9)} | {"train/b/text.png": b"no image"}
+    val = {"val/a/cut.jpg": whole[: len(whole) // 2], "val/b/bomb.jpg": header_alone(20_000, {})}
+    for path, data in {**train, **val, "val/b/half.jpg": whole[: len(whole) // 2] + b"\xff\xd9"}.items():
         (root / path).write_bytes(data)
-    images = opened(root, tmp_path / "cache")
-    assert isinstance(images.train, FileSplit)
-    count, first = len(images.train) + len(images.val), f"{root}/train/a/empty.jpg: the file is empty"
-    assert images.flaws[0].startswith(f"5 of {count} images are broken, for example {first}: repair")
-    for path in broken:
+
+    def refusal(**flags) -> list[str]:
+        with pytest.raises(ValueError, match="can't be decoded: replace or remove them") as error:
+            prepare_data(str(root), tmp_path / "cache", **flags)
+        return str(error.value).splitlines()
+
+    first, *named, more = refusal()
+    assert first.startswith("12 of ")
+    assert named[0] == f"  {root}/train/a/empty00.jpg: the file is empty"
+    assert (len(named), more[:16]) == (10, "  and 2 more: /t")
+    broken = read_json(Path(more.removeprefix("  and 2 more: ").removesuffix(" has all")))
+    assert [line.partition(": ")[0] for line in broken["evaluated"]] == [f"{root}/{path}" for path in val]
+    assert len(refusal(on_bad_image="skip")) == 3
+    for path in val:
         (root / path).unlink()
-    assert not [line for line in opened(root, tmp_path / "cache").flaws if "are broken" in line]
+    assert refusal()[0].endswith(", or train without them by --on_bad_image skip")
+    images = open_images(prepare_data(str(root), tmp_path / "cache", on_bad_image="skip"))
+    assert isinstance(images.train, FileSplit)
+    half = (
+        f"1 of {len(images.train) + len(images.val)} images have missing parts, for example {root}/val/b/half"
+    )
+    assert images.flaws[0].startswith(half)
+    for path in train:
+        (root / path).unlink()
+    opened(root, tmp_path / "cache")
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
     (root / "val/a/empty.jpg").write_bytes(b"")
     assert opened(root, tmp_path / "cache").flaws == ()
+
+
+def test_images_of_several_sizes_that_are_held_out_must_be_decoded(tmp_path):
+    root = class_folders(tmp_path / "pets", count=10)
+    shutil.rmtree(root / "val")
+    picture(1, 50, 60).save(root / "train" / "a" / "large.png")
+    for path in (root / "train" / "b").iterdir():
+        path.write_bytes(b"")
+    for flags, count in (({}, 10), ({"on_bad_image": "skip"}, 2)):
+        with pytest.raises(ValueError, match=f"{count} of 21 images can't be decoded"):
+            prepare_with(root, tmp_path / "cache", holdout=0.2, **flags)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):

@@ -571,8 +571,8 @@ def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     path = root / "train" / "b" / "1.png"
-    path.write_bytes(path.read_bytes()[:60])
     split = open_images(prepare_data(str(root), tmp_path / "cache")).train
+    path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ValueError, match=r"train/b/1\.png: ") as error:
         read(split, [(0, np.arange(4)), (0, np.arange(4, 8))], workers=workers)
     assert "Traceback" not in str(error.value)
@@ -594,7 +594,9 @@ def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
     lines = str(error.value).splitlines()
     assert len(lines) == 12
     assert lines[1].startswith(f"  {root}/train/b/0.png: not an image of a known format (JPEG, PNG, ")
-    assert lines[-1] == "  and 2 more"
+    file = tmp_path / "cache" / "broken.json"
+    assert lines[-1] == f"  and 2 more: {file} has all"
+    assert len(json.loads(file.read_text())) == 12
 
 
 def with_damage(root: Path, place: slice, content: bytes) -> None:

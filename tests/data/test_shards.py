@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from common.data.splits import ShardSplit
 from common.data.workers import decoded
 from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
+from common.run.ending import explained
 from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, rows_of, run
 from tests.data.test_images import class_folders, picture
 
@@ -513,6 +515,24 @@ def test_a_full_dev_shm_is_one_line():
     assert output.startswith("/dev/shm is full: each process decodes up to 8 micro-batches ahead")
 
 
+@pytest.mark.parametrize(
+    ("folder", "gathered", "saved", "resumes"),
+    [
+        ("D", None, 0, True),
+        ("D/*", None, 0, False),
+        (None, None, 0, False),
+        (None, 3, 0, True),
+        (None, None, 3, True),
+    ],
+)
+def test_a_change_is_allowed_where_a_run_is_resumed(folder, gathered, saved, resumes):
+    """Without --output_dir and a checkpoint the next start is another run."""
+    recipe, saver = ImageRecipe(output_dir=folder), SimpleNamespace(gathered=gathered)
+    run = SimpleNamespace(recipe=recipe, checkpoints=True, saver=saver, saved_step=saved)
+    error = ValueError(f"a.jpg: broken{workers.ADVICE[True]}")
+    assert str(explained(error, run)).endswith(" --allow_changed on_bad_image") == resumes
+
+
 @pytest.mark.parametrize("rank", [full(0), 1])
 def test_the_job_reports_the_error_of_one_process(rank, cache, tmp_path):
     shards = write_shards(tmp_path / "data")
@@ -523,6 +543,7 @@ def test_the_job_reports_the_error_of_one_process(rank, cache, tmp_path):
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, output
     assert "not an image of a known format" in said[0]
+    assert said[0].endswith("; to train without it, add --on_bad_image skip --allow_changed on_bad_image")
     assert "distributed/accelerator.py" not in output, "a traceback of ours; the launcher shows its own"
     assert "not an image of a known format" in result(tmp_path / "run")["error"]
 
