@@ -53,6 +53,7 @@ CONVERT = (
 WRAPPERS = ("_orig_mod.", "module.", "model.")  # before each name: torch.compile's, DDP's, Lightning's
 EXPORTED = "config.json"  # of a folder that export.py wrote
 PICKLES = (b"PK", b"\x80")  # first bytes of torch's files, new and old ones
+_held: dict[str, TensorFile] = {}  # found and not yet loaded, by their paths
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,21 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
     .safetensors file.
 
     which: a run's `best` or `latest` checkpoint. A checkpoint's averaged weights are preferred. Downloads go
-    to `scratch`. ValueError when there is no model, or it does not verify.
+    to `scratch`. ValueError when there is no model, or it does not verify. A running training may replace its
+    checkpoint: then it looks again, and holds what it found open until load_trained() reads it.
     """
+    while True:
+        before = steps_in(Path(location) / "checkpoints")
+        try:
+            found = _find(location, which, scratch, heartbeat)
+            _held[found.weights] = TensorFile(Path(found.weights))
+            return found
+        except ValueError:
+            if before == steps_in(Path(location) / "checkpoints"):
+                raise
+
+
+def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
     if location.startswith("s3://"):
         store = ObjectStore(location)
         stored = _download(store, which, scratch, heartbeat)
@@ -161,7 +175,7 @@ def open_script(
 
 def load_trained(model: nn.Module, file: Path) -> None:
     """Copies the weights of a safetensors file into a model. ValueError unless names and shapes agree."""
-    weights, own = TensorFile(file), model.state_dict()
+    weights, own = _held.pop(str(file), None) or TensorFile(file), model.state_dict()
     weights.expect({name: tuple(tensor.shape) for name, tensor in own.items()})
     model.load_state_dict({name: weights.tensor(name) for name in own})
 

@@ -13,7 +13,8 @@ from timm.layers import resample_abs_pos_embed, resample_patch_embed
 from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
-from common.checkpoint.format import Snapshot, commit, write_index
+from common.checkpoint import weights
+from common.checkpoint.format import Snapshot, commit, remove, write_index
 from tests.conftest import full
 from train_vit import Vit, build_model, build_optimizer
 
@@ -72,7 +73,7 @@ def test_the_head_is_new_for_another_number_of_classes(file, tmp_path, capsys):
     assert built(tmp_path / "headless.safetensors", classes=3)["head.weight"].shape == (3, 64)
 
 
-def checkpoint(run: Path, step: int, value: float, ema: float | None = None) -> Path:
+def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **about) -> Path:
     """A checkpoint of a run, whose weights all have this value, those of its EMA another."""
     specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}
     names = {"model.safetensors": value} | ({} if ema is None else {"ema.safetensors": ema})
@@ -81,7 +82,7 @@ def checkpoint(run: Path, step: int, value: float, ema: float | None = None) -> 
         snapshots[name] = Snapshot(specs, pinned=False)
         for view in snapshots[name].views.values():
             view.fill_(fill)
-    return commit(run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}})
+    return commit(run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}} | about)
 
 
 def test_a_run_a_checkpoint_and_an_exported_folder_have_weights(tmp_path):
@@ -104,6 +105,33 @@ def test_a_run_a_checkpoint_and_an_exported_folder_have_weights(tmp_path):
     (best / "ema.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"--weights .*ema.safetensors has changed since it was written"):
         built(run)
+
+
+@pytest.mark.parametrize("when", ["while it is verified", "before it is read"])
+def test_a_training_may_replace_its_best_checkpoint(when, tmp_path, monkeypatch):
+    run, checked = tmp_path / "run", weights.verify
+    about = {"classes": ["a"], "written_by": {"script": "train_vit"}}
+
+    def save(step: int) -> None:
+        checkpoint(run, step, 0.0, ema=step, **about)
+        write_index(run / "checkpoints", step, step)
+
+    def replace() -> None:
+        save(2)
+        remove(run / "checkpoints" / "step_00000001")
+
+    def verify(folder: Path, *heartbeat):
+        if when == "while it is verified" and folder.name.endswith("1"):
+            replace()
+        return checked(folder, *heartbeat)
+
+    save(1)
+    monkeypatch.setattr(weights, "verify", verify)
+    found = weights.find(str(run), "best", tmp_path, lambda: None)
+    if when == "before it is read":
+        replace()
+    weights.load_trained(model := build_model(Vit(**SMALL), 10), Path(found.weights))
+    assert model.norm.weight[0].item() == found.step == (2 if when == "while it is verified" else 1)
 
 
 def test_weights_of_another_model_are_refused_by_the_first_tensor(file, tmp_path):
