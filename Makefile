@@ -54,9 +54,10 @@ $(INSTALLED_DEV): requirements-dev.txt $(INSTALLED)
 	$(INSTALL) --requirement requirements-dev.txt $(CONSTRAINTS:%=--constraint %)
 	touch $@
 
-# `accelerate launch` without the imports of accelerate's other commands, timm and transformers among them.
+# `accelerate launch` without the imports of accelerate's other commands, timm and transformers among them. Of one thread
+# the script makes all cores; without a number accelerate warns.
 train: setup
-	$(VENV)/bin/accelerate-launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
+	$(VENV)/bin/accelerate-launch --config_file accelerate_configs/cpu.yaml --num_cpu_threads_per_process 1 train_cnn_a.py --data digits
 
 # CNN-A on 1, 2 and 4 processes, 16 micro-batches a step: the weights are the same, bit for bit.
 same_bits: setup

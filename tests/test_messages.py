@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from common.data.decode import decode
 from common.data.sources import find_source
 from common.distributed.strategy import without_gradient
 from common.recipe import ImageRecipe, parse, share_out
-from common.system.env import warn_without_hub
 from tests.conftest import ROOT
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
@@ -95,11 +95,15 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
     assert said == MESSAGES[mistake].format(here=tmp_path)
 
 
-def test_a_hub_out_of_reach_is_named_before_its_client_tries(monkeypatch, capsys):
+def test_a_hub_out_of_reach_is_one_line(monkeypatch, capfd, caplog):
+    """Its client does not try again, five times for each file."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    warn_without_hub()
-    assert capsys.readouterr().err.startswith("warning: the hub can't be reached (")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"the hub can't be reached \(.*refused\): fetch the file"):
+        build_model(Vit(model="vit_tiny_patch16_224.augreg_in21k", pretrained=True), 10)
+    assert time.monotonic() - began < 5
+    assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 
 
 def test_photographs_of_phones_without_the_package_that_reads_them(tmp_path):

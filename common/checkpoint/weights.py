@@ -36,7 +36,7 @@ from common.checkpoint.mirror import fetch, fetch_newest
 from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
-from common.system.env import rank, warn_without_hub
+from common.system.env import hub_problem, rank
 from common.system.files import read_json
 from common.system.paths import shortest
 from common.system.s3 import ObjectStore
@@ -256,14 +256,14 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         raise ValueError(
             f"--pretrained: timm has no weights for --model {name}: give another, or --weights FILE"
         )
-    warn_without_hub()
+    problem = hub_problem()
     try:
         return timm.create_model(name, True, num_classes=classes, **options)
     except OSError as error:
         file = config.hf_hub_filename or MODEL_FILE
         fetch = f"`hf download {config.hf_hub_id} {file} --local-dir .`"
         raise ValueError(
-            f"--pretrained: the hub can't be reached ({error}): fetch the file where it can, by"
+            f"--pretrained: the hub can't be reached ({problem or error}): fetch the file where it can, by"
             f" {fetch if config.hf_hub_id else config.url}, copy it here, and give --weights {file}"
         ) from None
 

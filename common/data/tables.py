@@ -16,7 +16,7 @@ import numpy as np
 
 from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
 from common.data.decode import save_images, save_labels
-from common.system.env import warn_without_hub
+from common.system.env import hub_problem
 from common.system.files import unfetched
 from common.system.text import printable, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -138,21 +138,23 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     if not match:
         raise ValueError(f"--data {data}: expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
 
+    problem = list[str]()
+
     def load():
+        problem.append(hub_problem())  # before `datasets` reads whether it is there
         import datasets
 
-        warn_without_hub()
         return datasets.load_dataset(*match.groups())
 
     try:
         return run_with_heartbeat(load, beat)
     except Exception as error:  # no network, no room, a hub that says no: too many classes to list
-        reason = " ".join((str(error) or type(error).__name__).split())
+        reason = " ".join(next(filter(None, (*problem, str(error), type(error).__name__))).split())
         more = " ..." if len(reason) > 300 else ""
         raise ValueError(
             f"--data {data}: {match[1]} could not be loaded from the hub ({printable(reason[:300])}{more})."
             " Without network use local files: --data FOLDER with the hub's train-*.parquet and"
-            " test-*.parquet"
+            " test-*.parquet, or --data digits"
         ) from error
 
 

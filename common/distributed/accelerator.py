@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import logging
 import os
 import sys
 from datetime import timedelta
@@ -277,6 +278,9 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
     for remark in settle_auto(config):
         if rank() == 0:
             print(remark, flush=True)
+    # DeepSpeed warns of the script's optimizer although its config allows it.
+    is_said = lambda record: "untested optimizer" not in record.getMessage()  # noqa: E731
+    logging.getLogger("DeepSpeed").addFilter(is_said)
     # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # imported where they are needed
 
     from common.run.run import Run
 
+TIMED_STEPS = 10  # of shorter runs no speed is shown: the first steps take longer
+
 
 def find_best(run: "Run", heartbeat: Heartbeat) -> bool:
     """Finds and verifies the checkpoint of the best evaluation, here or in S3; False if it is gone. Main
@@ -265,7 +267,7 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
         "training time": f"{result['train_s']:.1f} s",
         "training time of an epoch, on average": f"{result['epoch_s']:.2f} s",
         "whole time": f"{result['wall_s']:.1f} s",
-        "speed": f"{result['images_per_s']:,.0f} {unit}/s",
+        **({"speed": f"{result['images_per_s']:,.0f} {unit}/s"} if result["steps"] >= TIMED_STEPS else {}),
         "peak memory of a process": f"{result['peak_memory_gib']:.2f} GiB",
     }
     for row in rows.items():

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,14 +103,15 @@ class EventReader:
         return [json.loads(line) for line in lines]
 
 
-def warn_without_hub() -> None:
-    """Says that the hub can't be reached, before its client tries five times for each file."""
+def hub_problem() -> str:
+    """Why the hub can't be reached; empty if it can. Its client then takes what it has from before, instead
+    of trying five times for each file."""
     from huggingface_hub import constants, get_session
 
-    if constants.HF_HUB_OFFLINE or not is_hosts_first():
-        return
     try:
-        get_session().head(constants.ENDPOINT, timeout=5)
+        if not constants.HF_HUB_OFFLINE:
+            get_session().head(constants.ENDPOINT, timeout=10)
+        return ""
     except Exception as error:  # of the client's library, or of a proxy's
-        reason = redacted(str(error))
-        print(f"warning: the hub can't be reached ({reason}): trying for half a minute", file=sys.stderr)
+        constants.HF_HUB_OFFLINE = True
+        return redacted(str(error))

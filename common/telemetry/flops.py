@@ -2,14 +2,12 @@
 take (arXiv 2204.02311, appendix B).
 
 An operation is one addition or multiplication, so that a fused one counts twice. What activation
-checkpointing computes again does not count. A GPU's peak stands in devices.yaml; a CPU's is measured, by a
-product of matrices, as no data sheet has it.
+checkpointing computes again does not count. A GPU's peak stands in devices.yaml; a CPU has none.
 """
 
 import copy
 import functools
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +23,6 @@ from common.script import AFRESH
 from common.system.paths import shortest
 
 TABLE = Path(__file__).with_name("devices.yaml")
-SIZE, REPEATS = 512, 5  # of the square product, and of its measurement: 30 ms on one core
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,11 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
 
 
 def total_peak(devices: list[str], precision: str) -> float | None:
-    """The sum of the devices' peaks; None where one is not known, which is printed."""
+    """The sum of the devices' peaks; None where one is not known, which is printed for GPUs."""
     peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
     if unknown := [name for name, peak in peaks.items() if peak is None]:
-        print(f"no MFU: {', '.join(unknown)} is not in {shortest(TABLE)}, or not in this precision")
+        if not unknown[0].startswith("CPU"):
+            print(f"no MFU: {', '.join(unknown)} is not in {shortest(TABLE)}, or not in this precision")
         return None
     return sum(peaks[name] or 0.0 for name in devices)
 
@@ -112,24 +110,11 @@ def total_peak(devices: list[str], precision: str) -> float | None:
 def peak_flops(name: str, precision: str) -> float | None:
     """Operations a second of a device at its best; None where the table does not have it.
 
-    name: as torch has it; "CPU..." is measured here, by the threads of this process. precision: of
-    --mixed_precision.
+    name: as torch has it. precision: of --mixed_precision.
     """
-    if name.startswith("CPU"):
-        return measured_flops({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
     device = find_device(name)
     fp32 = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
     kind = fp32 if precision == "no" else precision
     # A device without units for TF32 computes it as fp32.
     peaks = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
     return 1e12 * peaks[kind] if kind in peaks else None
-
-
-def measured_flops(kind: torch.dtype) -> float:
-    """Operations a second of a square product of matrices on this process's threads: the fastest of some."""
-    a, fastest_s = torch.ones(SIZE, SIZE, dtype=kind), float("inf")
-    for _ in range(REPEATS + 1):  # the first one may set things up
-        began = time.perf_counter()
-        torch.mm(a, a)
-        fastest_s = min(fastest_s, time.perf_counter() - began)
-    return 2 * SIZE**3 / fastest_s

@@ -1,5 +1,7 @@
 """Decisions made before the first process group: devices, precision, DeepSpeed's numbers."""
 
+import logging
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -103,6 +105,8 @@ def test_the_no_of_accelerate_for_a_deepspeed_file(parent, fields, wanted, is_to
 def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
     config = {"train_batch_size": "auto", "gradient_clipping": 1.0}
     accelerator._fill_deepspeed_config(config, share_out(64, 8, 2), clip_norm=0.0)
+    warning = logging.makeLogRecord({"msg": "**** You are using ZeRO with an untested optimizer"})
+    assert not logging.getLogger("DeepSpeed").filter(warning)  # which the file allows
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
     assert (sizes | {"gradient_clipping": 0.0}).items() <= config.items()
     assert capsys.readouterr().out == "DeepSpeed's gradient_clipping 1.0 gives way to the recipe's 0.0\n"

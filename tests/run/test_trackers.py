@@ -230,7 +230,7 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
         for name in line.keys() - {"step"}:
             found.setdefault(name, []).append((line["step"], line[name]))
     expected = {"epoch", "wall_s", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
-    assert found.keys() == expected | {"train/mfu_pct"}
+    assert found.keys() == expected
     return found
 
 

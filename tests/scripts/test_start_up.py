@@ -50,6 +50,8 @@ def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cach
     small = ["--max_steps", "2", "--output_dir", str(tmp_path / "run"), *map(str, cache)]
     status, packages, output = imported(*shlex.split(f"{BIN}/{command}"), *small)
     assert status == 0, output
+    assert "were not passed" not in output
+    assert "│ speed" not in output  # of two steps
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
 

@@ -68,14 +68,11 @@ def test_a_run_on_a_cpu(trained):
     script = load_script(ROOT / "train_cnn_a.py")
     recipe = recipe_class(script)(widths=(4, 8, 32))
     assert found["flops_per_image"] == flops_per_image(lambda: script.build_model(recipe, 10), 32)
-    share = found["images_per_s"] * found["flops_per_image"] / found["peak_flops"]
-    assert found["mfu_pct"] == pytest.approx(100 * share)
-    last = [line for line in metrics(folder) if "train/loss" in line][-1]
-    share = last["train/images_per_s"] * found["flops_per_image"] / found["peak_flops"]
-    assert last["train/mfu_pct"] == pytest.approx(100 * share)
-    assert f"MFU {last['train/mfu_pct']:.1f} %" in output
+    assert (found["peak_flops"], found["mfu_pct"]) == (None, None)
+    assert not any("train/mfu_pct" in line for line in metrics(folder))
+    assert "MFU" not in output
     text = page(RunRecord(folder), "x", [])
-    assert f"FLOP per image: MFU {found['mfu_pct']:.1f} % of " in text
+    assert " FLOP per image |" in text
 
 
 SMALL = {"train_cnn_a": [], "train_cnn_b": ["--width=8"]}

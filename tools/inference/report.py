@@ -13,6 +13,7 @@ from common.system.paths import ROOT
 
 METRICS = ("classification", "top_k", "calibration")  # modules in common/metrics/
 TOP, BINS, WORST = 5, 15, 24
+TIMED = 1000  # images: of fewer no speed is shown, as decoders start meanwhile
 PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confusion matrix, are printed
 WORST_CLASSES = 10  # printed if there are more classes
 NAME = 24  # printed characters of a class's name
@@ -89,7 +90,7 @@ def show(found: dict[str, Any], title: str) -> None:
         ("top-5 accuracy", f"{found['top5']:.4f}"),
         ("loss", f"{found['loss']:.4f}"),
         ("expected calibration error", f"{found['expected_calibration_error']:.4f}"),
-        ("speed", f"{found['images_per_s']:,.0f} images/s"),
+        *[("speed", f"{found['images_per_s']:,.0f} images/s")] * (found["images"] >= TIMED),
         ("processes", f"{found['processes']} x {found['device']}"),
     ]
     console.print(table(title, ["what", "value"], figures))
