@@ -142,9 +142,9 @@ def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0)
     """Starts the hosts. The hostfile names all but the last `spare` ones."""
     if STATE.exists():
         raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
-    for program, package in NEEDS.items():
-        if not shutil.which(program, path=PATH):
-            raise ValueError(f"{program} is missing: apt-get install {package}")
+    if missing := [program for program in NEEDS if not shutil.which(program, path=PATH)]:
+        packages = " ".join(sorted({NEEDS[program] for program in missing}))
+        raise ValueError(f"missing: {', '.join(missing)}. apt-get install {packages}")
     if not 1 <= hosts <= 250:
         raise ValueError(f"--hosts {hosts}: must be from 1 to 250")
     STATE.mkdir(parents=True, mode=0o700)

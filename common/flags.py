@@ -4,8 +4,10 @@ A field's type gives the conversion: int, float, str, bool, a tuple of them, eac
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
+import re
 import sys
 import time
 import types
@@ -17,6 +19,7 @@ from typing import Any
 from common.system.cli import tell_torchrun
 from common.system.env import is_hosts_first
 from common.system.files import parse_json
+from common.system.paths import ROOT
 from common.system.text import did_you_mean, printable_lines
 
 
@@ -64,7 +67,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
             meant = did_you_mean(unknown, self._option_string_actions)
-            message = f"unknown flag {unknown}" + (f": {meant}" if meant else "; --help lists them all")
+            meant = _of_others(unknown) or (f": {meant}" if meant else "; --help lists them all")
+            message = f"unknown flag {unknown}{meant}"
         message = printable_lines(message)
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
@@ -78,6 +82,20 @@ class Parser(argparse.ArgumentParser):
     def print_once(self, text: str, file: Any = None) -> None:
         if is_hosts_first():
             print(text, end="", file=file or sys.stdout, flush=True)
+
+
+def _of_others(unknown: str) -> str:
+    """What docs/coming_from.md has instead of a flag of timm's or of Accelerate's examples; else empty."""
+    with contextlib.suppress(OSError):
+        for row in (ROOT / "docs" / "coming_from.md").read_text().splitlines():
+            theirs, ours = row.split(" | ", 1) if row.startswith("| `-") else ("", "")
+            names, answers = (re.findall("`(.*?)`", cell) for cell in (theirs, ours))
+            flags = [underscores(name.split()[0]) for name in names]
+            if unknown in flags:
+                one = answers[flags.index(unknown)] if len(answers) == len(flags) > 1 else ours.strip(" |")
+                text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", one).replace("`", "")
+                return f": here it is {text} (docs/coming_from.md)"
+    return ""
 
 
 def underscores(word: str) -> str:
@@ -173,6 +191,9 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         raise ValueError(f"--config {path}: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected `key: value` lines")
+    if "distributed_type" in content:
+        start = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
+        raise ValueError(f"--config {path} is a launcher's file: {start}")
     by_name = {name: field for field in fields for name in (field.name, field.metadata["also"][0]) if name}
     values = {}
     for key, value in content.items():

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 import sys
 import typing
@@ -215,7 +216,8 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
         raise ValueError(
             f"--batch_size {batch_size} is no multiple of --per_device_batch_size {per_device}"
             f" x {processes} processes = {per_device * processes}:"
-            f" choose {_multiples_beside(batch_size, per_device * processes)}"
+            f" choose {_divisors_beside(batch_size / processes, per_device)}--batch_size"
+            f" {_multiples_beside(batch_size, per_device * processes)}"
         )
     return Batch(batch_size, per_device, processes, batch_size // (per_device * processes), unit)
 
@@ -233,6 +235,15 @@ def default_streams(batch_size: int) -> int:
     """
     divisors = [n for n in range(1, 65) if batch_size % n == 0]
     return 64 if 64 in divisors else max(divisors, key=lambda n: (sum(n % p == 0 for p in range(1, 17)), n))
+
+
+def _divisors_beside(share: float, number: int) -> str:
+    """The values of --per_device_batch_size next to a number with which the recipe stays."""
+    divisors = [d for d in range(1, math.floor(share) + 1) if share % d == 0]
+    near = [*[d for d in divisors if d < number][-1:], *[d for d in divisors if d > number][:1]]
+    return (
+        f"--per_device_batch_size {' or '.join(map(str, near))}, which keeps the recipe, or " if near else ""
+    )
 
 
 def _multiples_beside(number: int, unit: int) -> str:

@@ -1,6 +1,7 @@
 """Whole sentences of a user's mistakes, in messages.yaml. Other tests look for an error's kind and flag."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -36,6 +37,13 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 123\
 MISTAKES: dict[str, Callable[[], object]] = {
     "unknown flag": lambda: parse(CnnA, ["--epoch", "3"]),
     "a flag near none": lambda: parse(CnnA, ["--steps", "3"]),
+    "flags of timm": lambda: parse(CnnA, ["--clip-grad=1"]),
+    "a flag of timm without another": lambda: parse(CnnA, ["--opt", "sgd"]),
+    "a flag's beginning": lambda: parse(CnnA, ["--checkpoint", "3"]),
+    "a launcher's file": lambda: (
+        shutil.copy(ROOT / "accelerate_configs" / "cpu.yaml", "."),
+        parse(CnnA, ["--config", "cpu.yaml"]),
+    ),
     "no such choice": lambda: parse(CnnA, ["--mixed_precision", "fp8"]),
     "no config file": lambda: parse(CnnA, ["--config", "nothing.yaml"]),
     "batch and processes": lambda: share_out(100, None, 3),

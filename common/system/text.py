@@ -80,9 +80,11 @@ def some_of(names: Sequence[object], most: int = 10) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean epochs?` where a known word is near; else empty."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.8)
-    return f"did you mean {near[0]}?" if near else ""
+    """`did you mean epochs?` where up to three known words begin so, or one is near; else empty."""
+    known = list(known)
+    longer = [each for each in known if each.startswith(word)]
+    near = longer if len(longer) in (1, 2, 3) else difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def _escaped(character: str) -> str:
