@@ -19,22 +19,32 @@ from pathlib import Path
 
 from common.system.cli import check_positive, command_parser, run_command, split_at_script
 from common.system.files import write_json
+from common.system.threads import run_with_heartbeat
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    from rich.console import Console
-
+    from common.system.progress import Display
     from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
     plan = Planning(flags.script, cluster)
     print(plan.about, plan.links, ROW.format(*HEAD), sep="\n", flush=True)
-    lines: list[Line] = []
-    with Console().status("") as status:  # on a terminal
-        for found in plan.candidates(status.update):
-            lines.append(plan.line(found))
-            print(lines[-1], flush=True)
+    lines, doing = list[Line](), [""]
+    found = plan.candidates(doing.append)
+    out = None if sys.stdout.isatty() else sys.stdout  # a bar replaces sys.stdout
+    display = Display(len(plan.strategies), "", out and sys.stderr)
+
+    def tell() -> None:
+        if display.is_due():
+            display.show(f"{doing[-1]}, {len(lines)} of {len(plan.strategies)} are done", len(lines))
+
+    try:
+        while candidate := run_with_heartbeat(lambda: next(found, None), tell):
+            lines.append(plan.line(candidate))
+            display.print(str(lines[-1]), out)
+    finally:
+        display.stop()
     print(plan.recommendation(lines))
     if flags.output:
         write_json(flags.output, plan.facts | {"lines": [asdict(line) for line in lines]})

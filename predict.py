@@ -66,6 +66,9 @@ def main() -> None:
     accelerator, _ = flags.start()
     look = partial(find_pictures, names)  # one process reads stdin
     with flags.trained(accelerator, location, look) as (trained, files, _):
+        step = "" if trained.step is None else f", of step {trained.step:,}"
+        evaluated = "" if trained.accuracy is None else f", val accuracy {trained.accuracy:.4f}"
+        accelerator.print(f"model {trained.name}{step}{evaluated}")
         model, preparation = build(accelerator, flags, trained)
         began = time.perf_counter()
         rows = predict(accelerator, model, Pictures(files, preparation), trained.classes or [], flags)

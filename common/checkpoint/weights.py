@@ -4,6 +4,7 @@ timm's loading adapts weights to its model: it resamples the position embeddings
 differs, and the patch embedding if the patch size differs.
 """
 
+import contextlib
 import re
 import shlex
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from common.checkpoint.format import (
     JSON_LIMIT_BYTES,
     MANIFEST_FILE,
     MODEL_FILE,
+    STATE_FILE,
     Checkpoint,
     TensorFile,
     best_in,
@@ -67,6 +69,7 @@ class TrainedModel:
     script: str | None = None  # the name of the script that trained it
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
+    accuracy: float | None = None  # of the evaluation of these weights during the training
 
     @property
     def run_name(self) -> str:
@@ -236,9 +239,14 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str) -> Traine
         raise ValueError(
             f"{name}/{MANIFEST_FILE} does not say what trained it: no train script has written it"
         )
-    weights = str(found.folder / file)
+    weights, accuracy = str(found.folder / file), None
+    name_of_it = "raw_accuracy" if EMA_FILE in manifest["files"] and file == MODEL_FILE else "accuracy"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a state that no run has written
+        state = read_json(found.folder / STATE_FILE)
+        accuracy = float(state["last"][name_of_it]) if state["evaluated"] else None
     classes = [printable(name) for name in classes]
-    return TrainedModel(weights, f"{name}/{file}", str(reports), found.step, script, recipe, classes)
+    where = f"{name}/{file}"
+    return TrainedModel(weights, where, str(reports), found.step, script, recipe, classes, accuracy)
 
 
 # --- Fine-tuning

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -20,13 +21,27 @@ def run_command(main: Callable[[], int]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
     try:
-        return main()
+        status = main()
+        sys.stdout.flush()
+        return status
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
+            return 0
         print(f"error: {printable_lines(_text(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _has_lost_its_reader() -> bool:
+    """True when stdout's reader, as `head`, has what it wants. What is left is thrown away."""
+    with contextlib.suppress(OSError):  # of a stdout that is no file
+        (poll := select.poll()).register(sys.stdout, 0)  # also without a wish it tells of a pipe's end
+        if poll.poll(0):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return True
+    return False
 
 
 def _text(error: Exception) -> str:

@@ -39,10 +39,10 @@ class Display:
         else:
             self.print(text)
 
-    def print(self, line: str) -> None:
-        """Prints a line, above the bar if there is one."""
+    def print(self, line: str, file: TextIO | None = None) -> None:
+        """Prints a line, above the bar if there is one. file: not that of the bar."""
         self.shown_s = time.monotonic()
-        print(line, file=self.file, flush=True)
+        print(line, file=file or self.file, flush=True)
 
     def stop(self) -> None:
         if self.bar:

@@ -1,8 +1,10 @@
 """plan.py: what a trace counts, what follows from it, and the table."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -192,6 +194,18 @@ def test_what_is_traced_is_said(monkeypatch):
     said: list[str] = []
     assert len(list(Planning(SMALL, cluster_of(1, 1, "T4", None)).candidates(said.append))) == 2
     assert sorted(said) == ["tracing offload", "tracing single"]
+
+
+def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
+    def trace(*_) -> Trace:
+        time.sleep(0.7)  # a heartbeat takes half a second
+        return made(peaks={size: {"Total": size} for size in (64, 128)})
+
+    monkeypatch.setattr(Planning, "_trace", trace)
+    monkeypatch.setattr("common.system.progress.LINE_S", 0)
+    status, output = call(plan_script.main, "--gpu", "T4", *SMALL)
+    assert status == 0, output
+    assert re.search(r"^tracing (single|offload), 0 of 2 are done$", output, re.M), output
 
 
 @pytest.mark.parametrize(

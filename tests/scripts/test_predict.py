@@ -51,6 +51,13 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
     words += ["--embeddings", tmp_path / "features.npy"]
     output = run([*launcher, *words, "--output_dir", tmp_path])
+    best = result(trained)
+    said = [line for line in output.splitlines() if line.startswith("model ")]
+    said[0] = said[0].partition("/checkpoints/")[2]
+    assert said == [
+        f"step_{best['best_step']:08d}/model.safetensors, of step {best['best_step']:,}, val accuracy"
+        f" {best['best_accuracy']:.4f}"
+    ]
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
     rows = rows_of(tmp_path)

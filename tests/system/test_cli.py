@@ -2,6 +2,8 @@
 
 import shlex
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -20,6 +22,7 @@ TRAIN = [str(ROOT / "train_cnn_a.py"), "--data", "digits", "--batch_size", "16",
         (ValueError("two\nlines \x1b[31m"), 1, "error: two\nlines \\x1b[31m\n"),
         (FileNotFoundError(2, "No such file", "a\udcff"), 1, "error: a\\xff: No such file\n"),
         (OSError("unknown"), 1, "error: unknown\n"),
+        (BrokenPipeError("of a socket"), 1, "error: of a socket\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -31,6 +34,15 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
 
     assert run_command(main) == status
     assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize("lines", [10, 100_000])  # that are written at the end, and before
+def test_a_reader_that_has_enough_is_no_error(lines):
+    code = "import sys; from common.system.cli import run_command\n"
+    code += f"sys.exit(run_command(lambda: print('x\\n' * {lines}) or 0))"
+    shell = [*("bash", "-c", 'set -o pipefail; "$@" | true'), "bash", sys.executable, "-c", code]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.full
