@@ -278,11 +278,14 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
     for remark in settle_auto(config):
         if rank() == 0:
             print(remark, flush=True)
-    # DeepSpeed warns of the script's optimizer although its config allows it.
-    is_said = lambda record: "untested optimizer" not in record.getMessage()  # noqa: E731
-    logging.getLogger("DeepSpeed").addFilter(is_said)
+    logging.getLogger("DeepSpeed").addFilter(_is_said)
     # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
+
+
+def _is_said(record: logging.LogRecord) -> bool:
+    """DeepSpeed warns of the script's optimizer although its config allows it."""
+    return "untested optimizer" not in record.getMessage()
 
 
 def _code_hash() -> str:
