@@ -1,4 +1,4 @@
-"""docs/add_a_model.md as written: its changes to train_vit.py, then its commands."""
+"""docs/add_a_model.md as written: its changes to the scripts, then its commands. Both of its examples."""
 
 import re
 import shlex
@@ -10,10 +10,12 @@ import pytest
 from tests.conftest import BIN, ROOT, metrics, mutate, result, run
 
 TEXT = (ROOT / "docs" / "add_a_model.md").read_text()
-COMMANDS = "".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()
-CHANGES = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
+EXAMPLES = dict(zip(("convnext", "mine"), TEXT.split("## Your own module"), strict=True))
 (RECIPE,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
-SCRIPT = "train_convnext.py"
+
+
+def commands(example: str) -> list[str]:
+    return "".join(re.findall(r"```sh\n(.*?)```", EXAMPLES[example], re.DOTALL)).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -22,25 +24,28 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("add_a_model") / "project"
     left_out = shutil.ignore_patterns(".git", ".venv", "runs", "weights", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=left_out)
-    (copying,) = (command for command in COMMANDS if command.startswith("sed "))
-    subprocess.run(copying, shell=True, cwd=folder, check=True)
-    for change in CHANGES:
-        old, new = (
-            "".join(line[1:] + "\n" for line in change.splitlines() if line[0] == sign) for sign in "-+"
-        )
-        mutate(folder, SCRIPT, old, new)
+    for example, text in EXAMPLES.items():
+        (copying,) = (command for command in commands(example) if command.startswith("sed "))
+        subprocess.run(copying, shell=True, cwd=folder, check=True)
+        for change in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
+            old, new = (
+                "".join(line[1:] + "\n" for line in change.splitlines() if line[0] == sign) for sign in "-+"
+            )
+            mutate(folder, f"train_{example}.py", old, new)
     (folder / "recipes" / "convnext_digits.yaml").write_text(RECIPE)
     return folder
 
 
-def test_the_changes_leave_a_script_in_style(project):
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_changes_leave_a_script_in_style(example, project):
     for words in (["check"], ["format", "--check"]):
-        run([BIN / "ruff", *words, "--config", ROOT / "pyproject.toml", SCRIPT], cwd=project)
+        run([BIN / "ruff", *words, "--config", ROOT / "pyproject.toml", f"train_{example}.py"], cwd=project)
 
 
-def test_it_trains_resumes_and_is_validated(project, cache):
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_it_trains_resumes_and_is_validated(example, project, cache):
     outputs = []
-    launches = [words for words in map(shlex.split, COMMANDS) if words[0] == "accelerate"]
+    launches = [words for words in map(shlex.split, commands(example)) if words[0] == "accelerate"]
     for words in launches:
         outputs.append(run([*words, "--mixed_precision", "no", "--log_every", "1", *cache], cwd=project))
     ddp, fsdp, continued = outputs
@@ -48,20 +53,20 @@ def test_it_trains_resumes_and_is_validated(project, cache):
     assert "continuing at step 3" in continued
     losses = [
         [line["train/loss"] for line in metrics(project / "runs" / name) if "train/loss" in line][:3]
-        for name in ("convnext_ddp", "convnext_fsdp")
+        for name in (f"{example}_ddp", f"{example}_fsdp")
     ]
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    found = result(project / "runs" / "convnext_ddp")
-    assert (found["script"], found["strategy"], found["steps"]) == ("train_convnext", "fsdp", 5)
-    (validate,) = (words for words in map(shlex.split, COMMANDS) if "validate.py" in words)
+    found = result(project / "runs" / f"{example}_ddp")
+    assert (found["script"], found["strategy"], found["steps"]) == (f"train_{example}", "fsdp", 5)
+    (validate,) = (words for words in map(shlex.split, commands(example)) if "validate.py" in words)
     output = run([*validate, *cache], cwd=project)
     assert "top-1" in output.lower()
 
 
 def test_documents_and_tests_find_it(project):
     """They discover the script; no list has to be edited."""
-    for words in map(shlex.split, COMMANDS):
+    for words in map(shlex.split, commands("convnext")):
         if words[:2] == ["python", "-m"]:
             run(words, cwd=project)
     page = (project / "docs" / "flags.md").read_text()
