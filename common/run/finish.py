@@ -91,7 +91,7 @@ def write_end(run: "Run", heartbeat: Heartbeat) -> None:
             lines = read_lines(folder / "metrics.jsonl")
             place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
             plot_curves(folder, lines, f"{content['script']} on {place}")
-            pictures = run.predictions.draw(folder / "plots")
+            pictures = run.predictions.draw(folder / "plots", log.classes)
             if log.trackers:
                 log.trackers.show(pictures, state.step)
         except OSError:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from common.distributed.preemption import Poll
+from common.order import Steps
+from common.recipe import Recipe
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import read_lines, write_json, write_text
@@ -20,7 +22,6 @@ from common.system.progress import TrainingProgress
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
-    from common.run.run import Run
     from common.run.trackers import Trackers
 
 
@@ -31,7 +32,6 @@ class Predictions:
     """
 
     def __init__(self) -> None:
-        self.classes: tuple[str, ...] = ()
         self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
         self.what = ""  # what was evaluated, for a title
         self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
@@ -49,14 +49,14 @@ class Predictions:
         everyones = poll.gather([part.to("cpu") for part in self.examples])
         self.examples = [part for parts in everyones for part in parts]
 
-    def draw(self, folder: Path) -> list[Path]:
+    def draw(self, folder: Path, classes: tuple[str, ...]) -> list[Path]:
         """Writes confusion.png and predictions.png, and returns them; none without a confusion matrix: with
         too many classes or none, or without an evaluation in this process."""
         if self.confusion is None:
             return []
         from common.run import plots
 
-        classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
+        files = [folder / "confusion.png", folder / "predictions.png"]
         plots.confusion_matrix(files[0], self.confusion.tolist(), classes, self.what)
         pixels, labels, logits = (
             torch.cat([getattr(part, name) for part in self.examples])
@@ -75,15 +75,23 @@ class Predictions:
 class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
-    Lines after the run's step are removed. writer: `written_by` of the manifest of the checkpoint that the
-    run resumes from.
+    Lines after the run's step are removed. content: of recipe.json, without the trackers' ids. writer:
+    `written_by` of the manifest of the checkpoint that the run resumes from.
     """
 
     trackers: "Trackers | None" = None
 
-    def __init__(self, run: "Run", writer: dict[str, Any]):
-        folder, recipe, record, state = run.folder, run.recipe, run.record, run.state
-        self.folder, self.state, self.steps_per_epoch = folder, state, run.steps.per_epoch
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        content: dict[str, Any],
+        classes: tuple[str, ...],
+        state: RunState,
+        steps: Steps,
+        writer: dict[str, Any],
+    ):
+        self.folder, self.classes, self.state, self.steps_per_epoch = folder, classes, state, steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
         self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
@@ -97,12 +105,12 @@ class RunLog:
         if "none" not in recipe.trackers:
             from common.run.trackers import Trackers
 
-            self.trackers = Trackers(run)
-        write_json(folder / "recipe.json", record | self.tracker_ids())
+            self.trackers = Trackers(recipe.trackers, folder, content, state)
+        write_json(folder / "recipe.json", content | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = TrainingProgress(recipe.epochs, state.step, run.steps.last, recipe.unit)
-        if change := _change_of_hosts(writer, record):
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit)
+        if change := _change_of_hosts(writer, content):
             self.write_mark(change)
 
     def tracker_ids(self) -> dict[str, str]:
@@ -140,7 +148,7 @@ class RunLog:
         self.write({f"{kind}/{name}": v for name, v in metrics.items() if name != "images"})
         if predictions.confusion is None:
             return
-        content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
+        content = subject | {"classes": self.classes, "confusion": predictions.confusion.tolist()}
         try:
             write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
         except OSError as error:
@@ -194,10 +202,10 @@ class RunLog:
         )
 
 
-def _change_of_hosts(writer: dict[str, Any], record: dict[str, Any]) -> dict[str, int]:
+def _change_of_hosts(writer: dict[str, Any], content: dict[str, Any]) -> dict[str, int]:
     """Numbers of hosts and processes, before and now; {} if they are the same or unknown."""
     before = len(writer.get("hosts", ())), writer.get("processes", 0)
-    now = len(record["hosts"]), len(record["devices"])
+    now = len(content["hosts"]), len(content["devices"])
     if before == now or not all(before):
         return {}
     return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}

@@ -60,7 +60,7 @@ def open_run(run: "Run", training: TrainingState, data: tuple[str, tuple[str, ..
         if state.step:  # of a checkpoint
             training.restore(place.checkpoint if place else None, state.scalars(), has_optimizer)
         run.record = _run_record(run, processes, data[0])
-        once(accelerator, "log", partial(_start_log, run), recipe.timeout_s)
+        once(accelerator, "log", partial(_start_log, run, data[1]), recipe.timeout_s)
         run.final["parameters"] = sum(map(math.prod, training.gathering.shapes.values()))
         manifest = _checkpoint_record(run, data[1]) | training.about()
         lost = place.leases[0].check if place else lambda: None
@@ -96,13 +96,14 @@ def _find_resume_point(run: "Run", training: TrainingState, source: str, heartbe
     return [state.to_json(), 0 if place.is_new else state.step, has_optimizer]
 
 
-def _start_log(run: "Run", _: Heartbeat) -> None:
+def _start_log(run: "Run", classes: tuple[str, ...], _: Heartbeat) -> None:
     assert run.place
     place = run.place
     with writing("the log", place.path):
         (place.path / "result.json").unlink(missing_ok=True)
         own = None if place.is_new else place.checkpoint
-        run.log = RunLog(run, own.manifest.get("written_by", {}) if own else {})
+        writer = own.manifest.get("written_by", {}) if own else {}
+        run.log = RunLog(place.path, run.recipe, run.record, classes, run.state, run.steps, writer)
     if place.mirror and run.saved_step:  # its upload may have been interrupted
         place.mirror.offer(run.saved_step, run.state.best_step)
     print(f"run folder {place.path}", flush=True)

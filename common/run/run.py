@@ -91,7 +91,6 @@ class Run:
         """
         self.steps = steps
         open_run(self, TrainingState(self.accelerator, model, optimizer, ema), data)
-        self.predictions.classes = data[1]
         self.meter.resume(self.state, self.accelerator.process_index)
         self.meter.start_clock()
         self.checkpoints = Checkpoints(self, self.meter)

@@ -6,15 +6,13 @@ import secrets
 import shlex
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from common.run.state import RunState
 from common.system.text import printable
-
-if TYPE_CHECKING:
-    from common.run.run import Run
 
 HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
@@ -23,27 +21,26 @@ INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its begin
 class Trackers:
     """The trackers that --trackers names, in the run's folder. Of the main process only.
 
-    The recipe, the strategy and the number of processes are the hyper-parameters.
+    The recipe, the strategy and the number of processes are the hyper-parameters. content: of recipe.json.
     """
 
-    def __init__(self, run: "Run"):
-        names, folder, record, state = run.recipe.trackers, run.folder, run.record, run.state
+    def __init__(self, names: tuple[str, ...], folder: Path, content: dict[str, Any], state: RunState):
         self.started: list[GeneralTracker] = []
         if "tensorboard" in names:
             threading.excepthook = _without_full_disks
             self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
             self.started[-1].start()
-        if "wandb" in names and (wandb := _start_wandb(folder, record["script"], state.wandb_id)):
+        if "wandb" in names and (wandb := _start_wandb(folder, content["script"], state.wandb_id)):
             self.started.append(wandb)
         if "trackio" in names:
             # Runs of one name may be of different folders.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
             options = {"name": name, "resume": "allow", "embed": False}
             measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry-<host>.jsonl has them
-            self.started.append(_Trackio(record["script"], **options, **measured))
+            self.started.append(_Trackio(content["script"], **options, **measured))
             self.started[-1].start()
-            print(f"trackio run {name}: trackio show --project {record['script']}", flush=True)
-        values = record["recipe"] | {"strategy": record["strategy"], "processes": len(record["devices"])}
+            print(f"trackio run {name}: trackio show --project {content['script']}", flush=True)
+        values = content["recipe"] | {"strategy": content["strategy"], "processes": len(content["devices"])}
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
         for tracker in self.started:
@@ -86,7 +83,8 @@ def _without_full_disks(args: threading.ExceptHookArgs) -> None:
 
 
 class _TensorBoard(TensorBoardTracker):
-    """TensorBoard with the hyper-parameters in the run itself; Accelerate's tracker adds a second run."""
+    """TensorBoard with the hyper-parameters in the run itself: Accelerate's tracker adds a second run, by
+    torch's add_hparams (pytorch/pytorch#32651)."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
