@@ -109,7 +109,7 @@ def train_watched(
     class WatchedRun(Run):
         def begin(self, *words: Any, **named: Any) -> "Steps":
             steps = super().begin(*words, **named)
-            self.steps = replace(self.steps, per_epoch=sys.maxsize)  # no evaluation and no line at its end
+            self.ranks.steps = replace(steps, per_epoch=sys.maxsize)  # no evaluation and no line at its end
             return steps
 
         def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool | None:
@@ -117,7 +117,7 @@ def train_watched(
                 return super().__exit__(kind, error, trace)  # type: ignore[func-returns-value]
             if self.feeding:
                 self.feeding.close()
-            self.exchange.telemetry.stop()
+            self.ranks.exchange.telemetry.stop()
             return True
 
         def add(self, loss: Tensor, ids: np.ndarray) -> None:

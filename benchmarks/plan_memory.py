@@ -126,7 +126,7 @@ def measure(to: Path, words: list[str]) -> None:
 
     def on_step(run: Run) -> None:
         marks_ns.append(time.time_ns())
-        if len(marks_ns) < run.steps.last:
+        if len(marks_ns) < run.ranks.steps.last:
             return
         if rank() == 0:
             recorded.stop()

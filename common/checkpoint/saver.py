@@ -26,8 +26,8 @@ class Saver:
     process, which writes.
 
     about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
-    lost(): a message once another run owns the folder, which Run.problem() reports; then nothing is
-    written. A snapshot may be held in memory until write_held() writes it, or the next snapshot replaces it.
+    lost(): a message once another run owns the folder; then nothing is written. A snapshot may be held in
+    memory until write_held() writes it, or the next snapshot replaces it.
     """
 
     def __init__(

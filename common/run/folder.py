@@ -25,7 +25,7 @@ from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
 from common.run.lease import AlreadyOwned, FolderRecord, Lease, PrefixRecord
-from common.system.files import not_written, read_json, refuse_link, write_json
+from common.system.files import read_json, refuse_link, write_json, writing
 from common.system.processes import start_ticks
 from common.system.text import numbered
 from common.system.threads import Heartbeat
@@ -57,10 +57,8 @@ class RunFolder:
         self.leases: list[Lease] = []  # on the folder, and then on the prefix in S3
         self.path = self._lease(name)
         try:
-            self._open()
-        except OSError as error:
-            self.release()
-            raise not_written("the run", self.path, error) from None
+            with writing("the run", self.path):
+                self._open()
         except BaseException:
             self.release()
             raise
@@ -83,7 +81,8 @@ class RunFolder:
         identity = {"script": script_name(), "recipe": recipe_part(recipe)}
         for path in folders(recipe, name, self.last_step):
             try:
-                lease = Lease(FolderRecord(path), self.heartbeat, log, identity)
+                with writing("the run", path):
+                    lease = Lease(FolderRecord(path), self.heartbeat, log, identity)
                 if not _why_not_ours(path, recipe, self.last_step):  # no other run used it meanwhile
                     self.leases.append(lease)
                     return path
@@ -91,8 +90,6 @@ class RunFolder:
             except AlreadyOwned as error:
                 if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
                     raise
-            except OSError as error:
-                raise not_written("the run", path, error) from None
         raise AssertionError("there is always another number")
 
     def _open(self) -> None:
@@ -218,8 +215,7 @@ def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str
 
 
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Why the folder holds another run, as ` (--epochs was 3, now 10)`; empty if it holds this run or
-    none."""
+    """Why the folder holds another run, as ` (--epochs was 3, now 10)`; empty if it holds none, or this."""
     record = _recipe_json(folder)
     if record is None:
         return ""  # empty, or stopped before it began: the checkpoint's recipe is compared later
@@ -272,10 +268,8 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
     elif step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), heartbeat)
     else:
-        parents = (parent for parent in (path / "checkpoints", path) if steps_in(parent))
-        checkpoint = next(
-            (checkpoints.newest(parent, heartbeat, log, ours=False) for parent in parents), None
-        )
+        parents = (p for p in (path / "checkpoints", path) if steps_in(p))
+        checkpoint = next((checkpoints.newest(p, heartbeat, log, ours=False) for p in parents), None)
     if checkpoint is None:
         hint = "" if "://" in resume else ": give a run's folder, or one of its checkpoints/step_*"
         raise ValueError(f"--resume {resume} holds no checkpoint{hint}")

@@ -199,9 +199,8 @@ def _machine() -> str:
     """Identifies this boot of this machine, and this container's pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
-    return (
-        f"{boot.read_text().strip() if boot.exists() else ''} {os.readlink(space) if space.exists() else ''}"
-    )
+    booted = boot.read_text().strip() if boot.exists() else ""
+    return f"{booted} {os.readlink(space) if space.exists() else ''}"
 
 
 def _is_alive(record: dict[str, Any]) -> bool:

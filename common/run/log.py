@@ -31,7 +31,8 @@ class Predictions:
     With an EMA two evaluations precede a log line; the last one, of the averaged weights, counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, classes: tuple[str, ...]) -> None:
+        self.classes = classes
         self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
         self.what = ""  # what was evaluated, for a title
         self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
@@ -49,19 +50,17 @@ class Predictions:
         everyones = poll.gather([part.to("cpu") for part in self.examples])
         self.examples = [part for parts in everyones for part in parts]
 
-    def draw(self, folder: Path, classes: tuple[str, ...]) -> list[Path]:
+    def draw(self, folder: Path) -> list[Path]:
         """Writes confusion.png and predictions.png, and returns them; none without a confusion matrix: with
         too many classes or none, or without an evaluation in this process."""
         if self.confusion is None:
             return []
         from common.run import plots
 
-        files = [folder / "confusion.png", folder / "predictions.png"]
+        classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
         plots.confusion_matrix(files[0], self.confusion.tolist(), classes, self.what)
-        pixels, labels, logits = (
-            torch.cat([getattr(part, name) for part in self.examples])
-            for name in ("pixels", "labels", "logits")
-        )
+        names = ("pixels", "labels", "logits")
+        pixels, labels, logits = (torch.cat([getattr(p, name) for p in self.examples]) for name in names)
         probabilities, predicted = logits.softmax(1).max(1)
         captions = [
             f"{classes[label]}\n{classes[guess]}\n{probability:.2f}"
@@ -75,23 +74,13 @@ class Predictions:
 class RunLog:
     """The log of the main process. After a failed write `problem` has the message, for all processes.
 
-    Lines after the run's step are removed. content: of recipe.json, without the trackers' ids. writer:
-    `written_by` of the manifest of the checkpoint that the run resumes from.
+    Lines after the run's step are removed. about: the content of recipe.json, without the trackers' ids.
     """
 
     trackers: "Trackers | None" = None
 
-    def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        content: dict[str, Any],
-        classes: tuple[str, ...],
-        state: RunState,
-        steps: Steps,
-        writer: dict[str, Any],
-    ):
-        self.folder, self.classes, self.state, self.steps_per_epoch = folder, classes, state, steps.per_epoch
+    def __init__(self, folder: Path, recipe: Recipe, about: dict[str, Any], state: RunState, steps: Steps):
+        self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
         self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
@@ -105,13 +94,11 @@ class RunLog:
         if "none" not in recipe.trackers:
             from common.run.trackers import Trackers
 
-            self.trackers = Trackers(recipe.trackers, folder, content, state)
-        write_json(folder / "recipe.json", content | self.tracker_ids())
+            self.trackers = Trackers(recipe.trackers, folder, about, state)
+        write_json(folder / "recipe.json", about | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
         self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit)
-        if change := _change_of_hosts(writer, content):
-            self.write_mark(change)
 
     def tracker_ids(self) -> dict[str, str]:
         return self.trackers.ids() if self.trackers else {}
@@ -148,7 +135,7 @@ class RunLog:
         self.write({f"{kind}/{name}": v for name, v in metrics.items() if name != "images"})
         if predictions.confusion is None:
             return
-        content = subject | {"classes": self.classes, "confusion": predictions.confusion.tolist()}
+        content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
         try:
             write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
         except OSError as error:
@@ -202,10 +189,13 @@ class RunLog:
         )
 
 
-def _change_of_hosts(writer: dict[str, Any], content: dict[str, Any]) -> dict[str, int]:
-    """Numbers of hosts and processes, before and now; {} if they are the same or unknown."""
+def change_of_hosts(writer: dict[str, Any], about: dict[str, Any]) -> dict[str, int]:
+    """Numbers of hosts and processes, before and now; {} if they are the same or unknown.
+
+    writer: `written_by` of the manifest of the checkpoint that the run resumes from.
+    """
     before = len(writer.get("hosts", ())), writer.get("processes", 0)
-    now = len(content["hosts"]), len(content["devices"])
+    now = len(about["hosts"]), len(about["devices"])
     if before == now or not all(before):
         return {}
     return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}

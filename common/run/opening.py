@@ -6,13 +6,15 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.checkpoint.format import Checkpoint
@@ -21,154 +23,194 @@ from common.checkpoint.training import TrainingState
 from common.distributed import strategy as job
 from common.distributed.agreement import once
 from common.distributed.rendezvous import most_hosts, most_processes
-from common.recipe import ImageRecipe, Recipe, recipe_part
-from common.run.exchange import Exchange
+from common.order import Steps
+from common.recipe import Batch, ImageRecipe, Recipe, recipe_part
 from common.run.folder import RunFolder, count_restarts, script_name
-from common.run.log import RunLog
+from common.run.log import Predictions, RunLog, change_of_hosts
+from common.run.main_record import MainRecord
+from common.run.ranks import Exchange, Ids, Meter, Ranks
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
-from common.system.files import not_written
+from common.system.files import writing
 from common.system.paths import ROOT, project_version
 from common.system.threads import Heartbeat
-
-if TYPE_CHECKING:
-    from common.run.run import Run
-    from common.telemetry.sampling import ProcessInfo
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
 MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
 
-def open_run(run: "Run", training: TrainingState, data: tuple[str, tuple[str, ...]]) -> None:
-    """Restores the training from the newest checkpoint, if there is one, and opens the run's parts.
+@dataclass
+class Opening:
+    """Opens a run: restores the training from the newest checkpoint, if there is one, and makes the parts."""
 
-    data: a name that changes with its content, and the names of the classes. On an error the run's folder
-    is released. Collective.
-    """
-    from common.telemetry.sampling import Telemetry, this_process
+    accelerator: Accelerator
+    recipe: Recipe
+    meter: Meter
+    steps: Steps
+    training: TrainingState
+    source: str  # a name that changes with the data's content
+    classes: tuple[str, ...]
+    place: RunFolder | None = None  # on the main process, as the next
+    record: MainRecord | None = None
 
-    accelerator, recipe = run.accelerator, run.recipe
-    processes = gather_object([this_process(accelerator)])
-    try:
-        find = partial(_find_resume_point, run, training, data[0])
-        content, run.saved_step, has_optimizer = once(accelerator, "run folder", find, recipe.timeout_s)
-        place, rank = run.place, accelerator.process_index
-        path, mirror = (place.path, place.mirror) if place else (None, None)
-        run.state = state = RunState(**content)
-        run.steps = dataclasses.replace(run.steps, first=state.step)
-        if state.step:  # of a checkpoint
-            training.restore(place.checkpoint if place else None, state.scalars(), has_optimizer)
-        run.record = _run_record(run, processes, data[0])
-        once(accelerator, "log", partial(_start_log, run, data[1]), recipe.timeout_s)
-        run.final["parameters"] = sum(map(math.prod, training.gathering.shapes.values()))
-        manifest = _checkpoint_record(run, data[1]) | training.about()
-        lost = place.leases[0].check if place else lambda: None
-        newest = run.saved_step or None
-        run.saver = Saver(training, path, manifest, recipe.keep_every, mirror, newest, lost)
-        last, wall_s = run.steps.last, state.wall_s
-        telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
-        skipped: Callable[[], list[int]] = list
-        if isinstance(recipe, ImageRecipe):
-            from common.data.workers import skipped
-        run.exchange = Exchange(run, telemetry, skipped)
-        _report_start(run)
-    except BaseException:
-        if run.place:
-            run.place.release()
-        raise
+    def open(self) -> Ranks:
+        """On an error the run's folder is released. Collective."""
+        from common.telemetry.sampling import Telemetry, this_process
 
+        accelerator, recipe, training = self.accelerator, self.recipe, self.training
+        processes = gather_object([this_process(accelerator)])
+        try:
+            found = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
+            place, state, saved_step = self.place, RunState(**found[0]), found[1]
+            path, mirror = (place.path, place.mirror) if place else (None, None)
+            steps = dataclasses.replace(self.steps, first=state.step)
+            if state.step:  # of a checkpoint
+                training.restore(place.checkpoint if place else None, state.scalars(), found[2])
+            hosts = list(dict.fromkeys(process.host for process in processes))
+            about = self._about(hosts, [process.device for process in processes])
+            manifest, lost = self._manifest(about), place.leases[0].check if place else lambda: None
+            saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
+            once(accelerator, "log", partial(self._start_log, about, steps, state, saver), recipe.timeout_s)
+            rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
+            telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
+            skipped: Ids = list
+            if isinstance(recipe, ImageRecipe):
+                from common.data.workers import skipped
+            exchange = Exchange(self.record, telemetry, recipe.timeout_s, skipped)
+            self._report_start(exchange, state.step)
+            parts = self.meter, Predictions(self.classes), saver, exchange
+            return Ranks(recipe, steps, state, *parts, self.record, saved_step)
+        except BaseException:
+            if self.place:
+                self.place.release()
+            raise
 
-def _find_resume_point(run: "Run", training: TrainingState, source: str, heartbeat: Heartbeat) -> list[Any]:
-    """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
-    this run's own; and if the optimizer's state is restored. Main process only.
+    def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
+        """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
+        this run's own; and if the optimizer's state is restored. Main process only.
 
-    ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
-    and after too many restarts without a new checkpoint.
-    """
-    run.place = place = RunFolder(run.recipe, run_name(run), run.steps.last, heartbeat)
-    state, has_optimizer, checkpoint = RunState(), False, place.checkpoint
-    if checkpoint:
-        state, has_optimizer = _from_checkpoint(checkpoint, run, training, source)
-    count_restarts(place.path, state.step)
-    if checkpoint:
-        print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
-    return [state.to_json(), 0 if place.is_new else state.step, has_optimizer]
+        ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
+        and after too many restarts without a new checkpoint.
+        """
+        name = run_name(self.accelerator, self.recipe, self.meter.batch)
+        self.place = place = RunFolder(self.recipe, name, self.steps.last, heartbeat)
+        state, has_optimizer, checkpoint = RunState(), False, place.checkpoint
+        if checkpoint:
+            state, has_optimizer = self._from_checkpoint(checkpoint, place.is_new)
+        count_restarts(place.path, state.step)
+        if checkpoint:
+            print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
+        return [state.to_json(), 0 if place.is_new else state.step, has_optimizer]
 
+    def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
+        """The checkpoint's state, and if its optimizer fits. is_new: it is another run's."""
+        recipe, steps, before = self.recipe, self.steps, checkpoint.manifest.get("data")
+        if before != self.source and "data" not in recipe.allow_changed:  # ids must mean the same images
+            raise ValueError(
+                f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {self.source}:"
+                " give what it was, or --allow_changed data"
+            )
+        self.training.check(checkpoint)
+        state = RunState.read(checkpoint)
+        has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
+        if (at := checkpoint.step) > steps.last:
+            raise ValueError(
+                f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already; give more"
+            )
+        for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
+            print(change, flush=True)
+        if is_new:  # the best evaluation and the W&B run are another run's
+            anew: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
+            state = dataclasses.replace(state, evaluated=False, wandb_id=None, wandb_url=None, **anew)
+        if at == steps.last or state.is_over(recipe.patience):
+            # Only the run's end is missing, whose pictures need an evaluation.
+            state = dataclasses.replace(state, evaluated=False)
+        return state, has_optimizer
 
-def _start_log(run: "Run", classes: tuple[str, ...], _: Heartbeat) -> None:
-    assert run.place
-    place = run.place
-    with writing("the log", place.path):
-        (place.path / "result.json").unlink(missing_ok=True)
+    def _about(self, hosts: list[str], devices: list[str]) -> dict[str, Any]:
+        """The content of recipe.json. devices: of all ranks."""
+        accelerator, recipe = self.accelerator, self.recipe
+        return {
+            "script": script_name(),
+            "strategy": job.strategy(accelerator),
+            "sharding": job.sharding(accelerator),
+            **dataclasses.asdict(accelerator.precision),
+            "compile": str(accelerator.compilation),
+            "grad_checkpointing": accelerator.grad_checkpointing,
+            "step_graph": accelerator.step_graph,
+            "threads": torch.get_num_threads(),
+            "recipe": dataclasses.asdict(recipe),
+            "defaults": _defaults(recipe),
+            "source": self.source,
+            "unit": recipe.unit,
+            "val_chosen": VAL_CHOSEN,
+            "resumed_from": self.place and self.place.began_at,
+            "command": _command(),
+            "argv": sys.argv,
+            "version": project_version(),
+            "git_commit": _git_commit(),
+            "versions": job.versions(),
+            "hosts": hosts,
+            "devices": devices,
+        }
+
+    def _manifest(self, about: dict[str, Any]) -> dict[str, Any]:
+        """The part of a checkpoint's manifest about the run that writes it. about: content of recipe.json."""
+        names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
+        writer = {name: about[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
+        writer |= {"processes": self.meter.batch.processes, "deterministic": self.recipe.deterministic}
+        manifest = {"recipe": recipe_part(self.recipe), "data": self.source, "classes": self.classes}
+        return manifest | {"written_by": writer} | self.training.about()
+
+    def _start_log(
+        self, about: dict[str, Any], steps: Steps, state: RunState, saver: Saver, _: Heartbeat
+    ) -> None:
+        """Makes the main process's record, with a log that begins at the state."""
+        place = self.place
+        assert place
         own = None if place.is_new else place.checkpoint
-        writer = own.manifest.get("written_by", {}) if own else {}
-        run.log = RunLog(place.path, run.recipe, run.record, classes, run.state, run.steps, writer)
-    if place.mirror and run.saved_step:  # its upload may have been interrupted
-        place.mirror.offer(run.saved_step, run.state.best_step)
-    print(f"run folder {place.path}", flush=True)
+        with writing("the log", place.path):
+            (place.path / "result.json").unlink(missing_ok=True)
+            log = RunLog(place.path, self.recipe, about, state, steps)
+            if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):
+                log.write_mark(change)
+        if place.mirror and own:  # its upload may have been interrupted
+            place.mirror.offer(own.step, state.best_step)
+        print(f"run folder {place.path}", flush=True)
+        used = None
+        if isinstance(self.recipe, ImageRecipe):
+            from common.telemetry.flops import utilisation
+
+            used = utilisation(self.recipe, len(self.classes), about["devices"], about["mixed_precision"])
+        final = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
+        run = self.accelerator, self.recipe, self.meter.batch
+        self.record = MainRecord(*run, steps, state, place, saver, log, used, final)
+
+    def _report_start(self, exchange: Exchange, step: int) -> None:
+        """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
+        if EVENTS_FILE not in os.environ:
+            return
+        file = self.place.path.resolve() / "recipe.json" if self.place else None
+        mains = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
+        is_shared = all(exchange.poll.gather(_holds(*mains)))
+        if file:
+            facts = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
+            report("began", step=step, processes=self.meter.batch.processes, **facts)
 
 
-def _report_start(run: "Run") -> None:
-    """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
-    if EVENTS_FILE not in os.environ:
-        return
-    file = run.folder.resolve() / "recipe.json" if run.place else None
-    mains = run.exchange.of_main((file, file.read_bytes()) if file else None)
-    is_shared = all(run.exchange.poll.gather(_holds(*mains)))
-    if file:
-        report(
-            "began",
-            step=run.state.step,
-            processes=run.batch.processes,
-            folder=str(file.parent),
-            in_s3=bool(run.recipe.s3),
-            is_shared=is_shared,
-        )
-
-
-@contextlib.contextmanager
-def writing(what: str, folder: Path) -> Iterator[None]:
-    """Turns an OSError into a ValueError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise not_written(what, folder, error) from error
+def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
+    """<strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>; hosts that are away count, too."""
+    hosts, processes = most_hosts(), most_processes()
+    strategy = job.strategy(accelerator)
+    strategy = "ddp" if strategy == "single" and processes > 1 else strategy
+    return f"{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
 def _holds(file: Path, content: bytes) -> bool:
     with contextlib.suppress(OSError):
         return file.read_bytes() == content
     return False
-
-
-def _from_checkpoint(
-    checkpoint: Checkpoint, run: "Run", training: TrainingState, source: str
-) -> tuple[RunState, bool]:
-    """The checkpoint's state, and if its optimizer fits."""
-    recipe, steps, before = run.recipe, run.steps, checkpoint.manifest.get("data")
-    if before != source and "data" not in recipe.allow_changed:  # ids must mean the same images and classes
-        raise ValueError(
-            f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {source}:"
-            " give what it was, or --allow_changed data"
-        )
-    training.check(checkpoint)
-    state = RunState.read(checkpoint)
-    has_optimizer = _has_optimizer(checkpoint, state, training, recipe)
-    if checkpoint.step > steps.last:
-        raise ValueError(
-            f"--max_steps {steps.last}: {checkpoint.folder} is at step {checkpoint.step:,} already; give more"
-        )
-    for change in _changes(checkpoint, state, training, recipe, steps.per_epoch):
-        print(change, flush=True)
-    assert run.place
-    if run.place.is_new:  # the best evaluation and the W&B run are another run's
-        state.best, state.evaluated, state.wandb_id, state.wandb_url = {}, False, None, None
-        state.stale, state.stopped = 0, False
-    if checkpoint.step == steps.last or state.is_over(recipe.patience):
-        # Only the run's end is missing, whose pictures need an evaluation.
-        state.evaluated = False
-    return state, has_optimizer
 
 
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
@@ -214,54 +256,6 @@ def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
     """The types of the computation that differ from the checkpoint's, whose weights are always fp32."""
     changed = (name for name, now in types.items() if writer.get(name, now) != now)
     return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
-
-
-# Its records
-
-
-def run_name(run: "Run") -> str:
-    """<strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>; hosts that are away count, too."""
-    hosts, processes = most_hosts(), most_processes()
-    strategy = job.strategy(run.accelerator)
-    strategy = "ddp" if strategy == "single" and processes > 1 else strategy
-    return f"{strategy}_{run.batch.total}_{run.recipe.epochs}_{hosts}_{processes / hosts:g}"
-
-
-def _run_record(run: "Run", processes: "list[ProcessInfo]", source: str) -> dict[str, Any]:
-    """The content of recipe.json. processes: of all ranks. source: a name that changes with the data."""
-    accelerator, recipe = run.accelerator, run.recipe
-    return {
-        "script": script_name(),
-        "strategy": job.strategy(accelerator),
-        "sharding": job.sharding(accelerator),
-        **dataclasses.asdict(accelerator.precision),
-        "compile": str(accelerator.compilation),
-        "grad_checkpointing": accelerator.grad_checkpointing,
-        "step_graph": accelerator.step_graph,
-        "threads": torch.get_num_threads(),
-        "recipe": dataclasses.asdict(recipe),
-        "defaults": _defaults(recipe),
-        "source": source,
-        "unit": recipe.unit,
-        "val_chosen": VAL_CHOSEN,
-        "resumed_from": run.place and run.place.began_at,
-        "command": _command(),
-        "argv": sys.argv,
-        "version": project_version(),
-        "git_commit": _git_commit(),
-        "versions": job.versions(),
-        "hosts": list(dict.fromkeys(process.host for process in processes)),
-        "devices": [process.device for process in processes],
-    }
-
-
-def _checkpoint_record(run: "Run", classes: tuple[str, ...]) -> dict[str, Any]:
-    """The part of a checkpoint's manifest about the run that writes it."""
-    names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
-    writer = {name: run.record[name] for name in names} | dataclasses.asdict(run.accelerator.precision)
-    writer |= {"processes": run.batch.processes, "deterministic": run.recipe.deterministic}
-    recipe, source = recipe_part(run.recipe), run.record["source"]
-    return {"recipe": recipe, "data": source, "classes": classes, "written_by": writer}
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

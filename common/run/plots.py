@@ -46,6 +46,17 @@ def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str])
     return Panel(x, y, curves)
 
 
+def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
+    """Draws loss and, where there is one, accuracy against epochs. lines: of metrics.jsonl."""
+    best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
+    row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
+    row[0].is_log = best is None  # without classes: the loss falls over several orders of magnitude
+    if best is not None:
+        row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
+        title = f"{title}: best accuracy {best:.4f}"
+    panels(folder / "plots" / "curves.png", [row], title)
+
+
 def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
     """A figure of rows of panels; all rows have the same number."""
     columns = max(map(len, rows))

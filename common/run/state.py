@@ -73,8 +73,7 @@ class RunState:
 
     def scalars(self) -> dict[str, Any]:
         """The state of the optimizer and the loss scale, for TrainingState."""
-        names = ("optimizer", "loss_scale")
-        return {name: value for name, value in self.to_json().items() if name in names}
+        return {name: v for name, v in self.to_json().items() if name in ("optimizer", "loss_scale")}
 
     def wall_now_s(self) -> float:
         """Seconds since the run's first process began, imports included, without pauses between processes."""
@@ -94,6 +93,14 @@ class RunState:
         self.stale += 1
         if not self.best or score(metrics, by) > score(self.best, by):
             self.best, self.stale = metrics | {"step": step}, 0
+
+    def add_line(self, spent_s: float) -> None:
+        """Adds the time since the last line of the log, which is written at this step."""
+        self.train_s += spent_s
+        self.logged_step = self.step
+
+    def stop(self) -> None:
+        self.stopped = True
 
     def is_over(self, patience: int | None) -> bool:
         """True when the run ends at the next evaluation, or at the one of this step. patience: --patience."""

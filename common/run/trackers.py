@@ -21,26 +21,26 @@ INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its begin
 class Trackers:
     """The trackers that --trackers names, in the run's folder. Of the main process only.
 
-    The recipe, the strategy and the number of processes are the hyper-parameters. content: of recipe.json.
+    The recipe, the strategy and the number of processes are the hyper-parameters. about: of recipe.json.
     """
 
-    def __init__(self, names: tuple[str, ...], folder: Path, content: dict[str, Any], state: RunState):
+    def __init__(self, names: tuple[str, ...], folder: Path, about: dict[str, Any], state: RunState):
         self.started: list[GeneralTracker] = []
         if "tensorboard" in names:
             threading.excepthook = _without_full_disks
             self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
             self.started[-1].start()
-        if "wandb" in names and (wandb := _start_wandb(folder, content["script"], state.wandb_id)):
+        if "wandb" in names and (wandb := _start_wandb(folder, about["script"], state.wandb_id)):
             self.started.append(wandb)
         if "trackio" in names:
             # Runs of one name may be of different folders.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
             options = {"name": name, "resume": "allow", "embed": False}
             measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry-<host>.jsonl has them
-            self.started.append(_Trackio(content["script"], **options, **measured))
+            self.started.append(_Trackio(about["script"], **options, **measured))
             self.started[-1].start()
-            print(f"trackio run {name}: trackio show --project {content['script']}", flush=True)
-        values = content["recipe"] | {"strategy": content["strategy"], "processes": len(content["devices"])}
+            print(f"trackio run {name}: trackio show --project {about['script']}", flush=True)
+        values = about["recipe"] | {"strategy": about["strategy"], "processes": len(about["devices"])}
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
         for tracker in self.started:

@@ -139,6 +139,15 @@ def not_written(what: str, folder: Path, error: OSError) -> ValueError:
     )
 
 
+@contextlib.contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Turns an OSError into a ValueError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise not_written(what, folder, error) from error
+
+
 def allow_open_files(count: int) -> int:
     """Raises this process's limit of open files to `count`, or to the hard limit. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -33,7 +33,7 @@ MUTANTS = {
     ],
     "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [("common/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL)],
-    "preempt": [("common/run/ending.py", "        run.checkpoints.flush()", "        pass")],
+    "preempt": [("common/run/ending.py", "        ranks.flush()", "        pass")],
     "silence-s3": [
         ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
         ("common/system/s3.py", "READ_S = 15 ", "READ_S = 999 "),

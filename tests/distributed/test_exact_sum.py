@@ -107,7 +107,7 @@ def test_killed_on_four_processes_resumed_on_three_and_finished_on_one(
     """The kills come in the middle of the steps whose mean loss is logged."""
     call = "            run.checkpoint(step)\n"
     kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
-    kill += "                run.saver.wait() if run.log else None\n"
+    kill += "                run.ranks.saver.wait() if run.ranks.record else None\n"
     kill += "                __import__('os').kill(__import__('os').getpid(), 9)\n"
     mutate(project_copy, "train_hello.py", call, call + kill)
     rest = [*words("hello", cache), "--checkpoint_every", "1", "--output_dir", tmp_path / "run"]

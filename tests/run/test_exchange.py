@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.distributed.preemption import Preempted
-from common.recipe import Recipe
-from common.run import exchange as module
-from common.run.exchange import MOST_STEPS, Exchange
+from common.run import ranks as module
+from common.run.ranks import MOST_STEPS, Exchange
 
 
 class Board:
@@ -40,16 +39,12 @@ def clock(monkeypatch):
     return now
 
 
-def exchange() -> Exchange:
-    return Exchange(SimpleNamespace(recipe=Recipe(), problem=lambda: None), None)
-
-
 def agreed(clock, monkeypatch, durations, told=None) -> tuple[list[int], int | None]:
     """The steps after which both processes send a message, and the one after which both stop.
 
     durations: (seconds of a step on rank 0, on rank 1), step by step. told: (rank, step) that gets a signal.
     """
-    board, ranks, clocks = Board(2), [exchange() for _ in range(2)], [0.0, 0.0]
+    board, ranks, clocks = Board(2), [Exchange(None, None, 300) for _ in range(2)], [0.0, 0.0]
     for rank, one in enumerate(ranks):
         one.poll = board.poll(rank)
     steps = []

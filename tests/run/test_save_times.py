@@ -12,8 +12,8 @@ import pytest
 from common.checkpoint import saver as saver_module
 from common.checkpoint.saver import Saver
 from common.order import Steps
-from common.run import checkpoints as checkpoints_module
-from common.run.checkpoints import Checkpoints
+from common.run import ranks as ranks_module
+from common.run.ranks import Ranks
 from common.run.run import Run
 from common.run.state import RunState
 from tests.checkpoint.test_checkpoints import HELLO
@@ -26,7 +26,7 @@ class Simulation:
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
-        for module in (checkpoints_module, saver_module):
+        for module in (ranks_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
         gathering = SimpleNamespace(hurry=threading.Event())
@@ -42,28 +42,27 @@ class Simulation:
 
         saver.thread = SimpleNamespace(submit=submit)
         recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
-        exchange = SimpleNamespace(of_main=lambda value: value, gather=lambda value: [value])
-        exchange.listen_after = exchange.wait_for_main = lambda _: None
+        poll = SimpleNamespace(gather=lambda value: [value], wait_for_main=lambda *_: None)
+        exchange = SimpleNamespace(poll=poll, gather=poll.gather, listen_after=int)
         self.run = run = Run.__new__(Run)
-        run.recipe, run.state, run.exchange = SimpleNamespace(**recipe), RunState(), exchange
-        run.steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
-        run.log, run.feeding, run.ended = None, None, False
-        run.saver, run.saved_step, run.batch = saver, 0, SimpleNamespace(accumulations=1)
+        steps = Steps(per_epoch, per_epoch * epochs, per_epoch * epochs)
         meter = SimpleNamespace(loss=np.zeros(()), keeps_ids=False, elapsed_s=lambda: 0.0, check=int)
-        run.checkpoints = Checkpoints(run, meter)
+        meter.batch = SimpleNamespace(accumulations=1)
+        parts = SimpleNamespace(**recipe), steps, RunState(), meter, None, saver, exchange
+        run.begun, run.feeding, run.ended = Ranks(*parts, record=None, newest=0), None, False
 
     def train(self, step_s: float, accuracy=lambda epoch: epoch) -> None:
-        run = self.run
-        for step in range(run.steps.last + 1):
+        run, state, steps = self.run, self.run.ranks.state, self.run.ranks.steps
+        for step in range(steps.last + 1):
             if run.should_evaluate(step):
-                found = accuracy(step // run.steps.per_epoch)
-                run.state.add_evaluation(step, {"loss": 0.0, "accuracy": found})
+                found = accuracy(step // steps.per_epoch)
+                state.add_evaluation(step, {"loss": 0.0, "accuracy": found})
             run.checkpoint(step)
             newest = max((s for s, _ in self.written), default=0)  # all that a kill at this moment leaves
             self.lost_s = max(self.lost_s, (step - newest) * step_s)
-            if step < run.steps.last:
+            if step < steps.last:
                 self.now_s += step_s
-                run.state.end_step(step + 1)
+                state.end_step(step + 1)
 
 
 @pytest.mark.parametrize("improves", [True, False])
@@ -74,7 +73,7 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
     steps, times = zip(*one.written, strict=True)
     assert steps[0] == 10, "the first epoch shows early that the disk can be written to"
     assert steps[-1] == 600
-    assert one.run.state.best_step in steps
+    assert one.run.ranks.state.best_step in steps
     assert one.lost_s <= max(60.0, epoch_s) + 1e-6
     if epoch_s < 30:
         gaps = [b - a for a, b in itertools.pairwise(times)][:-1]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import torch
 from accelerate import Accelerator
@@ -30,8 +30,9 @@ from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out
 from common.run import run as runs
-from common.run.checkpoints import Checkpoints
+from common.run.ranks import Ranks
 from common.run.run import Run
+from common.run.state import RunState
 
 aten = torch.ops.aten
 STAGED_BYTES = 65536  # a copy of more, from memory that is not page-locked, waits even with non_blocking
@@ -109,10 +110,9 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
 
     def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
-        run.steps, run.exchange = steps, Mock()
-        run.saver, run.saved_step = Mock(since_write_s=lambda: 0.0), 0
-        run.checkpoints = Checkpoints(run, run.meter)
-        run.checkpoints.take = Mock()
+        parts = run.meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
+        run.begun = Ranks(run.recipe, steps, RunState(), *parts, record=None, newest=0)
+        run.begun.take = Mock()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.zero_grad = lambda: None

@@ -1,0 +1,376 @@
+"""What the main process records of a run: folder, log, result.json, plots/, tables on the terminal."""
+
+import contextlib
+import dataclasses
+import math
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import EMA_FILE, MODEL_FILE, Checkpoint, step_name
+from common.checkpoint.saver import Saver
+from common.distributed import strategy as job
+from common.distributed.rendezvous import hosts
+from common.order import Steps
+from common.recipe import Batch, Recipe
+from common.run.folder import RunFolder, script_name
+from common.run.log import Predictions, RunLog
+from common.run.state import RunState
+from common.system.env import report
+from common.system.files import read_json, read_lines, sync, write_json, writing
+from common.system.paths import ROOT, python_command, shortest
+from common.system.threads import Heartbeat
+
+if TYPE_CHECKING:  # imported where they are needed
+    from rich.table import Table
+
+    from common.telemetry.flops import Utilisation
+    from common.telemetry.sampling import Telemetry
+
+UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
+TIMED_STEPS = 10  # of shorter runs no speed is shown: the first steps take longer
+WRITING_GRACE_S = 8  # for a checkpoint in flight in a failed run; the other processes wait 10 s
+
+
+@dataclass
+class MainRecord:
+    """What the main process alone has of a run: folder, lease, log, result, plots."""
+
+    accelerator: Accelerator
+    recipe: Recipe
+    batch: Batch
+    steps: Steps
+    state: RunState
+    place: RunFolder
+    saver: Saver
+    log: RunLog
+    utilisation: "Utilisation | None"
+    final: dict[str, Any]  # parts of result.json that are known from the beginning, or at the end
+    best: Checkpoint | None = None  # after find_best()
+
+    @property
+    def folder(self) -> Path:
+        return self.place.path
+
+    def problem(self) -> str | None:
+        """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
+        return self.place.lost() or self.saver.problem or self.log.problem
+
+    def find_best(self, heartbeat: Heartbeat) -> bool:
+        """Finds and verifies the checkpoint of the best evaluation, here or in S3; False if it is gone."""
+        self._wait_for_save(heartbeat)
+        step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.place.mirror
+        assert step
+        gone: tuple[type[ValueError], ...] = (checkpoints.Damaged,)
+        try:
+            if mirror and step not in checkpoints.steps_in(parent):
+                from common.checkpoint.mirror import committed, fetch
+                from common.system.s3 import WrongSize
+
+                gone = (checkpoints.Damaged, WrongSize)
+                if step in committed(mirror.store):
+                    fetch(mirror.store, step, parent, heartbeat, mirror.report)
+            self.best = checkpoints.verify(parent / step_name(step), heartbeat)
+            return True
+        except gone as error:
+            print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)
+            return False
+
+    def write_end(
+        self, facts: dict[str, Any], predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
+    ) -> None:
+        """Completes the run on this disk. A kill or a full disk at any point loses no training.
+
+        facts: parts of result.json about the end. The steps:
+
+        1. The last checkpoint is committed, and index.json names it.
+        2. Pictures are drawn into plots/.
+        3. The trackers are closed.
+        4. result.json says `finished`, and with a mirror `uploaded` false.
+        5. upload() sends the checkpoint and the run's files to S3, result.json last.
+        6. result.json says `uploaded` true.
+
+        After an interruption the same command restores the last checkpoint, repeats its evaluation, which
+        the pictures show, and then all steps. Once result.json says `finished` and, with a mirror, `uploaded`
+        true, the same command begins another run.
+        """
+        folder, mirror, state = self.folder, self.place.mirror, self.state
+        self.final |= facts
+        self.log.progress.stop()
+        self._wait_for_save(heartbeat)
+        if self.utilisation:
+            speed = self.result("finished")["images_per_s"] or 0.0
+            self.final |= vars(self.utilisation) | {"mfu_pct": self.utilisation.pct(speed)}
+        with writing("the end of the run", folder):
+            # After an interruption an evaluation may come after its checkpoint.
+            checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
+            if mirror:
+                mirror.offer(state.step, state.best_step)
+            # After a day they take seconds, for which a launcher does not wait when it stops a run; the page
+            # of an unfinished one makes them.
+            from common.telemetry.summary import energy_wh
+
+            summaries = telemetry.summaries()
+            content = self.result("finished")
+            content |= {"telemetry": summaries, "energy_wh": energy_wh(summaries)}
+            content |= {"uploaded": False} if mirror else {}
+            self._draw(content, predictions)
+            self.log.close(failed=False)
+            for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
+                sync(file)
+            write_json(folder / "result.json", content)
+        show(folder)
+
+    def _draw(self, content: dict[str, Any], predictions: Predictions) -> None:
+        """Draws the pictures, for the trackers, too. Raises OSError. content: of result.json."""
+        from common.run.plots import plot_curves
+
+        plots = self.folder / "plots"
+        try:
+            lines = read_lines(self.folder / "metrics.jsonl")
+            place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
+            plot_curves(self.folder, lines, f"{content['script']} on {place}")
+            pictures = predictions.draw(plots)
+            if self.log.trackers:
+                self.log.trackers.show(pictures, self.state.step)
+        except OSError:
+            raise
+        except Exception as error:  # libraries raise many kinds
+            print(f"not all pictures are in {plots}: {type(error).__name__}: {error}", flush=True)
+
+    def _wait_for_save(self, heartbeat: Heartbeat) -> None:
+        """Waits until the checkpoint in flight is written. ValueError when it could not be."""
+        self.saver.wait(heartbeat)
+        if problem := self.problem():
+            raise ValueError(problem)
+
+    def upload(self, heartbeat: Heartbeat) -> None:
+        """Waits until the mirror has sent everything, and writes into result.json if it succeeded."""
+        mirror, file = self.place.mirror, self.folder / "result.json"
+        if mirror is None:
+            return
+        mirror.retry()
+        while not mirror.wait(0.5):
+            self.log.progress.tell(f"uploading to {mirror.store.url}")
+            heartbeat()
+        content = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": self.state.wall_now_s()}
+        if content["uploaded"]:
+            try:
+                mirror.send_last_files(content)
+            except (OSError, ValueError) as error:  # StoreError is one
+                content["uploaded"] = False
+                print(f"the result is not in {mirror.store.url} ({error}): run the same command to send it")
+        with writing("result.json", file.parent):
+            write_json(file, content)
+
+    def result(self, status: str, error: str | None = None) -> dict[str, Any]:
+        """The content of result.json. error: of a failed run."""
+        state = self.state
+        epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
+        steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
+        paths = {name: f"checkpoints/{step_name(step)}" for name, step in steps.items() if step}
+        final = {"epoch_s": epoch_s, "error": error} | paths | self.final
+        return result(self.accelerator, self.recipe, self.batch, status, state, **final)
+
+    def write_best(self) -> None:
+        """Starts to write a held snapshot, unless a device error may have spoilt it."""
+        if self.saver.training.is_copied():
+            self.saver.write_held()
+
+    def close_failed(self, error: str) -> None:
+        """Closes the run, also where another rank has failed. Waits WRITING_GRACE_S for a checkpoint."""
+        self.write_best()
+        self.saver.done(WRITING_GRACE_S)
+        self.close("failed", error)
+
+    def close(self, status: str, error: str | None = None) -> None:
+        """Closes files and trackers, releases the folder, and prints the command that makes the run's page.
+        Ignores a full disk."""
+        self.log.progress.stop()
+        report("step", step=self.state.step)
+        with contextlib.suppress(OSError):
+            if status != "finished":
+                write_json(self.folder / "result.json", self.result(status, error))
+        if status == "preempted" and self.place.mirror:
+            self.place.mirror.wait(UPLOAD_GRACE_S)
+        self.log.close(failed=status == "failed")
+        print(python_command(shortest(ROOT / "logbook.py"), "add", self.folder), flush=True)
+        self.place.release()
+
+
+def result(
+    accelerator: Accelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, **final: Any
+) -> dict[str, Any]:
+    """The content of result.json. Main process only.
+
+    status: `finished`, `preempted` or `failed`. final: what is known of a run that has begun.
+    """
+    memory = final.get("memory_gib") or [memory_gib(accelerator)]
+    measure = recipe.best_by if "accuracy" in state.best else "loss"
+    return {
+        "script": script_name(),
+        "status": status,
+        "strategy": job.strategy(accelerator),
+        **dataclasses.asdict(accelerator.precision),
+        "compile": str(accelerator.compilation),
+        "grad_checkpointing": accelerator.grad_checkpointing,
+        "step_graph": accelerator.step_graph,
+        "deterministic": recipe.deterministic,
+        "hosts": hosts(),
+        "processes": batch.processes,
+        "device": job.device_name(accelerator),
+        "data": recipe.data,
+        "batch_size": batch.total,
+        "per_device_batch_size": batch.per_device,
+        "accumulation_steps": batch.accumulations,
+        "epochs": recipe.epochs,
+        "steps": state.step,
+        "best_by": measure,
+        "best_accuracy": state.best.get("accuracy"),
+        "best_loss": None,
+        f"best_{measure}": state.best.get(measure),
+        "best_step": state.best_step,
+        "final_accuracy": state.last.get("accuracy"),
+        "final_loss": state.last.get("loss"),
+        f"final_{measure}": state.last.get(measure),
+        "val_name": None,
+        "val_images": state.last.get("images"),
+        "bad_images": len(state.bad_images),
+        "train_s": state.train_s,
+        "epoch_s": None,
+        "wall_s": state.wall_now_s(),
+        "spent_s": state.spent_now_s(),
+        "images_per_s": state.logged_step * batch.total / state.train_s if state.train_s else None,
+        "peak_memory_gib": max(peak["peak"] for peak in memory),
+        "memory_gib": memory,
+        "seed": recipe.seed,
+        "checkpoint": None,
+        "best_checkpoint": None,
+        "error": None,
+        **final,
+    }
+
+
+def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:
+    """Memory of this process in GiB. `peak`: torch's peak allocation on a GPU, the peak resident set on CPU.
+
+    On a GPU also `reserved`, the peak of torch's allocator. is_healthy: the GPU can be asked, which adds
+    `other`, the memory in use outside of torch now (CUDA context, NCCL, other processes), and `device`, its
+    size. On CPU also `data`, the writable memory requested so far, which RLIMIT_DATA limits.
+    """
+    if accelerator.device.type == "cuda":
+        sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        if is_healthy:
+            free, device = torch.cuda.mem_get_info()
+            sizes |= {"other": device - free - torch.cuda.memory_reserved(), "device": device}
+        return {name: size / 2**30 for name, size in sizes.items()}
+    status = Path("/proc/self/status").read_text()
+    data_kib = int(status.partition("VmData:")[2].split()[0])
+    return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "data": data_kib / 2**20}
+
+
+def show(folder: Path) -> None:
+    """Prints the folder's result.json and its weights as tables, and its files."""
+    from rich.console import Console
+
+    result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
+    lines = read_lines(folder / "metrics.jsonl")
+    console = Console(markup=False, highlight=False)
+    console.print(_results(result, record["unit"]))
+    table, file = _weights(folder, result, lines)
+    console.print(table)
+    if result["best_accuracy"] is not None:
+        # Of a checkpoint with an average the commands use that, unless they are given the other file.
+        best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
+        validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
+        commands = {"all metrics of the best weights": python_command(validate, best)}
+        if result["best_checkpoint"] != result["checkpoint"]:
+            commands["of the last"] = python_command(validate, folder, "--which", "latest")
+        commands["to use them elsewhere"] = python_command(export, best, f"models/{folder.name}")
+        for what, command in commands.items():
+            console.print(f"{what}: {command}", soft_wrap=True)
+    plots = sorted((folder / "plots").glob("*.png"))
+    for path in (file, *plots, folder / "metrics.jsonl", folder / "result.json"):
+        console.print(f"{path}", soft_wrap=True)
+
+
+def _results(result: dict[str, Any], unit: str) -> "Table":
+    from rich.table import Table
+
+    place = f"{result['strategy']} on {result['processes']} x {result['device']}"
+    table = Table("what", title=f"{result['script']}, {place}")
+    table.add_column("value", justify="right")
+    measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
+    best = result[f"best_{measure}"]
+    finals = [name for name in (measure, "accuracy") if result[f"final_{name}"] is not None]
+    rows: dict[str, str] = {}
+    if by := result.get("stopped_by"):
+        rows[f"ended early, by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
+    if test_name:
+        rows[f"{measure} of the best weights ({test_name} split)"] = f"{result[f'test_{measure}']:.4f}"
+        rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
+    rows |= {
+        f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
+        **{f"final {name} ({val_name} split)": f"{result[f'final_{name}']:.4f}" for name in finals},
+        f"{val_name} {unit}": f"{result['val_images']:,}",
+        "parameters": f"{result['parameters']:,}",
+        "training time": f"{result['train_s']:.1f} s",
+        "training time of an epoch, on average": f"{result['epoch_s']:.2f} s",
+        "whole time": f"{result['wall_s']:.1f} s",
+        **({"speed": f"{result['images_per_s']:,.0f} {unit}/s"} if result["steps"] >= TIMED_STEPS else {}),
+        "peak memory of a process": f"{result['peak_memory_gib']:.2f} GiB",
+    }
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
+    """A table of the files with weights: their accuracy or loss, and their use. Also the file to use: of the
+    best checkpoint, or the newest when the best is only in S3, that of the EMA unless the weights of the same
+    step were better without it."""
+    from rich.table import Table
+
+    measure, split = _measure(result), result["val_name"]
+    best, last = result["best_checkpoint"], result["checkpoint"]
+    at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
+    rows: list[tuple[Path, float | None, str]] = []
+    for checkpoint in dict.fromkeys((best, last)):
+        line = at_step.get(Path(checkpoint).name, {})
+        reason = f"best {measure} on the {split} split" if checkpoint == best else "the last step"
+        reason += ", and the last step" if best == last else ""
+        ema, model = (folder / checkpoint / name for name in (EMA_FILE, MODEL_FILE))
+        if ema.exists():
+            rows.append((ema, line.get(f"val/{measure}"), f"averaged weights (EMA), {reason}"))
+            rows.append((model, line.get(f"val/raw_{measure}"), "the same step without the average"))
+        elif model.exists():
+            rows.append((model, line.get(f"val/{measure}"), reason))
+    sign = -1 if measure == "loss" else 1
+    first = [row for row in rows if row[0].parent == rows[0][0].parent]
+    to_use = max(first, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
+    table = Table(title="weights: which file to use")
+    table.add_column("file in checkpoints/", no_wrap=True)
+    table.add_column(measure, justify="right")
+    table.add_column("why")
+    for file, value, why in rows:
+        use = "use this: " if file == to_use else ""
+        number = "-" if value is None else f"{value:.4f}"
+        table.add_row(f"{file.parent.name}/{file.name}", number, use + why)
+    return table, to_use
+
+
+def _measure(result: dict[str, Any]) -> str:
+    return result.get("best_by") or ("loss" if result["best_accuracy"] is None else "accuracy")
+
+
+def early_end(facts: Mapping[str, Any]) -> str:
+    """`ended at step 20 of 58, by --max_steps 20`; empty for a whole run, and for an unfinished one."""
+    if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
+        return ""
+    return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"
