@@ -29,8 +29,7 @@ Ids = Callable[[], list[int]]
 STOP, PROBLEM = 1, 2  # messages of a process to the others
 # A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
 # 2 * AGREEMENT_S later, or after 2 * MOST_STEPS steps if steps suddenly become slow.
-SHORT_STEP_S = 0.005
-AGREEMENT_S = 0.02
+SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
 MOST_STEPS = 32
 UNKNOWN_US = 2**31 - 1
 
@@ -87,8 +86,7 @@ class Exchange:
         everyones = self.poll.gather((own, self.telemetry.take(), self.skipped()))
         if self.record:
             self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
-            bad = self.record.state.bad_images
-            bad[:] = sorted({*bad} | {i for *_, ids in everyones for i in ids})
+            self.record.state.add_bad_images({i for *_, ids in everyones for i in ids})
         return [own for own, *_ in everyones]
 
 
@@ -245,5 +243,4 @@ class Ranks:
             return False
         now = time.monotonic()
         epoch_s, self.epoch_began = now - self.epoch_began, now
-        is_due = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
-        return self.exchange.poll.gather(is_due)[0]
+        return self.exchange.poll.gather(self.saver.since_write_s() + epoch_s > recipe.checkpoint_s)[0]

@@ -99,6 +99,9 @@ class RunState:
         self.train_s += spent_s
         self.logged_step = self.step
 
+    def add_bad_images(self, ids: set[int]) -> None:
+        self.bad_images = sorted(ids | {*self.bad_images})
+
     def stop(self) -> None:
         self.stopped = True
 
