@@ -122,7 +122,7 @@ def train_watched(
 
         def add(self, loss: Tensor, ids: np.ndarray) -> None:
             super().add(loss, ids)
-            if self.meter.micro_batches % self.batch.accumulations == 0:
+            if self.ranks.meter.micro_batches % self.batch.accumulations == 0:
                 on_step(self)
 
     def batches(*words: Any) -> Iterator[tuple]:

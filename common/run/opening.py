@@ -46,7 +46,7 @@ class Opening:
 
     accelerator: Accelerator
     recipe: Recipe
-    meter: Meter
+    batch: Batch
     steps: Steps
     training: TrainingState
     source: str  # a name that changes with the data's content
@@ -79,7 +79,9 @@ class Opening:
                 from common.data.workers import skipped
             exchange = Exchange(self.record, telemetry, recipe.timeout_s, skipped)
             self._report_start(exchange, state.step)
-            parts = self.meter, Predictions(self.classes), saver, exchange
+            meter = Meter(accelerator, self.batch, recipe.log_samples)
+            meter.resume(state, rank)
+            parts = meter, Predictions(self.classes), saver, exchange
             return Ranks(recipe, steps, state, *parts, self.record, saved_step)
         except BaseException:
             if self.place:
@@ -93,7 +95,7 @@ class Opening:
         ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
         and after too many restarts without a new checkpoint.
         """
-        name = run_name(self.accelerator, self.recipe, self.meter.batch)
+        name = run_name(self.accelerator, self.recipe, self.batch)
         self.place = place = RunFolder(self.recipe, name, self.steps.last, heartbeat)
         state, has_optimizer, checkpoint = RunState(), False, place.checkpoint
         if checkpoint:
@@ -159,7 +161,7 @@ class Opening:
         """The part of a checkpoint's manifest about the run that writes it. about: content of recipe.json."""
         names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: about[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
-        writer |= {"processes": self.meter.batch.processes, "deterministic": self.recipe.deterministic}
+        writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
         manifest = {"recipe": recipe_part(self.recipe), "data": self.source, "classes": self.classes}
         return manifest | {"written_by": writer} | self.training.about()
 
@@ -184,7 +186,7 @@ class Opening:
 
             used = utilisation(self.recipe, len(self.classes), about["devices"], about["mixed_precision"])
         final = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
-        run = self.accelerator, self.recipe, self.meter.batch
+        run = self.accelerator, self.recipe, self.batch
         self.record = MainRecord(*run, steps, state, place, saver, log, used, final)
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
@@ -196,7 +198,7 @@ class Opening:
         is_shared = all(exchange.poll.gather(_holds(*mains)))
         if file:
             facts = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
-            report("began", step=step, processes=self.meter.batch.processes, **facts)
+            report("began", step=step, processes=self.batch.processes, **facts)
 
 
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:

@@ -21,7 +21,7 @@ from common.recipe import Batch, Recipe
 from common.run.ending import end_early, end_failed, end_preempted
 from common.run.main_record import MainRecord, early_end, memory_gib
 from common.run.opening import Opening
-from common.run.ranks import Meter, Ranks
+from common.run.ranks import Ranks
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 
@@ -44,7 +44,6 @@ class Run:
         if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
             raise ValueError("--trackers trackio: the package is not installed: pip install trackio")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.meter = Meter(accelerator, batch, recipe.log_samples)
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
         self.begun: Ranks | None = None  # after begin()
         self.profile: Profile | None = None  # of the main process, with --profile
@@ -66,10 +65,8 @@ class Run:
         the names of the classes.
         """
         training = TrainingState(self.accelerator, model, optimizer, ema)
-        ranks = Opening(self.accelerator, self.recipe, self.meter, steps, training, *data).open()
+        ranks = Opening(self.accelerator, self.recipe, self.batch, steps, training, *data).open()
         self.begun, record = ranks, ranks.record
-        self.meter.resume(ranks.state, self.accelerator.process_index)
-        self.meter.start_clock()
         if first := self.recipe.profile:
             from common.telemetry.profiler import begin_profile
 
@@ -223,16 +220,16 @@ class Run:
                 stack.callback(batches.close)  # its decoders end with this generator
             for number, item in enumerate(batches):
                 if number == 0:
-                    self.meter.start_clock()
+                    self.ranks.meter.start_clock()
                 now.enter(TRAINING)
                 yield item
                 now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
         """Adds a micro-batch. Its loss stays on the device until the next line of the log."""
-        self.meter.add(loss, ids)
+        self.ranks.meter.add(loss, ids)
         if record := self.ranks.record:
-            steps = self.meter.micro_batches // self.batch.accumulations
+            steps = self.ranks.meter.micro_batches // self.batch.accumulations
             record.log.progress.advance(record.steps.first + steps)
 
     def log_training(self, step: int, lr: float) -> None:
@@ -242,7 +239,7 @@ class Run:
         Raises FloatingPointError on all processes when the loss is not finite.
         """
         assert not self.ended, "the loop must end where run.is_last(step) is true"
-        ranks, meter = self.ranks, self.meter
+        ranks, meter = self.ranks, self.ranks.meter
         state, steps, record = ranks.state, ranks.steps, ranks.record
         if self.profile:
             self.profile.end_step()
@@ -292,7 +289,7 @@ class Run:
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy."""
         now.enter(TRAINING)
-        self.meter.start_clock()
+        self.ranks.meter.start_clock()
         self.ranks.state.add_evaluation(step, metrics, self.recipe.best_by)
         self.ranks.predictions.accept(f"step {step:,}")
         if record := self.ranks.record:

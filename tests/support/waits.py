@@ -30,7 +30,7 @@ from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out
 from common.run import run as runs
-from common.run.ranks import Ranks
+from common.run.ranks import Meter, Ranks
 from common.run.run import Run
 from common.run.state import RunState
 
@@ -110,7 +110,8 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
 
     def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
-        parts = run.meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
+        meter = Meter(run.accelerator, run.batch, keeps_ids=False)
+        parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
         run.begun = Ranks(run.recipe, steps, RunState(), *parts, record=None, newest=0)
         run.begun.take = Mock()
         for p in model.parameters():
