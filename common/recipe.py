@@ -49,6 +49,7 @@ class Recipe(Job):
     max_steps: int | None = setting(None, minimum=1)
     patience: int | None = setting(None, minimum=1)
     output_dir: str | None = setting(None, also=("model_folder", "{}/*"))
+    name: str | None = setting(None)
     resume: str = setting("auto")
     allow_changed: tuple[str, ...] = setting(())
     checkpoint_every: str = setting("epoch")
@@ -72,6 +73,8 @@ class Recipe(Job):
             raise ValueError(f"--trackers {as_text(self.trackers)}: `none` stands alone")
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", self.checkpoint_every):
             raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
+        if self.name and (self.name != Path(self.name).name or self.name.startswith(".")):
+            raise ValueError(f"--name {self.name}: a folder's name, without a path; --output_dir has paths")
         if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
             raise ValueError(f"--allow_changed {unknown.pop()}: no part of the recipe")
         for name, value in (("s3", self.s3), ("resume", self.resume)):

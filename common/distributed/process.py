@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import multiprocessing.util
 import os
 import sys
 import time
@@ -87,6 +88,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     report("exit", status=status)
+    multiprocessing.util._run_finalizers(0)  # of decoders' semaphores, of which Python would warn
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, and an
     # upload to a silent store would delay the exit.
     os._exit(status)

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
 from common.run.lease import AlreadyOwned, FolderRecord, Lease, PrefixRecord
-from common.system.files import read_json, refuse_link, write_json, writing
+from common.system.files import json_lines, read_json, refuse_link, write_json, writing
 from common.system.processes import start_ticks
 from common.system.text import numbered
 from common.system.threads import Heartbeat
@@ -143,14 +144,17 @@ class RunFolder:
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
 
-    A run there is continued if it is unfinished, has the same recipe, and began at the same --resume.
+    A run there is continued if it is unfinished, has the same recipe, and began at the same --resume; so is
+    one that 1.0 named without the model. The folder of a start that trained nothing is taken.
     last_step: of this run, None if unknown; with it a line names an unfinished run with one other value.
     ValueError for another run in --output_dir, and for a recipe.json that can't be read.
     """
     is_said = last_step is None
     where = Path(recipe.output_dir or "runs/*")
     given, parent = where if where.name != "*" else None, where.parent / script_name()
-    for folder in itertools.repeat(given) if given else map(parent.joinpath, numbered(name)):
+    names = [n for n in _begun(parent, name.removeprefix(model_part(recipe)), recipe, last_step) if n != name]
+    usual = map(parent.joinpath, itertools.chain(names, numbered(name)))
+    for folder in itertools.repeat(given) if given else usual:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -166,6 +170,18 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
         elif not is_said and (differing := _only_difference(folder, recipe, last_step)):
             is_said = True
             log(f"{folder} holds a run that has not finished; {differing}: to resume it, give that value")
+
+
+def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
+    """The names of unfinished runs of this recipe, of <name>, <name>-2, ..."""
+    there = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
+    return (n for n in there if _has_trained(parent / n) and not _why_not_ours(parent / n, recipe, last_step))
+
+
+def model_part(recipe: Recipe) -> str:
+    """What stands before the name of a run whose script has --model."""
+    model = getattr(recipe, "model", None)
+    return re.sub(r"[^\w.-]+", "_", model) + "_" if model else ""
 
 
 def script_name() -> str:
@@ -217,13 +233,20 @@ def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str
 def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
     """Why the folder holds another run, as ` (--epochs was 3, now 10)`; empty if it holds none, or this."""
     record = _recipe_json(folder)
-    if record is None:
-        return ""  # empty, or stopped before it began: the checkpoint's recipe is compared later
+    if record is None or not _has_trained(folder):
+        return ""  # empty, or stopped before its first step: the checkpoint's recipe is compared later
     if reason := why_other_run(record, recipe):
         return reason
     if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
         return f", which did not begin at --resume {recipe.resume}"
     return ", which is finished" if _is_finished(folder, last_step) else ""
+
+
+def _has_trained(folder: Path) -> bool:
+    """True for a run with a checkpoint, or with a step in its log."""
+    if steps_in(folder / "checkpoints"):
+        return True
+    return (file := folder / "metrics.jsonl").exists() and any(line.get("step") for line in json_lines(file))
 
 
 def _recipe_json(folder: Path) -> dict[str, Any] | None:

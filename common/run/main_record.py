@@ -200,7 +200,8 @@ class MainRecord:
         if status == "preempted" and self.place.mirror:
             self.place.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")
-        print(python_command(shortest(ROOT / "logbook.py"), "add", self.folder), flush=True)
+        if self.state.step:
+            print(python_command(shortest(ROOT / "logbook.py"), "add", self.folder), flush=True)
         self.place.release()
 
 
@@ -282,7 +283,7 @@ def show(folder: Path) -> None:
     result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    console.print(_results(result, record["unit"]))
+    console.print(_results(result, record["unit"], _largest_class(folder)))
     table, file = _weights(folder, result, lines)
     console.print(table)
     if result["best_accuracy"] is not None:
@@ -300,7 +301,22 @@ def show(folder: Path) -> None:
         console.print(f"{path}", soft_wrap=True)
 
 
-def _results(result: dict[str, Any], unit: str) -> "Table":
+def _largest_class(folder: Path) -> float | None:
+    """The share of the largest class in the evaluated split; None without classes."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        counts = [sum(row) for row in read_json(folder / "confusion.json")["confusion"]]
+        return max(counts) / sum(counts)
+    return None
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of so many samples (Wilson 1927, the score interval)."""
+    square = 1.96**2 / count
+    centre, half = share + square / 2, math.sqrt(square * (share * (1 - share) + square / 4))
+    return (centre - half) / (1 + square), (centre + half) / (1 + square)
+
+
+def _results(result: dict[str, Any], unit: str, chance: float | None) -> "Table":
     from rich.table import Table
 
     place = f"{result['strategy']} on {result['processes']} x {result['device']}"
@@ -319,6 +335,7 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
         f"best {measure} ({val_name} split)": f"{best:.4f} at step {result['best_step']:,}",
         **{f"final {name} ({val_name} split)": f"{result[f'final_{name}']:.4f}" for name in finals},
         f"{val_name} {unit}": f"{result['val_images']:,}",
+        **_luck(result, chance),
         "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
         "training time of an epoch, on average": f"{result['epoch_s']:.2f} s",
@@ -329,6 +346,20 @@ def _results(result: dict[str, Any], unit: str) -> "Table":
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _luck(result: dict[str, Any], chance: float | None) -> dict[str, str]:
+    """What an accuracy stands beside: the interval that so few samples allow, and chance."""
+    split = "test" if result.get("test_name") else "best"
+    accuracy, count = (
+        result.get(f"{split}_accuracy"),
+        result["test_images" if split == "test" else "val_images"],
+    )
+    if accuracy is None or not count:
+        return {}
+    low, high = interval(accuracy, count)
+    found = {f"95 % interval of the {split} accuracy": f"{low:.4f} to {high:.4f}"}
+    return found if chance is None else found | {"chance: the share of the largest class": f"{chance:.4f}"}
 
 
 def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:

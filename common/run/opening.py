@@ -25,7 +25,7 @@ from common.distributed.agreement import once
 from common.distributed.rendezvous import most_hosts, most_processes
 from common.order import Steps
 from common.recipe import Batch, ImageRecipe, Recipe, recipe_part
-from common.run.folder import RunFolder, count_restarts, script_name
+from common.run.folder import RunFolder, count_restarts, model_part, script_name
 from common.run.log import Predictions, RunLog, change_of_hosts
 from common.run.main_record import MainRecord
 from common.run.ranks import Exchange, Ids, Meter, Ranks
@@ -202,11 +202,14 @@ class Opening:
 
 
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
-    """<strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>; hosts that are away count, too."""
+    """--name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>, after the model of a script
+    that has --model; hosts that are away count, too."""
+    if recipe.name:
+        return recipe.name
     hosts, processes = most_hosts(), most_processes()
     strategy = job.strategy(accelerator)
     strategy = "ddp" if strategy == "single" and processes > 1 else strategy
-    return f"{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
+    return f"{model_part(recipe)}{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
 def _holds(file: Path, content: bytes) -> bool:

@@ -196,6 +196,16 @@ def test_a_terminal_that_is_closed(tmp_path):
     assert latest(tmp_path / "run").name == f"step_{found['steps']:08d}"
 
 
+@pytest.mark.full
+@pytest.mark.real_processes
+def test_ctrl_c_beside_decoders_prints_no_warning_of_python(tmp_path, cache):
+    words = [*VIT, *cache, "--data", write_shards(tmp_path / "data"), "--epochs", "100000", "--workers", "2"]
+    job = start_and_wait(words, tmp_path / "run")
+    job.process.send_signal(signal.SIGINT)
+    status, output = job.wait()
+    assert (status, "semaphore" in output) == (130, False), output
+
+
 def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
     long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps each
     words = [*SLOW, *long_epochs, "--output_dir", tmp_path / "early"]

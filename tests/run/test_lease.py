@@ -13,7 +13,7 @@ import pytest
 from common.recipe import Recipe, flag, recipe_part
 from common.run import folder as folder_module
 from common.run import lease as lease_module
-from common.run.folder import RunFolder, script_name
+from common.run.folder import RunFolder, folders, model_part, script_name
 from common.run.lease import FolderRecord, Lease
 from common.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
@@ -136,6 +136,42 @@ def place(tmp_path, **fields):
     return RunFolder(recipe, "named", 10, lambda: None)
 
 
+def began(folder, recipe: dict, steps: int = 1) -> None:
+    """A run of this recipe that has trained so many steps and was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.json").write_text(json.dumps({"script": script_name(), "recipe": recipe}))
+    (folder / "metrics.jsonl").write_text('{"train/loss": 1.0, "step": 1}\n' * steps)
+
+
+def test_the_folder_of_a_start_that_trained_no_step_is_taken_again(tmp_path):
+    parent, other = tmp_path / script_name(), recipe_part(Small(lr=0.2))
+    began(parent / "named", other, steps=0)
+    for name in ("*", f"{script_name()}/named"):
+        opened = place(tmp_path, output_dir=f"{tmp_path}/{name}")
+        assert opened.path.name == "named"
+        opened.release()
+    began(parent / "named", other)
+    opened = place(tmp_path)
+    assert opened.path.name == "named-2"
+    opened.release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfModels(Small):
+    model: str = flag("hf-hub:timm/vit_b", "model")
+
+
+def test_runs_that_1_0_named_without_the_model_are_continued(tmp_path):
+    recipe = OfModels(output_dir=f"{tmp_path}/*")
+    name, parent = f"{model_part(recipe)}ddp_8", tmp_path / script_name()
+    assert next(folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
+    began(parent / "ddp_8", recipe_part(OfModels(lr=0.2)))
+    began(parent / "ddp_8-2", recipe_part(recipe))
+    assert next(folders(recipe, name, 10)).name == "ddp_8-2"
+    (parent / "ddp_8-2" / "result.json").write_text('{"status": "finished", "steps": 10}')
+    assert next(folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
+
+
 def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
     first = place(tmp_path)
     with pytest.raises(ValueError, match="is in use by process"):
@@ -156,8 +192,8 @@ def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatc
     class Late(Lease):
         def __init__(self, where, *rest):
             if where.path.parent.name == "named":
-                theirs = {"script": script_name(), "recipe": recipe_part(Small(lr=0.2))}
-                (where.path.parent / "recipe.json").write_text(json.dumps(theirs))
+                theirs = {"recipe": recipe_part(Small(lr=0.2))}
+                began(where.path.parent, theirs["recipe"])
             super().__init__(where, *rest)
 
     monkeypatch.setattr(folder_module, "Lease", Late)

@@ -49,12 +49,21 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
+    words = [
+        "train_hello.py",
+        "--trackers",
+        "none",
+        "--model_folder",
+        tmp_path,
+        "--name",
+        "mine",
+        "--max_steps",
+    ]
     run([*words, 3])
     changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
     assert "has not finished" not in changed
     changed = run([*words, 6, "--seed", "1"])
-    (first,) = (path for path in (tmp_path / "train_hello").iterdir() if path.name[-2] != "-")
+    first = tmp_path / "train_hello" / "mine"
     said = f"{first} holds a run that has not finished; --seed was 0, now 1: to resume it, give that value"
     assert said in changed.splitlines()
     assert "has not finished" not in run([*words, 6])  # it is resumed
@@ -81,6 +90,11 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
         for step, a in ((10, 0.5), (20, 0.9), (30, 0.8))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "confusion.json").write_text('{"confusion": [[200, 40], [20, 100]]}')
+    show(tmp_path)
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "│ 95 % interval of the best accuracy │ 0.8647 to 0.9269 │" in rows
+    assert "│ chance: the share of the largest class │ 0.6667 │" in rows
     use_this = "use this: averaged weights (EMA), best accuracy on the val split"
     assert weights(tmp_path, capsys) == [
         f"step_00000020/ema.safetensors 0.9000 {use_this}",
