@@ -14,26 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import Tensor, nn
-
-from common.augment import to_float
-from common.data.images import Images, load
-from common.distributed.accelerator import prepare
-from common.distributed.process import entry
-from common.distributed.step_graph import step_graph
-from common.evaluation import evaluate
-from common.optim import can_fuse_sgd
-from common.order import Plan, Steps, reseed
+from common import check_early
 from common.recipe import Batch, ImageRecipe, flag, setting
-from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
+@check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class CnnA(ImageRecipe):
     epochs: int = flag(10, "passes over the training images", minimum=1)
@@ -59,6 +46,22 @@ class CnnA(ImageRecipe):
         if not self.padding and self.image_size <= 3 * self.kernel_size:
             raise ValueError(f"--image_size {self.image_size} is too small for --no_padding")
 
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from common.augment import to_float
+from common.data.images import Images, load
+from common.distributed.accelerator import prepare
+from common.distributed.process import entry
+from common.distributed.step_graph import step_graph
+from common.evaluation import evaluate
+from common.optim import can_fuse_sgd
+from common.order import Plan, Steps, reseed
+from common.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -18,26 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import Tensor, nn
-
-from common.augment import to_float
-from common.data.images import Images, load
-from common.distributed.accelerator import prepare
-from common.distributed.process import entry
-from common.distributed.step_graph import step_graph
-from common.evaluation import evaluate
-from common.optim import can_fuse_sgd
-from common.order import Plan, Steps, reseed
+from common import check_early
 from common.recipe import Batch, ImageRecipe, flag, setting
-from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
+@check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class CnnB(ImageRecipe):
     epochs: int = flag(40, "passes over the training images", minimum=1)
@@ -65,6 +52,22 @@ class CnnB(ImageRecipe):
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     step_graph: bool | None = setting(None)
 
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from common.augment import to_float
+from common.data.images import Images, load
+from common.distributed.accelerator import prepare
+from common.distributed.process import entry
+from common.distributed.step_graph import step_graph
+from common.evaluation import evaluate
+from common.optim import can_fuse_sgd
+from common.order import Plan, Steps, reseed
+from common.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -15,23 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import Tensor, nn
-
-from common.augment import send
-from common.distributed.accelerator import prepare
-from common.distributed.exact_sum import exact_sum
-from common.distributed.process import entry
-from common.order import Shuffled, Steps, evaluation_plan, reseed
+from common import check_early
 from common.recipe import Batch, Recipe, flag, setting
-from common.run.run import Run
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
+@check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class Hello(Recipe):
     unit: ClassVar[str] = "points"
@@ -44,6 +34,19 @@ class Hello(Recipe):
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     log_every: int = setting(100, "optimizer steps between lines of the log", minimum=1)
 
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from common.augment import send
+from common.distributed.accelerator import prepare
+from common.distributed.exact_sum import exact_sum
+from common.distributed.process import entry
+from common.order import Shuffled, Steps, evaluation_plan, reseed
+from common.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -19,33 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import timm
-import torch
-from accelerate import Accelerator
-from timm.data import resolve_model_data_config
-from timm.optim import param_groups_layer_decay
-from torch import Tensor, nn
-
-from common import augment
-from common.checkpoint.weights import model_with_weights, pretrained_model
-from common.data.images import Images, load
-from common.distributed.accelerator import prepare
-from common.distributed.blocks import blocks_of
-from common.distributed.precision import input_dtype, to_autocast_dtype
-from common.distributed.process import entry
-from common.distributed.step_graph import step_graph
-from common.evaluation import evaluate
-from common.optim import EMA
-from common.order import Plan, Steps, reseed, uniforms
-from common.rand_augment import LAYERS, rand_augment
+from common import check_early
 from common.recipe import Batch, ImageRecipe, flag, setting
-from common.run.run import Run
-from common.timm_models import block_classes, fitting, head_names, share_graphs, speed_up
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
 
+@check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class Vit(ImageRecipe):
     epochs: int = flag(100, "passes over the training images", minimum=1)
@@ -68,7 +48,7 @@ class Vit(ImageRecipe):
     color_jitter: float = flag(
         0.0, "brightness, contrast and saturation vary by up to this share; 0 is off", minimum=0, maximum=1
     )
-    randaug_layers: int = flag(0, "RandAugment: operations on an image; 0 is off", minimum=0, maximum=LAYERS)
+    randaug_layers: int = flag(0, "RandAugment: operations on an image; 0 is off", minimum=0, maximum=4)
     randaug_magnitude: float = flag(10.0, "RandAugment: strength; 10 is strong", minimum=0, maximum=30)
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
     label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
@@ -87,6 +67,29 @@ class Vit(ImageRecipe):
         if self.freeze and not (self.pretrained or self.weights):
             raise ValueError("--freeze trains the head alone: give the rest by --pretrained or --weights")
 
+
+import numpy as np
+import timm
+import torch
+from accelerate import Accelerator
+from timm.data import resolve_model_data_config
+from timm.optim import param_groups_layer_decay
+from torch import Tensor, nn
+
+from common import augment
+from common.checkpoint.weights import model_with_weights, pretrained_model
+from common.data.images import Images, load
+from common.distributed.accelerator import prepare
+from common.distributed.blocks import blocks_of
+from common.distributed.precision import input_dtype, to_autocast_dtype
+from common.distributed.process import entry
+from common.distributed.step_graph import step_graph
+from common.evaluation import evaluate
+from common.optim import EMA
+from common.order import Plan, Steps, reseed, uniforms
+from common.rand_augment import rand_augment
+from common.run.run import Run
+from common.timm_models import block_classes, fitting, head_names, share_graphs, speed_up
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,25 @@
+"""Reports mistakes in the flags and the data before a train script imports torch, which takes seconds."""
+
+import sys
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def check_early(kind: Kind) -> Kind:
+    """Decorates a train script's recipe: a mistake in the flags or in the data's files ends the script here.
+
+    Does nothing where the script is imported. Checks the data of a job on one host only: others would wait.
+    """
+    if kind.__module__ == "__main__":
+        from common.recipe import ImageRecipe, from_flags
+        from common.system.cli import run_command
+        from common.system.env import is_hosts_first, processes_per_host, world_size
+
+        recipe: Any = from_flags(kind)
+        if isinstance(recipe, ImageRecipe) and is_hosts_first() and world_size() == processes_per_host():
+            from common.data.sources import list_early
+
+            if status := run_command(lambda: list_early(recipe)):
+                sys.exit(status)
+    return kind

@@ -166,6 +166,16 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     return recipe
 
 
+_parsed: dict[type, Any] = {}
+
+
+def from_flags(recipe_class: type[R]) -> R:
+    """This process's recipe. Its flags are parsed once, as --config may name a pipe."""
+    if recipe_class not in _parsed:
+        _parsed[recipe_class] = parse(recipe_class)
+    return _parsed[recipe_class]
+
+
 def recipe_part(recipe: Job) -> dict[str, Any]:
     """The fields that define the training, without those about where or how to run."""
     return {

@@ -108,6 +108,7 @@ def test_a_cut_out_is_a_grey_square_at_any_place(images):
 def test_all_operations_are_as_frequent_and_the_layers_independent():
     many = uniforms(0, 0, np.arange(16_000), DRAWS)[:, RAND_AUGMENT]
     assert many.shape[1] == LAYERS * DRAWN
+    assert Vit.__dataclass_fields__["randaug_layers"].metadata["maximum"] == LAYERS
     first, second = ((many[:, layer * DRAWN] * 16).astype(int) for layer in (0, 1))
     assert np.bincount(first).min() > 850
     assert np.bincount(first * 16 + second).min() > 30

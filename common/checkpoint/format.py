@@ -46,21 +46,19 @@ MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetenso
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
 CHUNK_BYTES = 16 * 2**20  # unit of writing and hashing
 JSON_LIMIT_BYTES = 16 * 2**20  # limit of a manifest; 22,000 class names take 1.2 MB
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
+
+
+class OptimizerScalars(TypedDict):
+    """The optimizer's part of state.json."""
+
+    scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
+    groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
 
 
 class Damaged(ValueError):

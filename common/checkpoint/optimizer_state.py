@@ -6,24 +6,17 @@ that it changes in its parameter groups, `manifest.json` its class and the names
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.checkpoint import format as checkpoints
-from common.checkpoint.format import Checkpoint, Specs, TensorFile
+from common.checkpoint.format import Checkpoint, OptimizerScalars, Specs, TensorFile
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Layout, group_values
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process
-
-
-class OptimizerScalars(TypedDict):
-    """The optimizer's part of state.json."""
-
-    scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
-    groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
 
 
 class OptimizerState:

@@ -5,6 +5,8 @@
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from common.data.tables import (
 from common.recipe import ImageRecipe
 from common.system.files import read_regular
 from common.system.text import did_you_mean, some_of
-from common.system.threads import Heartbeat, run_with_heartbeat
+from common.system.threads import Heartbeat, run_with_heartbeat, start_daemon
 
 if TYPE_CHECKING:
     from common.data.lists import Listed
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 
 KNOWN = ("digits", "cifar10", "synthetic")
 VAL_CHOICE = "val, validation, valid or test"
+EARLY_S = 1.0  # of waiting before torch is imported
+_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # that list_early() began
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,23 @@ def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
         return Source(data, (), _write_synthetic)
     if data == "cifar10" or data.startswith("hub:"):
         return _of_hub(data, load_from_hub(data, beat), columns)
-    return run_with_heartbeat(partial(_find_files, data, columns), beat)
+    begun = _listings.pop((data, columns), None)
+    return run_with_heartbeat(begun.result if begun else partial(_find_files, data, columns), beat)
+
+
+def list_early(recipe: ImageRecipe) -> int:
+    """Begins find_source() in a thread, for this process's next call, and waits EARLY_S for it.
+
+    Returns 0. Raises ValueError for data of this host that can't be used, if that is known by then.
+    """
+    data, columns = recipe.data, Columns(recipe.image_column, recipe.label_column)
+    if data not in KNOWN and not data.startswith(("hub:", "s3:")):
+        _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
+        if wait([listing], EARLY_S).done:
+            with suppress(OSError):  # the next call explains it
+                find_source(recipe, lambda: None)
+            _listings[data, columns] = listing
+    return 0
 
 
 def _find_files(data: str, columns: Columns) -> Source:

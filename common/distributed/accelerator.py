@@ -23,9 +23,7 @@ from accelerate.utils import (
 from accelerate.utils import imports as accelerate_imports
 from torch import nn
 
-from common.batch_norm import RunningStatistics
 from common.distributed.agreement import agree
-from common.distributed.blocks import blocks_of, checkpoint_activations, chosen_compilation, compile_blocks
 from common.distributed.devices import (
     check_devices,
     check_own_gpu,
@@ -59,7 +57,6 @@ from common.distributed.rendezvous import (
     replacement_problem,
     set_group_timeout,
 )
-from common.distributed.step_graph import chosen_step_graph
 from common.distributed.strategy import (
     keep_strides,
     plain_module,
@@ -82,6 +79,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     Raises ValueError when the launcher's config has an unsupported answer, the batch does not divide, there
     are too few GPUs, or the processes disagree.
     """
+    from common.distributed.blocks import chosen_compilation
+    from common.distributed.step_graph import chosen_step_graph
+
     wanted = job.mixed_precision or typed_precision()
     deepspeed = check_launch_config(
         os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=wanted
@@ -217,6 +217,9 @@ def wrap(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """prepare() without the exchange of initial weights."""
+    from common.batch_norm import RunningStatistics
+    from common.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
+
     check_wrapped_classes(model)
     # FSDP and ZeRO flatten parameters; with --deterministic all compute on FSDP2's layout, as a convolution
     # adds in another order on another one.

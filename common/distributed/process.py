@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from common.distributed.accelerator import start
 from common.distributed.preemption import Preempted
 from common.distributed.watch import MISTAKES, begin_exit, first_to_report, report_failure
-from common.recipe import Batch, Recipe, parse
+from common.recipe import Batch, Recipe, from_flags
 from common.system.cli import settle_environment, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
 from common.system.text import printable_lines
@@ -35,7 +35,7 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
     def decorate(main: Main[R]) -> Callable[[], None]:
         def train() -> None:
-            recipe = parse(kind)
+            recipe = from_flags(kind)
             accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
             main(recipe, accelerator, batch)
 

@@ -12,22 +12,19 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from common.checkpoint.training import TrainingState
 from common.distributed.agreement import once
 from common.distributed.preemption import Preempted, agreed
 from common.distributed.watch import begin_exit, on_failure
 from common.order import Steps
 from common.recipe import Batch, Recipe
-from common.run.ending import end_early, end_failed, end_preempted
-from common.run.main_record import MainRecord, early_end, memory_gib
-from common.run.opening import Opening
-from common.run.ranks import Ranks
 from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
     from common.optim import EMA
+    from common.run.main_record import MainRecord
+    from common.run.ranks import Ranks
     from common.telemetry.profiler import Profile
 
 Item = TypeVar("Item")
@@ -64,6 +61,9 @@ class Run:
         Call it after prepare() and before the first forward. data: a name that changes with its content, and
         the names of the classes.
         """
+        from common.checkpoint.training import TrainingState
+        from common.run.opening import Opening
+
         training = TrainingState(self.accelerator, model, optimizer, ema)
         ranks = Opening(self.accelerator, self.recipe, self.batch, steps, training, *data).open()
         self.begun, record = ranks, ranks.record
@@ -79,13 +79,13 @@ class Run:
         return ranks.steps
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> "Ranks":
         """What all ranks do together. After begin()."""
         assert self.begun, "run.begin() comes first"
         return self.begun
 
     @property
-    def main_record(self) -> MainRecord:
+    def main_record(self) -> "MainRecord":
         """Main process only."""
         assert self.ranks.record
         return self.ranks.record
@@ -96,9 +96,13 @@ class Run:
         return self.main_record.folder
 
     def __enter__(self) -> "Run":
+        import common.run.ending  # noqa: F401  # now, as after a failure it may not be possible
+
         return self
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        from common.run.ending import end_early, end_failed, end_preempted
+
         ranks, job = self.begun, (self.accelerator, self.recipe, self.batch)
         if ranks:
             ranks.exchange.telemetry.stop()
@@ -151,6 +155,8 @@ class Run:
 
     def _end(self) -> None:
         """Writes the checkpoints that are not on the disk yet, and prints why an end is early. Collective."""
+        from common.run.main_record import early_end
+
         ranks = self.ranks
         now.enter(ENDING)
         if self.feeding:
@@ -191,6 +197,8 @@ class Run:
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
+        from common.run.main_record import memory_gib
+
         self._end()
         exchange, predictions, timeout_s = self.ranks.exchange, self.ranks.predictions, self.recipe.timeout_s
         exchange.poll.finish()

@@ -5,8 +5,7 @@ import typing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from common.checkpoint.format import STATE_FILE, Checkpoint
-from common.checkpoint.optimizer_state import OptimizerScalars
+from common.checkpoint.format import STATE_FILE, Checkpoint, OptimizerScalars
 from common.system.files import fitting, read_json
 from common.system.phase import now
 from common.system.processes import own_age_s

@@ -27,7 +27,9 @@ def run_command(main: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return 0
-        print(f"error: {printable_lines(_text(error))}", file=sys.stderr)
+        message = printable_lines(_text(error))
+        tell_torchrun(message)
+        print(f"error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

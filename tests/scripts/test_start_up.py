@@ -1,17 +1,22 @@
-"""What commands import: --help and a wrong flag need no torch, `make train` nothing that it does not use, and
-a script no module of common/ that a flag alone needs."""
+"""What commands import: --help, a wrong flag and data that are not there need no torch, `make train` nothing
+that it does not use, and a script no module of common/ before it is needed."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from common.data import sources
+from common.data.sources import Source
+from common.recipe import ImageRecipe, from_flags
 from tests.conftest import BIN, ROOT
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
+SCRIPTS = tuple(path.name for path in sorted(ROOT.glob("train_*.py")))
 HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
 HEAVY |= {"datasets", "scipy", "boto3", "matplotlib"}
 OF_FLAGS = {
@@ -22,7 +27,7 @@ OF_FLAGS = {
     "run.plots",
     "telemetry.sampling",
 }
-MODULES = {"train_hello": 48, "train_cnn_a": 59}  # of common/, with packages: the most that a script loads
+MODULES = {"train_hello": 35, "train_cnn_a": 48}  # of common/, with packages: the most that a script loads
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
@@ -34,7 +39,7 @@ def imported(*words: str) -> tuple[int, set[str], str]:
     return done.returncode, {name.partition(".")[0] for name in names}, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *SCRIPTS])
 def test_help_and_a_wrong_flag_are_answered_without_torch(command):
     status, packages, output = imported(command, "--help")
     assert status == 0
@@ -43,6 +48,49 @@ def test_help_and_a_wrong_flag_are_answered_without_torch(command):
     status, packages, output = imported(command, "--no_such_flag", "train_hello.py")
     assert status == 2, output
     assert not packages & HEAVY
+
+
+@pytest.mark.parametrize(
+    ("files", "message"), [((), "does not exist"), (("train/cat/1.jpg", "train/dog/2.jpg"), "has no val")]
+)
+def test_data_that_cant_be_used_are_named_without_torch(tmp_path, files, message):
+    for file in (tmp_path / "images" / name for name in files):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    status, packages, output = imported("train_vit.py", "--data", str(tmp_path / "images"))
+    assert status == 1
+    assert re.search(f"^error: --data .*{message}", output, re.MULTILINE), output
+    assert not packages & HEAVY
+
+
+def test_files_are_listed_once_and_a_long_list_delays_no_import(tmp_path, monkeypatch):
+    begun, may_end = [], threading.Event()
+
+    def slow(data, columns):
+        begun.append(data)
+        may_end.wait(10)
+        return Source("images", (), lambda *_: ())
+
+    monkeypatch.setattr(sources, "_find_files", slow)
+    monkeypatch.setattr(sources, "EARLY_S", 0)
+    recipe = ImageRecipe(data=str(tmp_path))
+    assert sources.list_early(recipe) == 0
+    may_end.set()
+    monkeypatch.setattr(sources, "EARLY_S", 10)
+    assert sources.find_source(recipe, lambda: None).name == "images"
+    assert sources.list_early(recipe) == 0
+    assert sources.find_source(recipe, lambda: None).name == "images"
+    assert len(begun) == 2
+
+
+def test_flags_are_parsed_once(monkeypatch, tmp_path):
+    """A pipe can be read once: `--config <(...)`."""
+    (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
+    monkeypatch.setattr(sys, "argv", ["train_cnn_a.py", "--config", str(tmp_path / "recipe.yaml")])
+    first = from_flags(kind := type("Fresh", (ImageRecipe,), {}))
+    (tmp_path / "recipe.yaml").write_text("")
+    assert from_flags(kind) is first
+    assert first.epochs == 3
 
 
 def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cache):
@@ -57,7 +105,7 @@ def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cach
 
 
 @pytest.mark.parametrize(("script", "most"), MODULES.items())
-def test_a_script_loads_no_module_that_a_flag_alone_needs(script, most):
+def test_a_script_loads_no_module_before_it_is_needed(script, most):
     code = f"import sys, {script}; print(*(name for name in sys.modules if name.startswith('common.')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     loaded = {name.removeprefix("common.") for name in done.stdout.split()}
