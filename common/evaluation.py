@@ -15,16 +15,17 @@ from common.augment import send, to_float
 from common.data.splits import Split
 from common.distributed.exact_sum import exact_sum
 from common.order import chosen_by_hash, evaluation_plan
-from common.recipe import Batch, ImageRecipe
+from common.recipe import METRICS, Batch, ImageRecipe, Metric
 
 SHOWN = 16  # sample predictions for plots/
 CONFUSED = 1000  # the most classes with a confusion matrix, whose size is their square
 
 
-def mean_of_classes(metric: str, images: np.ndarray, predicted: np.ndarray, right: np.ndarray) -> float:
-    """`balanced_accuracy` or `macro_f1`, as scikit-learn's, of the images by class: int64 [classes] each."""
-    both, right = (images, right) if metric == "balanced_accuracy" else (images + predicted, 2 * right)
-    return float((right[both > 0] / both[both > 0]).mean())
+def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
+    """A metric by class, as scikit-learn's, of all images, predicted and right ones: int64 [3, classes]."""
+    assert metric.value
+    parts, wholes = metric.value(*counts)
+    return float((parts[wholes > 0] / wholes[wholes > 0]).mean())
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,16 @@ def evaluate(
     CONFUSED classes), and this process's share of SHOWN predictions, of the same images for any seed.
     Collective.
     """
-    total = torch.zeros((), device=accelerator.device, dtype=torch.float64)  # of the losses
+    total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # of the losses, of another metric
+    chosen = METRICS[recipe.best_by]
     counts, confusion, examples = None, None, []
     expected = counted(split, recipe)
     shown = chosen_by_hash(len(split), min(SHOWN, expected))
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress):
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
-        total += exact_sum(F.cross_entropy(part.logits, part.labels, reduction="none"))
+        total[0] += exact_sum(F.cross_entropy(part.logits, part.labels, reduction="none"))
+        if chosen.value and not chosen.by_class:
+            total[1] += exact_sum(chosen.value(part.logits, part.labels).float())
         is_class, is_predicted = (F.one_hot(ids, classes) for ids in (part.labels, predicted))
         here = torch.stack([is_class, is_predicted, is_class * is_predicted]).sum(1)
         counts = here if counts is None else counts + here
@@ -93,10 +97,10 @@ def evaluate(
     images, _, right = counts.sum(1).tolist()
     assert images == expected, f"counted {images} of {expected} images"
     watcher.keep(accelerator.reduce(confusion, "sum") if confusion is not None else None, examples)
-    loss = accelerator.reduce(total, "sum").item() / images
+    loss, other = (accelerator.reduce(total, "sum") / images).tolist()
     metrics = {"loss": loss, "accuracy": right / images, "images": images}
     if recipe.best_by not in metrics:
-        metrics[recipe.best_by] = mean_of_classes(recipe.best_by, *counts.cpu().numpy())
+        metrics[recipe.best_by] = mean_of_classes(chosen, counts.cpu().numpy()) if chosen.by_class else other
     return metrics
 
 

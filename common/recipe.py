@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +19,28 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 R = TypeVar("R", bound="DataclassInstance")
+
+
+class Metric(typing.NamedTuple):
+    """A metric of an evaluation: computed by evaluation.py, chosen by --best_by, shown on pages, verified.
+
+    value: by_class the parts and the wholes, whose ratios are averaged, from int64 [classes] of images, of
+    predictions and of right ones; else a number for each image, [v], from logits [v, classes] and labels [v].
+    None: evaluate() always has it. is_share: from 0 to 1, the higher the better; else as a loss.
+    """
+
+    title: str
+    value: Callable[..., Any] | None = None
+    is_share: bool = True
+    by_class: bool = False
+
+
+METRICS = {
+    "accuracy": Metric("accuracy"),
+    "balanced_accuracy": Metric("balanced accuracy", lambda n, _, right: (right, n), by_class=True),
+    "macro_f1": Metric("macro F1", lambda n, predicted, right: (2 * right, n + predicted), by_class=True),
+    "loss": Metric("loss", is_share=False),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +119,7 @@ class ImageRecipe(Recipe):
     holdout: float | str | None = flag(None, minimum=0, also=("fold", "{}"))
     image_size: int = flag(32, minimum=1, per_script=True)
     max_val_images: int | None = flag(None, minimum=1)
-    best_by: str = flag("accuracy", choices=("accuracy", "balanced_accuracy", "macro_f1", "loss"))
+    best_by: str = flag("accuracy", choices=tuple(METRICS))
     streams: int | None = flag(None, minimum=1)
     shuffle_window: int = flag(4096, minimum=1)
     on_bad_image: str = flag("fail", choices=("fail", "skip"))

@@ -1,6 +1,7 @@
 """Evaluation counts every image once: a validation set of prime size on 1 and 3 processes."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from common.data.images import Images
 from common.data.splits import ArraySplit, Part
 from common.evaluation import evaluated_ids, mean_of_classes
-from common.recipe import ImageRecipe
+from common.recipe import METRICS, ImageRecipe
 from tests.conftest import CNN, Job, metrics, mutate, python, result, run, torchrun
 from tests.support.images import class_folders
 
@@ -53,6 +54,39 @@ def test_one_process_and_three_evaluate_alike(words, tmp_path):
     assert logs["one"][-1]["val/loss"] == pytest.approx(logs["three"][-1]["val/loss"], abs=1e-5)
 
 
+NEW = {  # a metric of images and one by class
+    "top1": 'Metric("top-1", lambda logits, labels: (logits.topk(1).indices == labels[:, None]).any(1))',
+    "macro_recall": 'Metric("macro recall", lambda n, _, right: (right, n), by_class=True)',
+}
+
+
+@pytest.mark.parametrize(("metric", "same"), [("top1", "accuracy"), ("macro_recall", "balanced_accuracy")])
+def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, same):
+    """It chooses the best, stands on the page for each split, and is verified as a share of images."""
+    first = "METRICS = {\n"
+    mutate(project_copy, "common/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
+    folder, held_out = tmp_path / "run", ["--holdout", "12", "--per_device_batch_size", "6"]
+    run([*words, *held_out, "--best_by", metric, "--output_dir", folder], cwd=project_copy)
+    run([*words, *held_out, "--best_by", same, "--output_dir", tmp_path / "same"], cwd=project_copy)
+    found, expected = (result(path) for path in (folder, tmp_path / "same"))
+    for kind in ("best", "final", "test"):
+        assert found[f"{kind}_{metric}"] == expected[f"{kind}_{same}"], kind
+    run([*python(), "logbook.py", "add", folder, "--folder", tmp_path / "pages"], cwd=project_copy)
+    (page,) = (tmp_path / "pages").glob("train_cnn_a/*/run.md")
+    title = {"top1": "top-1", "macro_recall": "macro recall"}[metric]
+    (row,) = re.findall(rf"^\| {title} \|.*", page.read_text(), re.MULTILINE)
+    shown = [f"{found[f'{kind}_{metric}']:.4f}" for kind in ("test", "best", "final")]
+    assert re.findall(r"[\d.]{6}", row) == shown
+    forged = {f"val/{metric}", f"best_{metric}", f"final_{metric}"}
+    log = [{n: v - 0.3 if n in forged else v for n, v in line.items()} for line in metrics(folder)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+    lowered = {n: v - 0.3 if n in forged else v for n, v in found.items()}
+    (folder / "result.json").write_text(json.dumps(lowered))
+    status, output = Job([*python(), "verify.py", folder, "--sample", "1", *cache], cwd=project_copy).wait()
+    is_found = "a repeated evaluation changes 1 at most" in output
+    assert (status, is_found) == (int(metric == "top1"), metric == "top1"), output
+
+
 def test_a_part_of_the_images_is_of_all_classes():
     """The images are sorted by class: the first 20 are zeros."""
     labels = np.arange(97) // 49
@@ -74,8 +108,9 @@ def test_counting_the_filling_is_found(words, tmp_path, project_copy):
 def test_the_metrics_and_weights_are_scikit_learns():
     """Classes without images, or never predicted, among them."""
     labels, predicted = np.array([0, 0, 0, 1, 3]), np.array([0, 0, 1, 1, 4])
-    counts = [np.bincount(ids, minlength=6) for ids in (labels, predicted, labels[labels == predicted])]
-    found = [mean_of_classes(metric, *counts) for metric in ("balanced_accuracy", "macro_f1")]
+    right = labels[labels == predicted]
+    counts = np.array([np.bincount(ids, minlength=6) for ids in (labels, predicted, right)])
+    found = [mean_of_classes(METRICS[metric], counts) for metric in ("balanced_accuracy", "macro_f1")]
     assert found[0] == pytest.approx(balanced_accuracy_score(labels, predicted))
     assert found[1] == pytest.approx(f1_score(labels, predicted, average="macro"))
     split = ArraySplit(np.zeros((5, 1, 1, 3), np.uint8), Part("train", labels))

@@ -18,7 +18,7 @@ from common.checkpoint.saver import Saver
 from common.distributed import strategy as job
 from common.distributed.rendezvous import hosts
 from common.order import Steps
-from common.recipe import Batch, Recipe
+from common.recipe import METRICS, Batch, Recipe
 from common.run.folder import RunFolder, script_name
 from common.run.log import Predictions, RunLog
 from common.run.state import RunState
@@ -382,7 +382,7 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) 
             rows.append((model, line.get(f"val/raw_{measure}"), "the same step without the average"))
         elif model.exists():
             rows.append((model, line.get(f"val/{measure}"), reason))
-    sign = -1 if measure == "loss" else 1
+    sign = 1 if METRICS[measure].is_share else -1
     first = [row for row in rows if row[0].parent == rows[0][0].parent]
     to_use = max(first, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
     table = Table(title="weights: which file to use")

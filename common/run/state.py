@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from common.checkpoint.format import STATE_FILE, Checkpoint, OptimizerScalars
+from common.recipe import METRICS
 from common.system.files import fitting, read_json
 from common.system.phase import now
 from common.system.processes import own_age_s
@@ -119,4 +120,5 @@ NEEDED += ["train_s", "wall_s"]
 
 def score(metrics: dict[str, float], by: str) -> float:
     """The higher, the better. by: a metric; a script without classes has the loss alone."""
-    return -metrics["loss"] if by == "loss" or "accuracy" not in metrics else metrics[by]
+    name = by if "accuracy" in metrics else "loss"
+    return metrics[name] if METRICS[name].is_share else -metrics[name]

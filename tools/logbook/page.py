@@ -1,13 +1,14 @@
 """A run's page in the log book, and the index of all pages, as Markdown."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+from common.recipe import METRICS
 from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import some_of
-from tools.logbook.markdown import code, formatted, render
+from tools.logbook.markdown import code, each, formatted, render
 from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, stamped_files
 from tools.logbook.spent import parts_s, paused_s, starts
 
@@ -33,7 +34,8 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         facts=facts,
         about=about,
         early_end=early_end(run.facts),
-        evaluations=_evaluations(run),
+        evaluations=(evaluations := _evaluations(run)),
+        measured=_measured(evaluations.values()),
         reports={name: _report(report) for name, report in run.reports.items() if report},
         stamps=_stamps(run),
         meaning=MEANING,
@@ -66,16 +68,24 @@ def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
 def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
     """The best and the final evaluation, and that on the test split: {where it was made: its values}."""
     facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
-    best = {"step": facts.get("best_step"), "val/accuracy": facts.get("best_accuracy")}
+    kinds = ("best", "final", "test")
+    best, final, test = ({f"val/{name}": facts.get(f"{kind}_{name}") for name in METRICS} for kind in kinds)
+    best["step"] = facts.get("best_step")
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
-    final = {"val/accuracy": facts.get("final_accuracy"), "val/loss": facts.get("final_loss")} | last
+    final |= last
     step, last_step = (formatted(one.get("step"), "step {:,}") or "-" for one in (best, final))
     found = {f"best on the {run.evaluated_images()}, {step}": best, f"final, {last_step}": final}
     if "test_name" in facts:
-        measures = ("accuracy", "loss", "balanced_accuracy", "macro_f1")
-        test = {f"val/{measure}": facts.get(f"test_{measure}") for measure in measures}
         found = {f"on the {run.evaluated_images('test')}, weights of {step}": test} | found
     return found
+
+
+def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
+    """A row for each metric, as markdown.known() takes them."""
+    titles = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
+    titles |= {"raw_accuracy": "accuracy without EMA"}
+    titles |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
+    return [(title, "{:.4f}", each(evaluations, f"val/{name}")) for name, title in titles.items()]
 
 
 def _report(report: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from common.recipe import parse_fold
+from common.recipe import METRICS, parse_fold
 from common.system.files import Kind, fitting, parse_json, read_json, read_own, sha256_of
 from common.system.paths import public_path
 from common.system.text import plural
@@ -43,7 +43,8 @@ def _kind(stored: Any) -> Kind:
     return [_kind(stored[0])] if isinstance(stored, list) else TYPES[stored]
 
 
-KINDS: dict[str, Kind] = _kind(yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text()))
+KINDS: dict[str, Any] = _kind(yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text()))
+KINDS["result.json"] |= {f"{which}_{name}": float for which in ("best", "final", "test") for name in METRICS}
 
 
 class RunRecord:
@@ -142,8 +143,8 @@ class RunRecord:
         """The values of result.json that can be derived from the other files."""
         about, recipe = self.about, fitting(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
-        by = f"val/{recipe.get('best_by', 'accuracy')}".replace("val/loss", "")  # as RunState chooses
-        best = max(self.evaluations, key=lambda one: one.get(by, -one["val/loss"]), default={})
+        by = recipe.get("best_by", "accuracy")
+        best = max(self.evaluations, key=lambda one: score(one, by), default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
@@ -153,10 +154,10 @@ class RunRecord:
             "hosts": len(hosts) or None,
             "device": devices[0] if devices else None,
             "steps": max((line["step"] for part in lines for line in part if "step" in line), default=None),
-            "best_accuracy": best.get("val/accuracy"),
             "best_step": best.get("step"),
-            "final_accuracy": final.get("val/accuracy"),
-            "final_loss": final.get("val/loss"),
+            **{f"best_{name}": best.get(f"val/{name}") for name in METRICS if name != "loss"},
+            "best_loss": None if f"val/{by}" in best and by != "loss" else best.get("val/loss"),
+            **{f"final_{name}": final.get(f"val/{name}") for name in METRICS},
             "checkpoint": f"checkpoints/{saved[-1].parent.name}" if saved else None,
         }
         names = ["script", "strategy", "compile", "grad_checkpointing", "step_graph"]
@@ -297,6 +298,12 @@ class RunRecord:
             self.problems.append(f"{name} has no square matrix of its classes")
             found = {key: value for key, value in found.items() if key != "confusion"}
         return found
+
+
+def score(line: dict[str, Any], by: str) -> float:
+    """As RunState chooses the best evaluation, by a line of metrics.jsonl."""
+    name = by if f"val/{by}" in line else "loss"
+    return line[f"val/{name}"] * (-1 if name in METRICS and not METRICS[name].is_share else 1)
 
 
 def as_flag(value: Any) -> str:

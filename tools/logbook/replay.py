@@ -13,6 +13,7 @@ from typing import Any
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
+from common.recipe import METRICS
 from common.system.files import read_json
 from common.system.text import plural
 from tools.logbook.record import COMPARED, RunRecord
@@ -82,13 +83,13 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     """Where the run's files contradict one another. kept: the steps of its checkpoints."""
     facts, per_epoch = run.facts, steps_per_epoch(run)
     found = [line for line in run.problems if line.startswith(COMPARED)]
-    evaluated = ("final_accuracy", "final_loss", "best_accuracy", "best_step")
+    evaluated = ["best_step", *(f"{kind}_{name}" for kind in ("best", "final") for name in METRICS)]
     tested = next((line for line in run.metrics if "test/loss" in line), {})
     total = run.recipe.get("epochs", 1) * per_epoch
     expected = {
         "steps": min(total, run.recipe.get("max_steps") or total),
         **{name: run.derived.get(name) for name in evaluated},
-        **{f"test_{name}": tested.get(f"test/{name}") for name in ("accuracy", "loss")},
+        **{f"test_{name}": tested.get(f"test/{name}") for name in METRICS},
     }
     found += [
         f"{name} is {facts.get(name)} in result.json, {value} by the recipe and the log"
@@ -170,15 +171,19 @@ def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Ite
 def _compare_evaluation(
     said: str, key: str, difference: float, value: float, replay: RunRecord
 ) -> Iterator[str]:
-    """Compares a value of two evaluations of the same weights. said: the values, for the finding."""
-    precision, split = replay.facts["mixed_precision"], key.partition("/")[0]
-    if key.endswith(("/accuracy", "/raw_accuracy")):
+    """Compares a metric of two evaluations of the same weights, unless it is by class. said: the values, for
+    the finding."""
+    precision, (split, _, name) = replay.facts["mixed_precision"], key.partition("/")
+    metric = METRICS.get(name.removeprefix("raw_"))
+    if metric is None or metric.by_class:  # what an image changes depends on the size of its class
+        return
+    if metric.is_share:
         images = replay.facts[f"{split}_images"]
         count, most = round(difference * images), changed_images(images, precision)
         if count > most:
             differ = f"{plural(count, 'image')} of {images:,} more or fewer"
             yield f"{said}: {differ}, and a repeated evaluation changes {most:,} at most"
-    elif key.endswith("/loss") and difference > CHANGED_LOSS[precision] * value:
+    elif difference > CHANGED_LOSS[precision] * value:
         yield f"{said}: a repeated evaluation changes {CHANGED_LOSS[precision]:.1%} at most"
 
 

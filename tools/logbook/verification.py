@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from common.checkpoint.format import step_name, step_of, steps_in, verify
-from common.recipe import recipe_part
+from common.recipe import METRICS, recipe_part
 from common.script import load_script, own_script, recipe_class
 from common.system.files import read_accelerate_config, write_json
 from common.system.paths import ROOT, shortest
@@ -242,7 +242,8 @@ class Verification:
         found = []
         if why := dict.fromkeys(reason for one in replayed for reason in one.why_not):
             found.append(f"equal bits ({some_of(list(why))}), so neither that these steps gave the weights")
-            found[-1] += ", nor the precision, nor other metrics than accuracy and loss"
+            by_class = [metric.title for metric in METRICS.values() if metric.by_class]
+            found[-1] += f", nor the precision, nor {' and '.join(by_class)}"
         if rest := sorted({*self.kept} - compared):
             found.append(f"weights of the checkpoints of steps {some_of(rest)}")
         if other := self.record.about.get("resumed_from"):
