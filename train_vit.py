@@ -53,9 +53,15 @@ class Vit(ImageRecipe):
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
     label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
     class_weights: str = flag("none", choices=("none", "balanced"))
-    weight_decay: float = flag(0.05, "AdamW's, on matrices only", minimum=0)
+    optimizer: str = flag("adamw", "of timm's factory or torch.optim, as `sgd`, `lion`, `muon`")
+    weight_decay: float = flag(0.05, "the optimizer's, on matrices only", minimum=0)
     layer_decay: float = flag(1.0, "a block's learning rate over the next's; 1 is off", minimum=0, maximum=1)
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
+    schedule: str = flag(
+        "cosine",
+        "how the rate falls after the warm-up; `step`: to a tenth after each third",
+        choices=("cosine", "linear", "constant", "step"),
+    )
     clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
     ema_decay: float = flag(
         0.999, "of the weights' average (EMA), evaluated and saved; 0 is off", minimum=0, maximum=0.999999
@@ -85,7 +91,7 @@ from common.distributed.precision import input_dtype, to_autocast_dtype
 from common.distributed.process import entry
 from common.distributed.step_graph import step_graph
 from common.evaluation import evaluate
-from common.optim import EMA
+from common.optim import EMA, named_optimizer
 from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import rand_augment
 from common.run.run import Run
@@ -154,22 +160,33 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
     # Weight decay would pull biases, norms and position embeddings to zero without making the model simpler.
     excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
     if recipe.layer_decay < 1:  # BEiT's (arXiv 2106.08254): each group has its `lr_scale`
-        parts = param_groups_layer_decay(model, recipe.weight_decay, excluded, layer_decay=recipe.layer_decay)
-        return torch.optim.AdamW(parts, lr=recipe.lr, fused=True)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
-    rest = [p for name, p in trained if p.ndim <= 1 or name in excluded]
-    groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
+        groups = param_groups_layer_decay(
+            model, recipe.weight_decay, excluded, layer_decay=recipe.layer_decay
+        )
+    else:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        decayed = [p for name, p in trained if p.ndim > 1 and name not in excluded]
+        rest = [p for name, p in trained if p.ndim <= 1 or name in excluded]
+        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}]
+        groups += [{"params": rest, "weight_decay": 0.0}]
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=recipe.lr, fused=True)
+    return named_optimizer(recipe.optimizer, groups, recipe.lr)
 
 
 def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
-    """Rises linearly, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    """Rises linearly, then falls, unless it is constant: by half a cosine to 0 (arXiv 1608.03983), ..."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
+    falls = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "step": 0.1 ** int(3 * progress),
+    }
+    return recipe.lr * falls[recipe.schedule]
 
 
 # --- Train ------------------------------------------------------------------------------------------------

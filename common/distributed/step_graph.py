@@ -43,8 +43,14 @@ def chosen_step_graph(accelerator: Accelerator, wanted: bool | None) -> bool:
 def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
     """Decorates a step, which becomes a StepGraph if the flags and the device say so. Use it after Run.begin.
 
-    The step must launch the same kernels each time, and read no number of the host but the learning rates.
+    The step must launch the same kernels each time, and read no number of the host but the learning rates: of
+    optimizers torch's own do, which are `capturable`, and SGD. With others the step stays as it is.
     """
+    counts = any("capturable" not in group for group in optimizer.param_groups)
+    if accelerator.step_graph and counts and type(optimizer.optimizer) is not torch.optim.SGD:
+        name = type(optimizer.optimizer).__name__
+        accelerator.print(f"the step is no CUDA graph: {name} may count its steps on the host")
+        accelerator.step_graph = False
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
 
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Layout, _Zero
-from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
+from common.distributed.step_graph import step_graph
+from tests.conftest import STRATEGIES, VIT, Job, latest, mutate, python, rows_of, run, tensors
+from train_vit import Vit, build_model, build_optimizer, learning_rate
 
 ON_TWO_PROCESSES = ("ddp", "fsdp", "zero2", "zero3")
 CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
@@ -150,7 +152,75 @@ def test_a_refusal_is_one_line(strategy, old, new, flags, message, project_copy,
     assert not log.exists() or "train/loss" not in log.read_text(), "a step was taken before"
 
 
+def test_vits_own_choice_is_refused_where_the_strategy_would_change_it(tmp_path, cache):
+    words = [
+        *STRATEGIES["fsdp"],
+        *VIT,
+        "--optimizer",
+        "muon",
+        "--schedule",
+        "step",
+        "--max_steps",
+        "1",
+        *cache,
+    ]
+    status, output = Job([*words, "--data", "digits", "--output_dir", tmp_path / "run"]).wait()
+    assert status == 1
+    assert (
+        "muon.Muon can't be used on FSDP2's shards: its update of an element depends on the whole" in output
+    )
+
+
 # --- In this process
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["sgd", "lion", "muon", "lookahead_adamw", "Rprop", "adafactor"])
+def test_vit_takes_optimizers_of_timm_and_torch_by_their_names(name, layer_decay):
+    recipe = Vit(model="test_vit", image_size=32, optimizer=name, lr=0.25, layer_decay=layer_decay)
+    made = build_optimizer(model := build_model(recipe, 10), recipe)
+    assert type(made).__name__.lower() == name.lower().partition("_")[0]
+    groups = [group for group in made.param_groups if group["params"]]
+    assert {group["lr"] for group in groups} == {0.25}
+    assert {group.get("weight_decay") for group in groups} >= {0.0, 0.05}
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("adanw2", "is neither timm's nor torch's: did you mean adanw?"),
+        ("nothing", r"is neither timm's nor torch's: timm.optim.list_optimizers\(\) names them"),
+        ("lbfgs", "can't be made here: LBFGS doesn't support per-parameter options"),
+        ("fusedadam", "can't be made here: "),
+    ],
+)
+def test_another_name_is_one_line(name, message):
+    recipe = Vit(model="test_vit", image_size=32, optimizer=name)
+    with pytest.raises(ValueError, match=f"^--optimizer {name} {message}"):
+        build_optimizer(build_model(recipe, 10), recipe)
+
+
+def test_vits_schedules():
+    names = ("cosine", "linear", "constant", "step")
+    rates = {n: [learning_rate(Vit(lr=1, warmup=0, schedule=n), s, 12) for s in (0, 3, 6, 9)] for n in names}
+    assert rates["cosine"] == pytest.approx([1, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
+    assert rates["linear"] == [1, 0.75, 0.5, 0.25]
+    assert rates["constant"] == [1] * 4
+    assert rates["step"] == pytest.approx([1, 1, 0.1, 0.01])
+    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5  # after the same warm-up
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_one"),
+    [(torch.optim.AdamW, True), (partial(torch.optim.SGD, momentum=0.9), True), (timm.optim.Lamb, False)],
+)
+def test_an_optimizer_that_counts_on_the_host_is_in_no_graph(kind, is_one, capsys):
+    accelerator = SimpleNamespace(step_graph=True, print=print, device=torch.device("cpu"))
+    inner = kind(nn.Linear(2, 2).parameters(), lr=0.1)
+    step_graph(accelerator, SimpleNamespace(optimizer=inner, param_groups=inner.param_groups))
+    assert accelerator.step_graph == is_one
+    assert ("Lamb may count its steps on the host" in capsys.readouterr().out) != is_one
 
 
 class Flat(Layout):
