@@ -123,6 +123,7 @@ class Mirror:
         self._prune(checkpoints.to_keep({s for s in there if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
+        """Uploads a checkpoint. The manifest, last, is the commit: without one there is no checkpoint."""
         local = self.folder / "checkpoints" / step_name(step)
         remote = f"checkpoints/{step_name(step)}"
         for path in own_files(local, "*"):

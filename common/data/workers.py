@@ -75,6 +75,7 @@ def decoded(
     open_images: called in each worker, so it must be small to pickle. skip: the next good image of its
     micro-batch replaces a broken one; otherwise a broken one raises a ValueError that names it.
     """
+    # The loader takes items of the plan early, for its workers; this loop takes each with its images.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
         _Crops(open_images, train, size, seed, skip),

@@ -77,7 +77,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
 
     Raises ValueError when the launcher's config has an unsupported answer, the batch does not divide, there
-    are too few GPUs, or the processes disagree.
+    are too few GPUs, or the processes disagree. The order: what one process can refuse alone; variables that
+    torch, Accelerate and DeepSpeed read at import, or when the group is made; the group; what needs its
+    device or strategy; agree() on all that was chosen; the watch.
     """
     from common.distributed.blocks import chosen_compilation
     from common.distributed.step_graph import chosen_step_graph
@@ -156,7 +158,9 @@ def make_accelerator(
 ) -> Accelerator:
     """The Accelerator for the launcher's environment and the job, without compilation.
 
-    deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
+    deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one. Attributes of ours: precision
+    (precision.Precision), compilation (blocks.Compilation or None), step_graph, deterministic and
+    grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None).
     """
     # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
     PartialState.is_local_main_process = property(lambda _: is_hosts_first())
@@ -216,7 +220,12 @@ def prepare(
 def wrap(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """prepare() without the exchange of initial weights."""
+    """prepare() without the exchange of initial weights.
+
+    The order: what changes modules, as the strategy takes them as they are (memory layout, BatchNorm, blocks
+    that are compiled, then checkpointed, autocast); the strategy; what needs its parameters or its wrapper
+    (exact sums, running statistics, hooks, checks).
+    """
     from common.batch_norm import RunningStatistics
     from common.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
 

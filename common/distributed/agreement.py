@@ -43,6 +43,11 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     The work may take hours, as no process waits in a collective. It calls heartbeat(); without one for
     timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal to
     any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
+
+    Keys in the store:  once/<topic>/<rank>       the outcome of that worker, which all processes wait for
+                        once/<topic>/heartbeats   a count, raised by all workers
+                        once/<topic>/stop         set by a process that got a signal; workers look for it
+    All read the outcomes of all workers, not of their own alone, so all return, or all raise the same.
     """
     if accelerator.num_processes == 1:
         return work(_stop_if_wanted)

@@ -1,9 +1,17 @@
 """What each process has of the whole tensors, under every strategy.
 
-The tensors that the optimizer changes in place are called "local" here: the parameters themselves on one
-process and under DDP, shards under FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages
-and most of an optimizer's state have the shapes of the local tensors, so they are split in the same way. Of
-each parameter a process has one piece of the flat, whole tensor: all of it, a part, or nothing.
+Six words for a parameter, or for state of its shape:
+
+    whole    the tensor as one process has it; flattened where pieces are cut from it
+    local    what the optimizer changes in place here: parameters on one process and under DDP, shards under
+             FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages have the same shapes
+    key      the object by which the optimizer's `state` has a local tensor: an nn.Parameter, a DTensor
+    members  the parameters in a local tensor: one, or many in a flat partition
+    piece    the part of the flat, whole tensor that is here: all, some, or nothing; where it starts in both
+    own      the elements of that piece, a view of the local tensor
+
+    whole, flat  0 1 2 3 4 5 6 7 8 9      on rank 1 of 2: piece (start 5, length 5, offset 2),
+    local        . . 5 6 7 8 9 . .        own 5 6 7 8 9, before and behind it those of other members
 """
 
 import copy

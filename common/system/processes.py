@@ -187,7 +187,7 @@ def own_addresses() -> set[str]:
     return {known.address for addresses in psutil.net_if_addrs().values() for known in addresses}
 
 
-def listener(port: int) -> str:
+def listening_process(port: int) -> str:
     """The process that listens on the port, as ` by process 12, python x.py`; empty if it is not visible."""
     with contextlib.suppress(psutil.Error):
         for known in psutil.net_connections("tcp"):

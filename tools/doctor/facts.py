@@ -27,7 +27,7 @@ from typing import Any
 
 from common.system.gpus import devices, torch_cuda, visible_devices
 from common.system.paths import ROOT
-from common.system.processes import interface_problem, interface_to, listener, use_interface
+from common.system.processes import interface_problem, interface_to, listening_process, use_interface
 from tools.launch.hosts import connection_addresses
 
 ANSWER = "\x1eanswer "  # prefix of an answer, to tell it from other output of the host
@@ -86,7 +86,7 @@ def listen(port: int) -> dict[str, Any]:
     try:
         _listening.append(socket.create_server(("", port)))
     except OSError as error:
-        taken = f"{os.strerror(error.errno or 0)}{listener(port)}"
+        taken = f"{os.strerror(error.errno or 0)}{listening_process(port)}"
     return {"taken": taken, "free_port": free_port}
 
 

@@ -159,7 +159,7 @@ def _check_port(port: int) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        why = f"{os.strerror(error.errno or 0)}{processes.listener(port)}"
+        why = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
         raise ValueError(f"port {port}: {why}: give another --port") from None
 
 

@@ -4,6 +4,21 @@ A host that is lost or told to stop leaves the job; the others continue from the
 host answers again or is new in the hostfile, all save, and the next round includes it. The first host of a
 round stays the first of the next one, as it has the newest checkpoint; when it is lost, another host needs
 the checkpoints in S3 or in a shared folder. A newcomer with which no step is trained is left out for a while.
+
+    _gather: connects to hosts, chooses those of a round --- none for WAIT_S, or a signal ---> end
+       |                              ^
+       v                              | another round
+    _start: a launch on each of them  |
+       |                              |
+       v                              |
+    run: waits until all have ended   |    stops all, which save, once one has ended or more hosts are ready
+       |                              |    kills all KILL_S after one was lost, as they wait for it
+       v                              |
+    _judge: why the round ended ------+--- finished, a signal, or nothing more to try ---> exit status
+
+Who may be blamed for a failed round, and is left out (_leave_out_the_bad): newcomers, of these the ones that
+the error names; before the round has trained also the host whose failure explains the others'. Never one that
+is lost or was told to stop. In a job that has not trained yet the job itself is to blame, and it ends.
 """
 
 import itertools
