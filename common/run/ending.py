@@ -115,7 +115,7 @@ def explained(
         return ValueError(out_of_memory(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and ranks:
         is_given = not (ranks.recipe.output_dir or "*").endswith("*")
-        resumes = is_given or ranks.saver.gathered or ranks.saved_step  # what the next start does
+        resumes = ranks.newest or (is_given and ranks.state.logged_step)  # what the next start does
         return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
     if ONE_VALUE in str(error):
         return ValueError(f"BatchNorm: {error}: give a larger --per_device_batch_size or --image_size")

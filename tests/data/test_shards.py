@@ -516,21 +516,16 @@ def test_a_full_dev_shm_is_one_line():
 
 
 @pytest.mark.parametrize(
-    ("folder", "gathered", "saved", "resumes"),
-    [
-        ("D", None, 0, True),
-        ("D/*", None, 0, False),
-        (None, None, 0, False),
-        (None, 3, 0, True),
-        (None, None, 3, True),
-    ],
+    ("folder", "logged", "newest", "resumes"),
+    [("D", 5, 0, True), ("D", 0, 0, False), ("D/*", 5, 0, False), (None, 5, 0, False), (None, 0, 3, True)],
 )
-def test_a_change_is_allowed_where_a_run_is_resumed(folder, gathered, saved, resumes):
-    """Without --output_dir and a checkpoint the next start is another run."""
-    recipe, saver = ImageRecipe(output_dir=folder), SimpleNamespace(gathered=gathered)
-    run = SimpleNamespace(recipe=recipe, checkpoints=True, saver=saver, saved_step=saved)
+def test_a_change_is_allowed_where_a_run_is_resumed(folder, logged, newest, resumes):
+    """Without a checkpoint the next start is another run, and without a step it takes the folder, too."""
+    recipe, state = ImageRecipe(output_dir=folder), SimpleNamespace(logged_step=logged)
+    ranks = SimpleNamespace(recipe=recipe, state=state, newest=newest)
     error = ValueError(f"a.jpg: broken{workers.ADVICE[True]}")
-    assert str(explained(error, run)).endswith(" --allow_changed on_bad_image") == resumes
+    said = str(explained(error, None, None, ranks))
+    assert said.endswith(" --allow_changed on_bad_image") == resumes
 
 
 @pytest.mark.parametrize("rank", [full(0), 1])
@@ -543,7 +538,7 @@ def test_the_job_reports_the_error_of_one_process(rank, cache, tmp_path):
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, output
     assert "not an image of a known format" in said[0]
-    assert said[0].endswith("; to train without it, add --on_bad_image skip --allow_changed on_bad_image")
+    assert said[0].endswith("; to train without it, add --on_bad_image skip")
     assert "distributed/accelerator.py" not in output, "a traceback of ours; the launcher shows its own"
     assert "not an image of a known format" in result(tmp_path / "run")["error"]
 
