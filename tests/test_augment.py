@@ -30,7 +30,7 @@ from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
 from common.rand_augment import DRAWN, LAYERS
 from tests.conftest import ROOT, VIT, full, python, real_data, run
-from tests.data.test_shards import write_shards
+from tests.support.data_sets import write_shards
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from common.data.splits import ArraySplit, Part
 from common.evaluation import evaluated_ids, mean_of_classes
 from common.recipe import METRICS, ImageRecipe
 from tests.conftest import CNN, Job, metrics, mutate, python, result, run, torchrun
-from tests.support.images import class_folders
+from tests.support.data_sets import class_folders
 
 FLAGS = ["--batch_size", "12", "--max_steps", "8", "--lr", "0.02", "--best_by", "macro_f1"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none"]
@@ -25,7 +25,7 @@ IMAGES = 37  # of validation
 def words(tmp_path_factory, cache) -> list:
     """A training on few images of one class and many of another."""
     data = class_folders(tmp_path_factory.mktemp("prime") / "images", train=96, val=61)
-    for file in sorted((data / "val" / "0").iterdir())[:24] + sorted((data / "train" / "0").iterdir())[:44]:
+    for file in sorted((data / "val" / "a").iterdir())[:24] + sorted((data / "train" / "a").iterdir())[:44]:
         file.unlink()
     return [*CNN, *FLAGS, "--data", data, *cache]
 

@@ -14,35 +14,33 @@ import pytest
 from PIL import Image, ImageOps
 
 from common.data import cache
-from common.data.cache import Prepared, prepare, prepare_data
+from common.data.cache import Prepared, prepare
 from common.data.class_folders import LeftOut, find_pictures, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
-from common.data.images import Images, open_images, summary, warnings
+from common.data.images import open_images, summary, warnings
 from common.data.splits import FileSplit
 from common.recipe import ImageRecipe
 from common.system.files import read_json
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
-from tests.data.test_images import class_folders, encode, hub_rows, parquet_folder, picture, write_parquet
+from tests.support.data_sets import (
+    class_folders,
+    data_set,
+    encode,
+    opened,
+    parquet_folder,
+    picture,
+    png,
+    put,
+    write,
+)
 
 # PIL's own way
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 
 
-def put(root: Path, *paths: str) -> Path:
-    """Writes a picture to each path below root; each differs from the others."""
-    for k, path in enumerate(paths):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(encode(picture(k), "PNG"))
-    return root
-
-
 def prepare_with(data: Path, cache: Path, **flags) -> Prepared:
     return prepare(ImageRecipe(data=str(data), cache_dir=str(cache), **flags), lambda: None)
-
-
-def opened(data: Path, cache: Path) -> Images:
-    return open_images(prepare_data(str(data), cache))
 
 
 # Layouts
@@ -114,7 +112,7 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
 def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
     """Each extension of the list is taken, in the order of the names."""
     pillow_heif.register_heif_opener()
-    root = class_folders(tmp_path / "pets", count=1)
+    root = class_folders(tmp_path / "pets", train=2, val=2)
     kinds = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
     for split, (format, extension) in product(("train", "val"), kinds):
         for name in (f"1{extension}", f"2{extension.upper()}"):
@@ -291,16 +289,12 @@ def test_imbalance_and_missing_classes_are_named():
 @pytest.mark.parametrize("kind", ["paths", "tables"])
 def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
     if kind == "paths":
-        root = class_folders(tmp_path / "pets", count=3)
-        for k in range(3):
-            for c in "ab":
-                (root / "val" / c / f"{k}.png").write_bytes(encode(picture(100 + k * 7 + ord(c)), "PNG"))
-        shutil.copy(root / "train/a/1.png", root / "val/b/0.png")
-        names = f"{root}/val/b/0.png", f"{root}/train/a/1.png"
+        root = class_folders(tmp_path / "pets")
+        shutil.copy(root / "train/a/2.png", root / "val/b/1.png")
+        names = f"{root}/val/b/1.png", f"{root}/train/a/2.png"
     else:
-        root = parquet_folder(tmp_path / "pets", train=5)
-        data = [encode(picture(seed), "PNG") for seed in (70, 3, 71)]
-        file = write_parquet(root / "test-00000-of-00001.parquet", data, [0, 1, 0], ["cat", "dog"])
+        root = parquet_folder(tmp_path / "pets", train=5, test=[png(seed) for seed in (70, 3, 71)])
+        file = root / "test-00000-of-00001.parquet"
         names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
     images = opened(root, tmp_path / "cache")
     of, both = f"the {len(images.val)} {images.val_name} images", f"{names[0]} and {names[1]}"
@@ -378,11 +372,12 @@ PLAIN = ["--mixed_precision", "no", "--workers", 0, "--log_every", 1, "--log_sam
 PLAIN += ["--telemetry_s", 0]
 
 
-@pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
-def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
+@pytest.mark.parametrize("kind", ["folders", full("list"), full("parquet"), full("saved")])
+def test_training_on_all_of_them_on_one_and_two_processes(kind, tmp_path):
     """Every format, several sizes; the same samples and losses, and one report for all ranks."""
     forms = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
-    data = WRITTEN[form](tmp_path / "pets", forms)
+    data = data_set(tmp_path / "pets", kind, train=forms, valid=forms)
+    write(tmp_path / "pets", {"train/a/notes.txt": b"no image"})
     words = [*CNN, "--data", data, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4]
     words += [*PLAIN, "--cache_dir", tmp_path / "cache"]
     outputs = [
@@ -390,7 +385,7 @@ def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
         for name, start in (("one", python()), ("two", torchrun(2)))
     ]
     said = f"data {data}: 20 training images, 20 val images, 2 classes"
-    said += "; left out: 1 .txt" if form == "folders" else ""
+    said += "; left out: 1 .txt" if kind == "folders" else ""
     same = "warning: 20 of the 20 val images are training images, too"
     assert [(output.count(f"{said}\n"), output.count(same)) for output in outputs] == [(1, 1), (1, 1)]
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
@@ -401,41 +396,3 @@ def test_training_on_all_of_them_on_one_and_two_processes(form, tmp_path):
     ids = [[line["samples"] for line in lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
     assert ids[0] == ids[1]
     assert max(map(max, ids[0])) == 19
-
-
-def as_folders(root: Path, forms: list[bytes]) -> Path:
-    for split in ("train", "valid"):
-        for k, data in enumerate(forms):
-            extension = Image.open(io.BytesIO(data)).format.upper()
-            path = root / split / "ab"[k % 2] / f"deep{k % 3}" / f"{k}.{extension}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-    (root / "train/a/notes.txt").write_text("no image")
-    return root
-
-
-def as_list(root: Path, forms: list[bytes]) -> Path:
-    root.mkdir()
-    for k, data in enumerate(forms):
-        (root / f"{k}.image").write_bytes(data)
-    rows = [f"{k}.image,{'ab'[k % 2]},{split}" for split in ("train", "valid") for k in range(len(forms))]
-    (root / "pets.csv").write_text("\n".join(["file,label,split", *rows]))
-    return root / "pets.csv"
-
-
-def as_parquet(root: Path, forms: list[bytes]) -> Path:
-    for split in ("train", "valid"):
-        labels = [k % 2 for k in range(len(forms))]
-        write_parquet(root / split / "0.parquet", forms, labels, ["a", "b"], columns=("photo", "labels"))
-    return root
-
-
-def as_saved(root: Path, forms: list[bytes]) -> Path:
-    import datasets
-
-    rows = hub_rows(forms, [k % 2 for k in range(len(forms))])
-    datasets.DatasetDict(train=rows, valid=rows).save_to_disk(root)
-    return root
-
-
-WRITTEN = {"folders": as_folders, "list": as_list, "parquet": as_parquet, "saved": as_saved}

@@ -21,8 +21,8 @@ from common.data.decode import (
     random_resized_crop,
     torchcodec_decoder,
 )
-from tests.data.test_images import encode, picture
-from tests.support.imagenet import class_folders, fails, prep
+from tests.support.data_sets import encode, picture, png, write
+from tests.support.imagenet import fails, prep
 from tools.prepare.originals import ImageBatch, RawImage
 from tools.prepare.recode import recoded
 
@@ -50,7 +50,7 @@ def pictures(root: Path, count: int, broken: str = "") -> Path:
     """Class folders of JPEGs, of one of which the second half is missing."""
     names = [f"{split}/{c}/{i}.jpg" for split in ("train", "val") for c in "ab" for i in range(count)]
     images = {name: encode(picture(int(name[-5]))) for name in names}
-    return class_folders(root, images | ({broken: half(images[broken])} if broken else {}))
+    return write(root, images | ({broken: half(images[broken])} if broken else {}))
 
 
 @pytest.mark.parametrize("opener", [decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))])
@@ -99,7 +99,7 @@ def test_whole_jpegs_are_taken_for_whole(photographs):
         data = encode(image)
         assert damage(data) is None
         decode(data)
-    assert damage(encode(picture(), "PNG")) is None
+    assert damage(png()) is None
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def png_with(kind: str, size: int) -> bytes:
 
 @pytest.mark.parametrize("kind", ["tEXt", "zTXt", "iTXt", "ICC"])
 def test_a_large_text_or_profile_hides_no_pixel(kind):
-    expected = decode(encode(picture(), "PNG"))
+    expected = decode(png())
     assert (decode(png_with(kind, 3 * 2**20)) == expected).all()
 
 

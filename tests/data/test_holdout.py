@@ -3,14 +3,11 @@ once, at the end, with the best weights."""
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import validate
-from common.data.cache import prepare_data
-from common.data.images import Images, open_images
 from common.data.splits import held_out
 from common.system.files import read_json
 from tests.conftest import (
@@ -27,16 +24,14 @@ from tests.conftest import (
     run,
     torchrun,
 )
-from tests.data.test_any_images import PLAIN, put
-from tests.data.test_images import encode, hub_rows, picture, write_parquet
+from tests.data.test_any_images import PLAIN
 from tests.support.compare import assert_same_tensors
+from tests.support.data_sets import data_set, opened, pixels, png, put, write
 from tests.support.imagenet import prep
 from tools.logbook.page import index, index_values, page
 from tools.logbook.record import RunRecord
 
-
-def opened(data: Path, cache: Path, holdout: float | None) -> Images:
-    return open_images(prepare_data(str(data), cache, holdout=holdout))
+SORTED = [0] * 10 + [1] * 10
 
 
 @pytest.mark.parametrize(("holdout", "expected"), [(0.1, [10, 4, 1]), (30, [20, 8, 2]), (1, [1, 0, 0])])
@@ -70,81 +65,33 @@ def test_each_image_is_in_one_fold_and_each_fold_has_its_share_of_each_class():
 
 
 def test_folds_are_of_the_same_data(tmp_path):
-    data, is_held_out = as_classes_at_once(tmp_path / "pets"), held_out(np.repeat([0, 1], 10), "2/5")
-    first, second = (opened(data, tmp_path / "cache", f"{k}/5") for k in (1, 2))
+    data = data_set(tmp_path / "pets", labels=SORTED, whole=20)
+    is_held_out = held_out(np.array(SORTED), "2/5")
+    first, second = (opened(data, tmp_path / "cache", holdout=f"{k}/5") for k in (1, 2))
     assert first.source == second.source
     assert second.val.part.stored(np.arange(4)).tolist() == np.flatnonzero(is_held_out).tolist()
     assert set(pixels_of(first.val)).isdisjoint(pixels_of(second.val))
 
 
-def as_train_alone(root: Path) -> Path:
-    return put(root, *(f"Train/{c}/deep/{k}.png" for c in "ab" for k in range(10)))
-
-
-def as_classes_at_once(root: Path) -> Path:
-    return put(root, *(f"{c}/{k}.png" for c in "ab" for k in range(10)), "notes/readme.txt")
-
-
-def as_list(root: Path) -> Path:
-    put(root, *(f"{k:02}.png" for k in range(20)))
-    (root / "all.csv").write_text("file,label\n" + "".join(f"{k:02}.png,{k // 10}\n" for k in range(20)))
-    return root / "all.csv"
-
-
-def as_parquet(root: Path) -> Path:
-    for part in range(2):
-        images = [encode(picture(part * 10 + k), "PNG") for k in range(10)]
-        write_parquet(root / f"train-{part}.parquet", images, [part] * 10, ["a", "b"])
-    return root
-
-
-def as_saved(root: Path) -> Path:
-    images = [encode(picture(k), "PNG") for k in range(20)]
-    hub_rows(images, [k // 10 for k in range(20)]).save_to_disk(root)
-    return root
-
-
-@pytest.mark.parametrize("make", [as_train_alone, as_classes_at_once, as_list, as_parquet, as_saved])
-def test_data_without_a_held_out_split(make, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [("folders", "Train"), *((k, "whole") for k in ("folders", "list", "parquet", "saved"))],
+)
+def test_data_without_a_held_out_split(kind, split, tmp_path):
     """Each image is in one split; both are in the order of the whole. The choice depends on ids alone."""
-    data, cache = make(tmp_path / "pets"), tmp_path / "cache"
+    data, cache = data_set(tmp_path / "pets", kind, labels=SORTED, **{split: 20}), tmp_path / "cache"
     with pytest.raises(ValueError, match=r"to evaluate on: .* by --holdout 0\.1"):
-        opened(data, cache, None)
-    images = opened(data, cache, 0.2)
-    is_held_out = held_out(np.repeat([0, 1], 10), 0.2)
-    every = np.stack([np.asarray(picture(k)) for k in range(20)])
+        opened(data, cache)
+    images = opened(data, cache, holdout=0.2)
+    is_held_out, every = held_out(np.array(SORTED), 0.2), pixels(*range(20))
     assert pixels_of(images.train) == [image.tobytes() for image in every[~is_held_out]]
     assert pixels_of(images.val) == [image.tobytes() for image in every[is_held_out]]
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0] * 8 + [1] * 8, [0, 0, 1, 1])
     assert (images.val_name, images.test, images.flaws) == ("holdout", None, ())
-    same, other = opened(data, cache, 4), opened(data, cache, 0.3)
+    same, other = opened(data, cache, holdout=4), opened(data, cache, holdout=0.3)
     assert pixels_of(same.val) == pixels_of(images.val)
     assert len(other.val) == 6
     assert other.source != images.source
-
-
-def as_decoded(root: Path, val: str = "test") -> Path:
-    for k in range(26):
-        folder = root / (val if k >= 20 else "train") / "ab"[k % 2]
-        write(folder / f"{k:02}.png", encode(picture(k), "PNG"))
-    return root
-
-
-def as_several_sizes(root: Path) -> Path:
-    write(as_decoded(root) / "train" / "b" / "20.png", encode(picture(99, 60, 50), "PNG"))
-    return root
-
-
-def as_shards(root: Path) -> Path:
-    source = as_decoded(root / "source", "val")
-    words = ["--from", "folder", "--data", source, "--out", root / "out", "--shard_mib", "0.004"]
-    prep(*words)
-    return root / "out"
-
-
-def write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
 
 
 def pixels_of(split) -> list[bytes]:
@@ -154,11 +101,16 @@ def pixels_of(split) -> list[bytes]:
     return [image.numpy().tobytes() for batch in batches for image in batch.images]
 
 
-@pytest.mark.parametrize("make", [as_decoded, as_several_sizes, as_shards])
-def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
+@pytest.mark.parametrize("kind", ["decoded", "several sizes", "shards"])
+def test_data_with_a_held_out_split_of_its_own(kind, tmp_path):
     """Every training image is in one part, in the order of the whole; the test split is the data's own."""
-    data, cache = make(tmp_path / "pets"), tmp_path / "cache"
-    whole, images = opened(data, cache, None), opened(data, cache, 0.2)
+    data, cache = data_set(tmp_path / "pets", train=20, val=6), tmp_path / "cache"
+    if kind == "several sizes":
+        write(data, {"train/b/20.png": png(99, 60, 50)})
+    elif kind == "shards":
+        prep("--from", "folder", "--data", data, "--out", tmp_path / "out", "--shard_mib", "0.004")
+        data = tmp_path / "out"
+    whole, images = opened(data, cache), opened(data, cache, holdout=0.2)
     assert (whole.test, images.val_name, images.test_name) == (None, "holdout", whole.val_name)
     is_held_out = held_out(whole.train.labels, 0.2)
     assert is_held_out.sum() == 4
@@ -176,28 +128,25 @@ def test_data_with_a_held_out_split_of_its_own(make, tmp_path):
         validate.chosen_split(whole, "test")
 
 
-@pytest.mark.parametrize("make", [as_classes_at_once, as_parquet])
-def test_a_broken_image_keeps_its_name(make, tmp_path):
-    root = make(tmp_path / "pets")
-    place = int(np.flatnonzero(held_out(np.repeat([0, 1], 10), 0.2))[-1])
-    if make is as_parquet:
-        images = [encode(picture(k), "PNG") for k in range(10, 20)]
-        images[place - 10] = b"no image"
-        file = write_parquet(root / "train-1.parquet", images, [1] * 10, ["a", "b"])
-        name = f"row {place - 10} of {file}"
-    else:
-        name = str(sorted(root.glob("*/*.png"))[place])
-        Path(name).write_bytes(b"no image")
+@pytest.mark.parametrize("kind", ["folders", "parquet"])
+def test_a_broken_image_keeps_its_name(kind, tmp_path):
+    place = int(np.flatnonzero(held_out(np.array(SORTED), 0.2))[-1])
+    images = [png(k) if kind == "folders" or k != place else b"no image" for k in range(20)]
+    root = data_set(tmp_path / "pets", kind, labels=SORTED, whole=images)
+    name = f"row {place} of {root}/train-00000-of-00001.parquet"
+    if kind == "folders":
+        write(root, {f"b/{place}.png": b"no image"})
+        name = f"{root}/b/{place}.png"
     with pytest.raises(ValueError, match="1 of 20 images can't be decoded") as error:
-        opened(root, tmp_path / "cache", 0.2)
+        opened(root, tmp_path / "cache", holdout=0.2)
     assert f"  {name}: not an image" in str(error.value)
 
 
 @pytest.mark.full
 def test_the_same_images_on_two_processes_and_after_a_resume(tmp_path):
     """Images of several sizes, on one process, then on two. Another --holdout is another recipe."""
-    root = as_classes_at_once(tmp_path / "pets")
-    (root / "a" / "large.png").write_bytes(encode(picture(77, 60, 50), "PNG"))
+    root = data_set(tmp_path / "pets", whole=20)
+    write(root, {"a/large.png": png(77, 60, 50), "notes/readme.txt": b"no image"})
     words = [*CNN, "--data", root, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4, *PLAIN]
     words += ["--cache_dir", tmp_path / "cache", "--checkpoint_s", 0, "--holdout"]
     run([*python(), *words, 5, "--output_dir", tmp_path / "straight"])

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import multiprocessing
 import os
 import shutil
@@ -27,65 +26,21 @@ from common.data.decode import decode
 from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
+from tests.support.data_sets import (
+    PNG,
+    class_folders,
+    encode,
+    opened,
+    parquet_folder,
+    picture,
+    png,
+    write_parquet,
+)
 
 
 def in_cache(folder: Path) -> list[Path]:
     """The files in the cache, without the lock."""
     return [path for path in folder.iterdir() if path.name != image_cache.LOCK]
-
-
-def encode(image: Image.Image, format: str = "JPEG", **options) -> bytes:
-    out = io.BytesIO()
-    image.save(out, format, **options)
-    return out.getvalue()
-
-
-def picture(seed: int = 0, width: int = 32, height: int = 32) -> Image.Image:
-    small = np.random.RandomState(seed).randint(0, 256, (4, 4, 3), np.uint8)
-    return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
-
-
-def write_parquet(
-    path: Path, images: list, labels: list, names: list | None = None, columns=("img", "label")
-) -> Path:
-    features = {columns[0]: {"_type": "Image"}, columns[1]: {"names": names, "_type": "ClassLabel"}}
-    table = pa.table({columns[0]: [{"bytes": b, "path": None} for b in images], columns[1]: labels})
-    if names is not None:
-        about = {"huggingface": json.dumps({"info": {"features": features}})}
-        table = table.replace_schema_metadata(about)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path)
-    return path
-
-
-def parquet_folder(root: Path, train: int = 40, val: int = 20, names=("cat", "dog"), under: str = "") -> Path:
-    for split, count, seed in (("train", train, 0), ("test", val, 1000)):
-        images = [encode(picture(seed + k), "PNG") for k in range(count)]
-        write_parquet(
-            root / under / f"{split}-00000-of-00001.parquet",
-            images,
-            [k % 2 for k in range(count)],
-            names and list(names),
-        )
-    return root
-
-
-def hub_rows(images: list[bytes], labels: list[int]):
-    """A Dataset of cats and dogs."""
-    import datasets
-
-    features = {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
-    photos = [{"bytes": data, "path": None} for data in images]
-    return datasets.Dataset.from_dict({"photo": photos, "kind": labels}, datasets.Features(features))
-
-
-def class_folders(root: Path, classes=("a", "b"), count: int = 4, val: str = "val", size=(32, 32)) -> Path:
-    for split in ("train", val):
-        for c in classes:
-            (root / split / c).mkdir(parents=True)
-            for k in range(count):
-                picture(k, *size).save(root / split / c / f"{k}.png")
-    return root
 
 
 def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +87,7 @@ def photograph_folders(photographs, tmp_path_factory) -> Path:
 
 
 def test_digits_hold_out_36_of_each_class(tmp_path):
-    images = open_images(prepare_data("digits", tmp_path))
+    images = opened("digits", tmp_path)
     assert images.classes == tuple("0123456789")
     assert (len(images.train), len(images.val), images.val_name) == (1437, 360, "val")
     assert not images.train.mirror
@@ -151,7 +106,7 @@ def test_digits_hold_out_36_of_each_class(tmp_path):
 
 
 def test_synthetic_is_learnable_and_the_same_everywhere(tmp_path):
-    one, two = (open_images(prepare_data("synthetic", tmp_path / x)) for x in "ab")
+    one, two = (opened("synthetic", tmp_path / x) for x in "ab")
     assert (len(one.train), len(one.val), len(one.classes)) == (4096, 1024, 10)
     assert (one.train.images == two.train.images).all()
     train, labels = one.train.images.astype(np.float32), one.train.labels
@@ -196,14 +151,14 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
 def test_metadata_without_names_is_no_mistake(about, tmp_path):
     with_metadata(tmp_path, about)
     shutil.copy(tmp_path / "train-00000-of-00001.parquet", tmp_path / "test-00000-of-00001.parquet")
-    assert open_images(prepare_data(str(tmp_path), tmp_path / "cache")).classes == ("0", "1")
+    assert opened(tmp_path, tmp_path / "cache").classes == ("0", "1")
 
 
 @pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
 def test_parquet_lies_in_a_folder_of_any_name(name, tmp_path):
     """Its name is not taken for a pattern or a URL, and need not be UTF-8."""
     root = parquet_folder(tmp_path / "data").rename(tmp_path / name)
-    images = open_images(prepare_data(str(root), tmp_path / "cache"))
+    images = opened(root, tmp_path / "cache")
     assert (len(images.train), len(images.val)) == (40, 20)
 
 
@@ -218,7 +173,7 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
     for name, labels in kinds.items():
         pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / f"{name}.parquet")
     pq.write_table(pa.table({"image": [], "label": []}), tmp_path / "train-2.parquet")
-    found = open_images(prepare_data(str(tmp_path), tmp_path / "cache"))
+    found = opened(tmp_path, tmp_path / "cache")
     assert found.classes == ("hen", "ox")
     assert found.train.labels.tolist() == [1, 0, 1, 0, 0, 1]
     assert found.val.labels.tolist() == [0, 1, 0]
@@ -226,13 +181,13 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
     for name, kind in (("train", pa.uint8()), ("val", pa.int32())):
         labels = pa.array([7, 5, 7], kind)
         pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / "wide" / f"{name}.parquet")
-    wide = open_images(prepare_data(str(tmp_path / "wide"), tmp_path / "cache"))
+    wide = opened(tmp_path / "wide", tmp_path / "cache")
     assert (wide.classes, wide.val.labels.tolist()) == (("5", "7"), [1, 0, 1])
     (tmp_path / "bool").mkdir()
     for name in ("train", "val"):
         table = pa.table({"image": images, "is_ill": [True, False, True]})
         pq.write_table(table, tmp_path / "bool" / f"{name}.parquet")
-    two = open_images(prepare_data(str(tmp_path / "bool"), tmp_path / "cache"))
+    two = opened(tmp_path / "bool", tmp_path / "cache")
     assert (two.classes, two.val.labels.tolist()) == (("False", "True"), [1, 0, 1])
 
 
@@ -253,10 +208,10 @@ def test_labels_of_other_kinds_are_refused(labels, message, tmp_path):
 def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
     make = parquet_folder if kind == "parquet" else class_folders
     root = make(tmp_path / "data")
-    array = open_images(prepare_data(str(root), tmp_path / "one"))
+    array = opened(root, tmp_path / "one")
     images = len(array.train) + len(array.val)
     monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072 - 1)
-    files = open_images(prepare_data(str(root), tmp_path / "two"))
+    files = opened(root, tmp_path / "two")
     assert isinstance(files.val, FileSplit)
     assert (files.source, files.classes) == (array.source, array.classes)
     assert (files.train.labels == array.train.labels).all()
@@ -265,7 +220,7 @@ def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
     assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
     monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072)
-    assert isinstance(open_images(prepare_data(str(root), tmp_path / "three")).val, ArraySplit)
+    assert isinstance(opened(root, tmp_path / "three").val, ArraySplit)
 
 
 def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
@@ -292,7 +247,7 @@ def test_the_key_is_the_content(tmp_path):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match="can't be decoded"):
         prepare_data(str(elsewhere), cache)
-    write_parquet(path, [encode(picture(k), "PNG") for k in range(20)], [0, 1] * 10, ["cat", "dog"])
+    write_parquet(path, [png(k) for k in range(20)], [0, 1] * 10, ["a", "b"])
     assert prepare_data(str(elsewhere), cache) != first
     assert len(in_cache(cache)) == 2
 
@@ -312,7 +267,7 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))  # decoders ignore the rest
     os.utime(path, (1, 1))
     assert path.stat().st_size == size > 3 * image_cache.BLOCK_BYTES
-    assert open_images(prepare_data(str(root), cache)).source != open_images(first).source
+    assert opened(root, cache).source != open_images(first).source
 
 
 def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
@@ -389,7 +344,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     monkeypatch.setattr(image_cache, "allowed_cores", lambda: 2)
     monkeypatch.setattr(image_cache, "_decode", decode)
     monkeypatch.setattr(sys, "stderr", terminal)
-    root = parquet_folder(tmp_path / "data", train=600, val=100)
+    root = parquet_folder(tmp_path / "data", train=600, test=100)
     images = open_images(prepare_data(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
     for split, seed in ((images.train, 0), (images.val, 1000)):
         assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
@@ -435,7 +390,7 @@ def test_a_jpeg_cut_short_is_an_error(options, part):
 
 
 def test_photographs_keep_their_order_whatever_the_workers(photograph_folders, tmp_path):
-    images = open_images(prepare_data(str(photograph_folders), tmp_path))
+    images = opened(photograph_folders, tmp_path)
     assert isinstance(images.train, FileSplit)
     assert (len(images.train), len(images.val)) == (80, 20)
     ids = np.random.RandomState(0).permutation(80)[:30]
@@ -486,9 +441,9 @@ def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
 
 
 def test_workers_ignore_signals_and_end_when_left(tmp_path):
-    root = class_folders(tmp_path / "data", count=30)
+    root = class_folders(tmp_path / "data", train=60, val=60)
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
-    split = open_images(prepare_data(str(root), tmp_path / "cache")).train
+    split = opened(root, tmp_path / "cache").train
     plan = [(0, np.arange(k, k + 2)) for k in range(0, 60, 2)]
     workers = []
 
@@ -571,7 +526,7 @@ def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     path = root / "train" / "b" / "1.png"
-    split = open_images(prepare_data(str(root), tmp_path / "cache")).train
+    split = opened(root, tmp_path / "cache").train
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(ValueError, match=r"train/b/1\.png: ") as error:
         read(split, [(0, np.arange(4)), (0, np.arange(4, 8))], workers=workers)
@@ -586,14 +541,14 @@ def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
 
 
 def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
-    root = class_folders(tmp_path / "data", count=20)
-    for k in range(12):
+    root = class_folders(tmp_path / "data", train=40, val=40)
+    for k in range(1, 24, 2):
         (root / "train" / "b" / f"{k}.png").write_bytes(b"broken")
     with pytest.raises(ValueError, match="12 of 80 images can't be decoded") as error:
         prepare_data(str(root), tmp_path / "cache")
     lines = str(error.value).splitlines()
     assert len(lines) == 12
-    assert lines[1].startswith(f"  {root}/train/b/0.png: not an image of a known format (JPEG, PNG, ")
+    assert lines[1].startswith(f"  {root}/train/b/1.png: not an image of a known format (JPEG, PNG, ")
     file = tmp_path / "cache" / "broken.json"
     assert lines[-1] == f"  and 2 more: {file} has all"
     assert len(json.loads(file.read_text())) == 12
@@ -606,8 +561,8 @@ def with_damage(root: Path, place: slice, content: bytes) -> None:
     path.write_bytes(data)
 
 
-def with_train(root: Path, images: list, labels: list, names=("cat", "dog")) -> None:
-    parquet_folder(root, names=names and ("cat", "dog"))
+def with_train(root: Path, images: list, labels: list, names="ab") -> None:
+    parquet_folder(root, names=names and "ab")
     write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names))
 
 
@@ -630,7 +585,6 @@ def with_column(root: Path, name: str, values: pa.Array | None) -> None:
     pq.write_table(table if values is None else table.append_column(name, values), file)
 
 
-PNG = encode(picture(), "PNG")
 NO_NAMES = ["train-00000", "its huggingface metadata has no class names as"]
 CUT = ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]
 NO_NAMES_IN = {
@@ -649,7 +603,7 @@ BAD = {  # beside those in tests/test_messages.py
     "cut parquet": (lambda root: with_damage(root, slice(-100, None), b""), CUT),
     "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),  # a page's header
     "two sets": (
-        lambda root: (parquet_folder(root, under="fine"), parquet_folder(root, under="coarse")),
+        lambda root: (parquet_folder(root / "fine"), parquet_folder(root / "coarse")),
         ["more than one data set", "coarse, fine"],
     ),
     "no image column": (
@@ -668,8 +622,8 @@ BAD = {  # beside those in tests/test_messages.py
     "label missing": (lambda root: with_train(root, [PNG] * 2, [0, None]), ["row 1 of", "has no label"]),
     "image missing": (lambda root: with_train(root, [PNG, None], [0, 1]), ["row 1 of", "has no image bytes"]),
     "other names": (
-        lambda root: with_train(root, [PNG], [0], names=("cat", "cow")),
-        ["the classes of the two splits differ", "only in train: cow", "only in val: dog"],
+        lambda root: with_train(root, [PNG], [0], names="az"),
+        ["the classes of the two splits differ", "only in train: z", "only in val: b"],
     ),
     "other labels": (
         lambda root: with_train(root, [PNG] * 3, [0, 2, 9], names=None),

@@ -1,8 +1,6 @@
 """docs/data.md's table of layouts: each row is made as it is written there, and opened."""
 
-import io
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,8 @@ from common.data.cache import prepare
 from common.data.images import open_images
 from common.recipe import ImageRecipe, parse
 from tests.conftest import ROOT
-from tests.data.test_images import encode, hub_rows, picture, write_parquet
 from tests.support.commands import call
+from tests.support.data_sets import data_set, png, tar, write, write_parquet
 
 DOCUMENT = (ROOT / "docs" / "data.md").read_text()
 ROWS = [
@@ -24,18 +22,11 @@ EACH = 8  # images of a split, half of them cats
 LABELS = [k % 2 for k in range(EACH)]
 
 
-def png(number: int) -> bytes:
-    return encode(picture(number), "PNG")
-
-
 def make(root: Path, layout: str) -> None:
     """Makes what the code spans of a row name."""
     if "save_to_disk" in layout:
-        import datasets
-
-        splits = {"train": 0, "validation": 100, "test": 200}
-        rows = {s: hub_rows([png(first + k) for k in range(EACH)], LABELS) for s, first in splits.items()}
-        return datasets.DatasetDict(rows).save_to_disk(root)
+        data_set(root, "saved", train=EACH, validation=EACH, test=EACH)
+        return
     first = 0
     for span in re.findall("`([^`]+)`", layout):
         first += 100
@@ -48,12 +39,12 @@ def make(root: Path, layout: str) -> None:
         elif span.endswith(".parquet"):
             write_parquet(path, [png(first + k) for k in range(EACH)], LABELS)
         elif span.endswith(".tar"):
-            write_tar(path, first)
+            samples = [(f"{k}.png", png(first + k), f"{k}.cls", b"%d" % LABELS[k]) for k in range(EACH)]
+            path.write_bytes(tar({name: data for s in samples for name, data in (s[:2], s[2:])}))
         elif span.endswith(".png"):
             for k in range(EACH if "<class>" in span else 3 * EACH):
                 name = span.replace("<class>", ("cat", "dog")[k % 2]).replace("*", str(first + k))
-                (root / name).parent.mkdir(parents=True, exist_ok=True)
-                (root / name).write_bytes(png(first + k))
+                write(root, {name: png(first + k)})
 
 
 def write_list(path: Path, header: str, first: int) -> None:
@@ -65,15 +56,6 @@ def write_list(path: Path, header: str, first: int) -> None:
         values = {"id": first + k, "file": name, "file_name": f"images/{name}", "split": split}
         rows.append(",".join(str(values.get(name, ("cat", "dog")[k % 2])) for name in header.split(",")))
     path.write_text("\n".join(rows))
-
-
-def write_tar(path: Path, first: int) -> None:
-    with tarfile.open(path, "w") as tar:
-        for k, label in enumerate(LABELS):
-            for ending, content in (("png", png(first + k)), ("cls", str(label).encode())):
-                member = tarfile.TarInfo(f"{k:04d}.{ending}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
 
 
 @pytest.mark.parametrize(("layout", "flags", "chooses", "once"), ROWS, ids=[row[0] for row in ROWS])

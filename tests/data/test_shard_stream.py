@@ -38,7 +38,8 @@ from tests.conftest import (
     torchrun,
     wait_until,
 )
-from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples, write_shards
+from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples
+from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
 TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # of 4 streams, 54 images each, hardly one ends where a shard does

@@ -1,8 +1,6 @@
 """Shards on this host: what is refused, which samples come when, broken images, a training. From S3:
 test_shard_stream.py. The shards are written here by tarfile, not by prep_imagenet.py."""
 
-import hashlib
-import io
 import json
 import multiprocessing
 import os
@@ -10,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import tarfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -22,7 +19,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from common.data import workers
 from common.data.cache import prepare_data
@@ -34,56 +30,17 @@ from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from common.run.ending import explained
 from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, rows_of, run
-from tests.data.test_images import class_folders, picture
+from tests.support.data_sets import (
+    CLASSES,
+    class_folders,
+    jpeg,
+    opened,
+    picture,
+    write_manifest,
+    write_shards,
+)
 
-CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane", "hen", "crane", "ox"))]
 RECIPE = ImageRecipe(streams=4, shuffle_window=20)
-
-
-def jpeg(seed: int) -> bytes:
-    """40 x 36 to 55 x 36 pixels, some 1 kB."""
-    small = np.random.RandomState(seed).randint(0, 256, (4, 4, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(small).resize((40 + seed % 16, 36), Image.Resampling.BILINEAR).save(out, "JPEG")
-    return out.getvalue()
-
-
-def write_shards(
-    folder: Path, train: tuple[int, ...] = (31, 30, 29, 31, 30, 32), val: tuple[int, ...] = (13, 12)
-) -> Path:
-    """A prepared folder with shards of so many images; the label of image i of a split is i % 4."""
-    folder.mkdir(parents=True)
-    splits, first = {}, 0
-    for split, counts in (("train", train), ("val", val)):
-        rows, shards = [], []
-        for number, count in enumerate(counts):
-            path = folder / f"{split}-{number:05d}.tar"
-            with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-                for _ in range(count):
-                    label, content = len(rows) % 4, jpeg(first + len(rows))
-                    rows.append([number, tar.offset + 512, len(content), label])
-                    for extension, data in (("jpg", content), ("cls", str(label).encode())):
-                        member = tarfile.TarInfo(f"{split}_{len(rows) - 1}.{extension}")
-                        member.size = len(data)
-                        tar.addfile(member, io.BytesIO(data))
-            shards.append({"file": path.name, "images": count} | about_file(path))
-        np.save(folder / f"{split}_index.npy", np.array(rows, np.int64))
-        splits[split] = {"images": len(rows), "shards": shards}
-        first += len(rows)
-    about = {"format": 1, "kind": "shards", "name": "tiny", "seed": 0, "resize": None, "classes": CLASSES}
-    write_manifest(folder, about | {"splits": splits, "reencoded": []})
-    return folder
-
-
-def about_file(path: Path) -> dict:
-    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-def write_manifest(folder: Path, about: dict) -> None:
-    for split, content in about["splits"].items():
-        index = (folder / f"{split}_index.npy").read_bytes()
-        content["index_sha256"] = hashlib.sha256(index).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(about))
 
 
 def change(folder: Path, do) -> None:
@@ -149,10 +106,10 @@ def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
 
 
 def test_other_shards_are_other_data(shards, images, tmp_path):
-    copy = open_images(prepare_data(str(write_shards(tmp_path / "elsewhere")), tmp_path / "cache"))
+    copy = opened(write_shards(tmp_path / "elsewhere"), tmp_path / "cache")
     assert copy.source == images.source  # the place does not matter, the content does
     other = write_shards(tmp_path / "other", val=(13, 11))
-    assert open_images(prepare_data(str(other), tmp_path / "cache")).source != images.source
+    assert opened(other, tmp_path / "cache").source != images.source
 
 
 # The order
@@ -478,7 +435,7 @@ def test_tars_beside_class_folders_are_left_alone(tmp_path):
     root = class_folders(tmp_path / "data")
     for name in ("ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"):
         (root / name).touch()
-    assert len(open_images(prepare_data(str(root), tmp_path / "cache")).train) > 0
+    assert len(opened(root, tmp_path / "cache").train) > 0
     (root / "train-00000.tar").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has no manifest\.json: the preparation is not complete"):
         prepare_data(str(root), tmp_path / "cache")

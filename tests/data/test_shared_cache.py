@@ -12,7 +12,7 @@ from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.system.cli import settle_environment
 from tests.conftest import CNN, Job
-from tests.support.images import class_folders
+from tests.support.data_sets import class_folders
 
 ALICE, MALLORY = 61001, 61002
 

@@ -14,19 +14,15 @@ from common.data.decode import decode
 from common.data.images import Images, open_images
 from common.data.tables import Columns, Table, write_tables
 from tests.conftest import rows_of
-from tests.data.test_any_images import prepare_with, put
-from tests.data.test_images import PNG, encode, hub_rows, picture, write_parquet
+from tests.data.test_any_images import prepare_with
+from tests.support.data_sets import PNG, hub_rows, opened, picture, pixels, png, put, write_parquet
 from tools.doctor.facts import _contents
 
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def opened(data: object, cache: Path, image: str | None = None, label: str | None = None) -> Images:
-    return open_images(prepare_data(str(data), cache, image_column=image, label_column=label))
-
-
 def structs(count: int, first: int = 0) -> pa.Array:
-    return pa.array([{"bytes": encode(picture(first + k), "PNG"), "path": f"{k}.png"} for k in range(count)])
+    return pa.array([{"bytes": png(first + k), "path": f"{k}.png"} for k in range(count)])
 
 
 def metadata(**features) -> dict:
@@ -41,18 +37,18 @@ COLUMNS = {  # the columns of a table, its features, the flags, and the columns 
     "class names before a usual name": (
         ["photo", "kind", "target"],
         {"photo": IMAGE, "kind": NAMES, "target": {"_type": "Value", "dtype": "int64"}},
-        {"label": "kind"},
+        {"label_column": "kind"},
     ),
     "without features": (["pixels", "y"], {}, {}),
-    "a usual name without features": (["pixels", "id", "category"], {}, {"label": "category"}),
-    "both by flags": (["a", "b", "c", "d"], {}, {"image": "b", "label": "d"}),
+    "a usual name without features": (["pixels", "id", "category"], {}, {"label_column": "category"}),
+    "both by flags": (["a", "b", "c", "d"], {}, {"image_column": "b", "label_column": "d"}),
 }
 
 
 @pytest.mark.parametrize("case", COLUMNS)
 def test_columns_are_found_by_features_names_and_types(case, tmp_path):
     names, features, expected = COLUMNS[case]
-    image, label = expected.get("image", names[0]), expected.get("label", names[1])
+    image, label = expected.get("image_column", names[0]), expected.get("label_column", names[1])
     given = expected if case == "both by flags" else {}
     for split in ("train", "valid"):
         columns = {name: pa.array([7, 8, 9]) for name in names}
@@ -62,7 +58,7 @@ def test_columns_are_found_by_features_names_and_types(case, tmp_path):
     images = opened(tmp_path, tmp_path / "cache", **given)
     assert images.classes == (("cat", "dog") if features else ("0", "1"))
     assert (images.train.labels.tolist(), images.val_name) == ([1, 0, 1], "val")
-    assert (images.train.images == np.stack([np.asarray(picture(k)) for k in range(3)])).all()
+    assert (images.train.images == pixels(*range(3))).all()
 
 
 def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
@@ -73,20 +69,22 @@ def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
     with pytest.raises(ValueError, match="several columns of labels, x, y: choose one by --label_column"):
         opened(tmp_path, cache)
     with pytest.raises(ValueError, match="several columns of images, a, b: choose one by --image_column"):
-        opened(tmp_path, cache, label="x")
+        opened(tmp_path, cache, label_column="x")
     with pytest.raises(ValueError, match=r"--label_column z: .* has only: a, b, x, y"):
-        opened(tmp_path, cache, label="z")
-    one, two = (opened(tmp_path, cache, image=image, label=label) for image, label in ("ax", "by"))
+        opened(tmp_path, cache, label_column="z")
+    one, two = (
+        opened(tmp_path, cache, image_column=image, label_column=label) for image, label in ("ax", "by")
+    )
     assert (one.train.labels.tolist(), two.train.labels.tolist()) == ([0, 1], [1, 0])
     assert (two.train.images[0] == np.asarray(picture(9))).all()
     assert one.source != two.source
     with pytest.raises(ValueError, match="are for tables: --data digits has no columns"):
-        opened("digits", cache, label="x")
+        opened("digits", cache, label_column="x")
 
 
 def test_parquet_in_folders_of_splits(tmp_path):
     for folder, count in (("Train", 4), ("test", 2), ("validation", 3)):
-        images = [encode(picture(k), "PNG") for k in range(count)]
+        images = [png(k) for k in range(count)]
         for part in range(2):
             file = tmp_path / "pets" / "default" / folder / f"000{part}.parquet"
             write_parquet(file, images, [part] * count, ["cat", "dog"])
@@ -122,9 +120,7 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 def test_a_test_split_of_hidden_labels_is_left_out_and_others_may_lack_a_class(hidden, tmp_path):
     """Numbers are classes as they are, without names."""
     for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
-        write_parquet(
-            tmp_path / f"{split}.parquet", [encode(picture(len(labels)), "PNG")] * len(labels), labels
-        )
+        write_parquet(tmp_path / f"{split}.parquet", [png(len(labels))] * len(labels), labels)
     images = opened(tmp_path, tmp_path / "cache")
     assert (images.classes, images.test, images.val.labels.tolist()) == (("3", "5", "8"), None, [1, 0])
     assert images.flaws == ("the test split has no labels (all are -1 or null): it is left out",)
@@ -136,7 +132,7 @@ def hub_data():
     import datasets
 
     def rows(count: int, first: int) -> "datasets.Dataset":
-        images = [encode(picture(first + k), "PNG") for k in range(count)]
+        images = [png(first + k) for k in range(count)]
         return hub_rows(images, [k % 2 for k in range(count)])
 
     return datasets.DatasetDict(train=rows(6, 0).select([5, 0, 3, 1]), test=rows(2, 100), valid=rows(3, 200))
@@ -145,8 +141,8 @@ def hub_data():
 def assert_are_hub_data(images: Images) -> None:
     assert (images.classes, images.val_name) == (("cat", "dog"), "val")
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([1, 0, 1, 1], [0, 1, 0])
-    assert (images.train.images == np.stack([np.asarray(picture(k)) for k in (5, 0, 3, 1)])).all()
-    assert (images.val.images == np.stack([np.asarray(picture(k)) for k in (200, 201, 202)])).all()
+    assert (images.train.images == pixels(5, 0, 3, 1)).all()
+    assert (images.val.images == pixels(200, 201, 202)).all()
 
 
 def test_a_folder_of_save_to_disk(hub_data, tmp_path):
@@ -251,7 +247,7 @@ def test_a_list_of_files(form, tmp_path):
     images = opened(write_list(tmp_path, LISTS[form]), tmp_path / "cache")
     assert (images.classes, images.val_name) == (("cat", "dog"), "test")
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0, 1, 0, 1], [0, 1])
-    assert (images.val.images == np.stack([np.asarray(picture(k)) for k in (4, 5)])).all()
+    assert (images.val.images == pixels(4, 5)).all()
 
 
 def test_labels_of_a_list_are_part_of_its_content(tmp_path):
@@ -292,7 +288,7 @@ def test_the_hubs_metadata_in_the_folder_of_each_split(ending, tmp_path):
     images = open_images(Path(prepared.folder))
     assert (images.classes, images.val_name) == (tuple(sorted(images.classes)), "val")
     assert images.train.labels.tolist() == images.val.labels.tolist() == [1, 0, 1, 0]
-    assert (images.val.images == np.stack([np.asarray(picture(k)) for k in range(4, 8)])).all()
+    assert (images.val.images == pixels(*range(4, 8))).all()
     put(tmp_path, *(f"{split}/{c}/1.png" for split in ("Train", "validation") for c in ("cat", "img")))
     assert opened(tmp_path, tmp_path / "cache").classes == ("cat", "img")
 

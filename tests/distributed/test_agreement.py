@@ -48,7 +48,7 @@ def test_other_code_on_one_host(project_copy, tmp_path, cache):
 
 def test_other_data_on_one_host(tmp_path, cache):
     """The same flags and another content: the name of the folder is in the recipe, its images are not."""
-    from tests.support.images import class_folders
+    from tests.support.data_sets import class_folders
 
     projects = (tmp_path / "cwd0", tmp_path / "cwd1")
     for project, count in zip(projects, (16, 18), strict=True):

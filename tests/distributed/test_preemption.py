@@ -28,8 +28,9 @@ from tests.conftest import (
     torchrun,
     wait_until,
 )
-from tests.data.test_shards import VIT, write_shards
+from tests.data.test_shards import VIT
 from tests.distributed.test_agreement import ranks_of
+from tests.support.data_sets import write_shards
 from tests.support.forks import reset_signals
 
 SLOW = [*LONG, "--epochs", "3000"]

@@ -21,7 +21,7 @@ from common.system.files import json_lines, read_accelerate_config, read_json, r
 from common.system.text import printable, printable_lines
 from logbook import read_mark
 from tests.conftest import CNN, python, result, run
-from tests.support.images import class_folders
+from tests.support.data_sets import class_folders
 from tools.doctor.facts import facts
 from tools.logbook import markdown
 from tools.logbook.comparison import read_search
@@ -52,10 +52,10 @@ def test_what_can_be_shown_stays(text, shown):
 
 def renamed_classes(root: Path) -> Path:
     """Class folders and a file with names that are not UTF-8, or contain terminal escapes."""
-    class_folders(root, train=16, val=8, size=32)
+    class_folders(root, train=16, val=8)
     for split in ("train", "val"):
-        for digit, name in (("0", LATIN_1), ("1", RED)):
-            (root / split / digit).rename(root / split / name)
+        for letter, name in (("a", LATIN_1), ("b", RED)):
+            (root / split / letter).rename(root / split / name)
         first = min((root / split / LATIN_1).iterdir())
         first.rename(first.with_name(f"{LATIN_1}.png"))
     return root

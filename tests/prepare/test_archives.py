@@ -15,7 +15,8 @@ import torch
 import torchvision.datasets.imagenet as torchvision_imagenet
 
 from common.system import s3 as object_store
-from tests.support.imagenet import DEVKIT, Ilsvrc, make_ilsvrc, synsets_of, tar, write_devkit
+from tests.support.data_sets import tar
+from tests.support.imagenet import DEVKIT, Ilsvrc, make_ilsvrc, synsets_of, write_devkit
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 from tools.prepare import archives
 from tools.prepare.archives import Member, members, open_stream

@@ -2,10 +2,8 @@
 
 from collections import Counter
 
-from common.data.cache import prepare_data
-from common.data.images import open_images
 from common.data.splits import ArraySplit, FileSplit, ShardSplit
-from tests.data.test_images import parquet_folder
+from tests.support.data_sets import opened, parquet_folder
 from tests.support.imagenet import fails, prep
 
 
@@ -18,9 +16,9 @@ def content(split: ArraySplit | FileSplit | ShardSplit) -> Counter:
 def test_images_and_labels_are_those_of_the_files(tmp_path):
     data = parquet_folder(tmp_path / "pets")
     prep("--from", "parquet", "--data", data, "--out", tmp_path / "out", "--shard_mib", 0.02)
-    straight = open_images(prepare_data(str(data), tmp_path / "cache"))
-    found = open_images(prepare_data(str(tmp_path / "out"), tmp_path / "cache"))
-    assert found.classes == straight.classes == ("cat", "dog")
+    straight = opened(data, tmp_path / "cache")
+    found = opened(tmp_path / "out", tmp_path / "cache")
+    assert found.classes == straight.classes == ("a", "b")
     assert content(found.train) == content(straight.train)
     assert content(found.val) == content(straight.val)
 

@@ -16,8 +16,9 @@ from common.recipe import share_out
 from common.system.s3 import ObjectStore
 from tests.conftest import full, lines, python, run, torchrun
 from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected
-from tests.data.test_shards import NO_WORKERS, VIT, jpeg, read, write_shards
-from tests.support.imagenet import fails, prep, tar
+from tests.data.test_shards import NO_WORKERS, VIT, read
+from tests.support.data_sets import jpeg, tar, write_shards
+from tests.support.imagenet import fails, prep
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (fixture)
 from tools.prepare import preparation
 from tools.prepare.webdataset import WebDataset

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import CNN, RESNET, VIT, Job, accelerate, deepspeed, full, python, result, run, torchrun
-from tests.support.images import class_folders
+from tests.support.data_sets import data_set, encode, picture
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
 ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json"]
@@ -85,8 +85,8 @@ def test_mixup_of_one_image_is_said(tmp_path, cache):
 
 def test_a_photograph_cut_short_is_named_before_the_training(tmp_path, cache):
     """Images of several sizes are decoded when they are needed, and once before."""
-    data = class_folders(tmp_path / "images", train=12, val=4, kind="jpg")
-    large, broken, *_ = sorted((data / "train" / "0").iterdir())
+    data = data_set(tmp_path / "images", train=[encode(picture(k)) for k in range(12)], val=4)
+    large, broken, *_ = sorted((data / "train" / "a").iterdir())
     Image.effect_noise((90, 70), 64).convert("RGB").save(large)
     broken.write_bytes(large.read_bytes()[:1500])
     flags = ["--data", data, "--batch_size", "2", "--epochs", "2", "--workers", "0", "--trackers", "none"]

@@ -15,8 +15,8 @@ import yaml
 from cluster import virtual_cluster as hosts
 from tests.conftest import ROOT, Job, rows_of
 from tests.data.test_shard_stream import upload
-from tests.data.test_shards import write_shards
 from tests.scripts.test_launch import OTHER_CODE, OTHER_TIMM, another_host_key, changed, no_sshd
+from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 from tools.doctor.checks import check_all_reduce, check_hosts, check_job, compare_hosts
 from tools.launch.hosts import Host

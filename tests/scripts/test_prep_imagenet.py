@@ -25,17 +25,16 @@ from common.data.shards import ShardImages, find_local, parse_index
 from common.system import progress
 from common.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
+from tests.support.data_sets import tar, write
 from tests.support.imagenet import (
     DEVKIT,
     TRAIN,
     VAL,
     Ilsvrc,
-    class_folders,
     fails,
     forked,
     make_ilsvrc,
     prep,
-    tar,
     write_devkit,
 )
 from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
@@ -211,7 +210,7 @@ def test_other_images(source, ilsvrc, tmp_path):
             (data / f"{split}.tar").write_bytes(content)
         else:
             images = {f"{split}/{name}/{file}": c for name, its in classes.items() for file, c in its.items()}
-            class_folders(data, images | {f"{split}/cat/x/y/1.JPG": photograph})
+            write(data, images | {f"{split}/cat/x/y/1.JPG": photograph})
     if source == "folder":
         keys |= {"cat/x_y_1.jpg"}
         (data / "train" / "cat").rename(tmp_path / "cats")
@@ -253,7 +252,7 @@ def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
         else:
             images[name] = text.encode()
             label_file = tmp_path / "data" / name
-    words = ["--from", "folder", "--data", class_folders(tmp_path / "data", images) / below]
+    words = ["--from", "folder", "--data", write(tmp_path / "data", images) / below]
     assert "left out" not in prep(*words, "--out", tmp_path / "out").replace("left out: 1 .txt", "")
     rows = np.load(tmp_path / "out" / "val_index.npy")
     assert sorted(rows[:, 3]) == [0, 1, 1]
@@ -443,7 +442,7 @@ Image.new("RGB", (70_000, 1)).save(WIDE, "PNG")
 )
 def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_path, capfd):
     content = content or next(iter(ilsvrc.val.values()))[:2000]
-    data = class_folders(tmp_path / "data", {"train/cat/a.jpg": content})
+    data = write(tmp_path / "data", {"train/cat/a.jpg": content})
     message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out", "--resize", "256")
     assert f"{data / 'train' / 'cat'}: a.jpg can't be decoded: " in message
     assert reason in message + capfd.readouterr().err  # libjpeg prints its own words
@@ -454,7 +453,7 @@ def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_
 def test_files_of_a_folder_that_are_refused(path, message, ilsvrc, tmp_path):
     """Other files are skipped."""
     image = next(iter(ilsvrc.val.values()))
-    data = class_folders(tmp_path / "data", {"train/cat/a..jpg": image, "train/cat/notes.txt": b""})
+    data = write(tmp_path / "data", {"train/cat/a..jpg": image, "train/cat/notes.txt": b""})
     if "dangling" in message:
         (data / path).parent.mkdir(exist_ok=True)
         (data / path).symlink_to("absent")
@@ -471,7 +470,7 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
     image = next(iter(ilsvrc.val.values()))
     keys = {f"{'c' * 190}/{'i' * 190}", f"cat/{'ü' * 90}", "cat/1"}
     paths = [f"{split}/{key}.jpg" for split in ("train", "val") for key in keys]
-    data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
+    data = write(tmp_path / "data", dict.fromkeys(paths, image))
     prep("--from", "folder", "--data", data, "--out", tmp_path / "out")
     shard = tmp_path / "out" / "train-00000.tar"
     names = {f"{key}.{extension}" for key in keys for extension in ("jpg", "cls")}
@@ -538,7 +537,7 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
     """The total size stays the same; modification times don't count in a complete data set."""
     image = next(iter(ilsvrc.val.values()))
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
-    data = class_folders(tmp_path / "data", dict.fromkeys(paths, image))
+    data = write(tmp_path / "data", dict.fromkeys(paths, image))
     words = ["--from", "folder", "--data", data, "--out", tmp_path / "out"]
     prep(*words)
     os.utime(data / "train" / "cat" / "1.jpg")
@@ -664,9 +663,7 @@ def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
 
 def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
     image = next(iter(ilsvrc.val.values()))
-    data = class_folders(
-        tmp_path / "data", {f"{c}/1.jpg": image for c in ("train/ape", "train/cat", "val/cat")}
-    )
+    data = write(tmp_path / "data", {f"{c}/1.jpg": image for c in ("train/ape", "train/cat", "val/cat")})
     words = ["--from", "folder", "--val", data / "val", "--out", tmp_path / "out"]
     killed("manifest", *words)
     assert "the list of classes changed since" in fails(*words, "--train", data / "train")

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 import verify
 from common.checkpoint.format import _digest
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, lines, python, run
-from tests.data.test_any_images import put
-from tests.data.test_images import encode, picture
 from tests.support.commands import call
+from tests.support.data_sets import data_set, png
 from tools.logbook import verification
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
@@ -30,9 +29,7 @@ FLAGS += ["--drop_path", 0]  # which depends on per_device_batch_size
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    splits = {"train": range(40), "val": range(8)}
-    paths = [f"{split}/{c}/{k}.png" for split, numbers in splits.items() for c in "ab" for k in numbers]
-    return put(tmp_path_factory.mktemp("data") / "pictures", *paths)
+    return data_set(tmp_path_factory.mktemp("data") / "pictures", train=80, val=16)
 
 
 def trained(data: Path, cache: list, folder: Path, precision: str, *flags, launcher=()) -> Path:
@@ -531,9 +528,9 @@ def test_a_script_of_ones_own(finished, check, tmp_path):
 
 def test_a_swapped_image_is_found(data, finished, cache, tmp_path):
     """The pictures have other bytes than those of the page."""
-    file = data / "train" / "a" / "3.png"
+    file = data / "train" / "b" / "3.png"
     before = file.read_bytes()
-    file.write_bytes(encode(picture(999), "PNG"))
+    file.write_bytes(png(999))
     try:
         status, output, _ = verified(copy_of(finished, tmp_path), cache, *only(0), "--steps", 4)
     finally:

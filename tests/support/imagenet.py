@@ -5,7 +5,6 @@ import hashlib
 import io
 import resource
 import signal
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from PIL import Image
 import prep_imagenet
 from tests.conftest import Job, real_data
 from tests.support.commands import call
+from tests.support.data_sets import tar
 from tests.support.faults import called_first
 from tools.prepare import devkit, journal, originals
 from tools.prepare.writer import ShardWriter
@@ -158,29 +158,6 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
         cmyk=train_names[0][0],
         png=train_names[0][1],
     )
-
-
-def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bool = False) -> bytes:
-    """Makes an archive of regular files; each time the same bytes. folders: with members for them."""
-    buffer, parents = io.BytesIO(), {str(parent) for name in members for parent in Path(name).parents} - {"."}
-    with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
-        for name in sorted(parents) if folders else ():
-            member = tarfile.TarInfo(name)
-            member.type = tarfile.DIRTYPE
-            archive.addfile(member)
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size, member.mtime = len(content), 1_339_596_400
-            archive.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def class_folders(folder: Path, images: dict[str, bytes]) -> Path:
-    """--data of --from folder: its images by their path."""
-    for path, content in images.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
-    return folder
 
 
 def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None:
