@@ -66,6 +66,14 @@ FIRST += ("tests/checkpoint/", "tests/scripts/", "tests/cluster/")
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
+def pytest_configure() -> None:
+    """Properties are tested by the same examples in each run, which are not stored."""
+    from hypothesis import settings
+
+    settings.register_profile("tests", derandomize=True, database=None, deadline=None)
+    settings.load_profile("tests")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """Keeps the tests of a file in one process of `-n`."""
     from xdist.scheduler import LoadFileScheduling

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.order import (
+    Samples,
     Shuffled,
+    Streamed,
     chosen_by_hash,
     evaluation_plan,
     order,
@@ -14,7 +18,7 @@ from common.order import (
     training_plan,
     uniforms,
 )
-from common.recipe import share_out
+from common.recipe import Batch, share_out
 
 
 def test_orders_never_change():
@@ -37,27 +41,43 @@ def test_a_choice_by_hash_never_changes():
     assert all(900 < count < 1100 for count in thirds)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("per_device", [None, 1])
-def test_a_step_has_the_same_samples_on_any_number_of_processes(processes, per_device):
-    count, steps = 101, 19  # 8 steps an epoch: two epochs and a bit
-    batch = share_out(12, per_device, processes)
-    plans = [list(training_plan(Shuffled(count), batch, rank, 5, 0, steps)) for rank in range(processes)]
-    for step in range(steps):
-        first, last = step * batch.accumulations, (step + 1) * batch.accumulations
-        together = np.concatenate([ids for plan in plans for _, ids in plan[first:last]])
-        epoch, place = divmod(step, 8)
-        assert together.tolist() == order(5, epoch, count)[place * 12 : place * 12 + 12].tolist()
-        assert {e for plan in plans for e, _ in plan[first:last]} == {epoch}
+@st.composite
+def jobs(draw) -> tuple[Samples, Batch]:
+    """Samples of either kind, and a batch of them."""
+    processes, accumulations, per_device = (draw(st.integers(1, most)) for most in (6, 4, 4))
+    batch = share_out(processes * accumulations * per_device, per_device, processes)
+    if draw(st.booleans()):
+        return Shuffled(draw(st.integers(batch.total, 4 * batch.total))), batch
+    counts = [*draw(st.lists(st.integers(0, 9), max_size=20)), batch.total]
+    streams = processes * draw(st.sampled_from([1, per_device, accumulations * per_device]))
+    return Streamed(draw(st.permutations(counts)), streams, draw(st.integers(1, 20))), batch
 
 
-def test_a_plan_can_begin_anywhere():
-    batch = share_out(12, 3, 2)
-    whole = list(training_plan(Shuffled(101), batch, 1, 5, 0, 19))
-    rest = list(training_plan(Shuffled(101), batch, 1, 5, 7, 19))
-    for (e1, ids1), (e2, ids2) in zip(whole[7 * batch.accumulations :], rest, strict=True):
-        assert e1 == e2
-        assert ids1.tolist() == ids2.tolist()
+@given(jobs(), st.integers(0, 12))
+def test_each_sample_comes_once_an_epoch_on_any_number_of_processes(job, begin):
+    """In the order that is a function of the batch. A plan can begin anywhere. Streams belong to processes,
+    which share only the shards at their ends."""
+    samples, batch = job
+    per_epoch, size = steps_per_epoch(samples, batch), batch.accumulations
+    plans = [list(training_plan(samples, batch, rank, 5, 0, 13)) for rank in range(batch.processes)]
+    orders: dict[int, list[int]] = {}
+    for step in range(13):
+        parts = [part for plan in plans for part in plan[step * size : (step + 1) * size]]
+        assert {(epoch, len(ids)) for epoch, ids in parts} == {(step // per_epoch, batch.per_device)}
+        orders.setdefault(step // per_epoch, []).extend(i for _, ids in parts for i in ids.tolist())
+    for epoch, ids in orders.items():
+        assert len(set(ids)) == len(ids)
+        assert set(ids) <= set(range(len(samples)))
+        assert ids == samples.order(5, epoch, batch)[: len(ids)].tolist()
+    for rank, plan in enumerate(plans):
+        rest = training_plan(samples, batch, rank, 5, begin, 13)
+        assert [(e, ids.tolist()) for e, ids in plan[begin * size :]] == [
+            (e, ids.tolist()) for e, ids in rest
+        ]
+    if isinstance(samples, Streamed):
+        shard_of = np.repeat(np.arange(len(samples.counts)), samples.counts)
+        mine = [{shard_of[i] for e, ids in plan if e == 0 for i in ids} for plan in plans]
+        assert sum(map(len, mine)) <= len(samples.counts) + batch.processes - 1
 
 
 def test_a_batch_larger_than_the_data_is_refused():
@@ -66,20 +86,19 @@ def test_a_batch_larger_than_the_data_is_refused():
         steps_per_epoch(Shuffled(12), share_out(14, None, 2))
 
 
-@pytest.mark.parametrize("count", [1, 7, 97, 100])
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_evaluation_has_every_sample_once_and_equal_shapes(count, processes):
-    plans = [list(evaluation_plan(count, 5, processes, rank)) for rank in range(processes)]
+@given(*map(st.integers, (1, 1, 1), (200, 9, 6)))
+def test_evaluation_has_every_sample_once_and_equal_shapes(count, size, processes):
+    plans = [list(evaluation_plan(count, size, processes, rank)) for rank in range(processes)]
     assert len({len(plan) for plan in plans}) == 1
-    assert all(len(ids) == 5 and ids.max() < count for plan in plans for ids, _ in plan)
+    assert all(len(ids) == size and ids.max() < count for plan in plans for ids, _ in plan)
     counted = [i for plan in plans for ids, valid in plan for i in ids[:valid].tolist()]
     assert counted == list(range(count))  # in order: each process has a part of its own, and reads that alone
     for plan in plans:
         read = {i for ids, _ in plan for i in ids.tolist()}
-        assert len(read) <= 5 * -(-count // (5 * processes)), "what fills up is one of its own"
+        assert len(read) <= size * -(-count // (size * processes)), "what fills up is one of its own"
     # An image's last bits depend on its place in a micro-batch, and so on a cut between processes.
     filled = [ids.tolist() for plan in plans for ids, valid in plan if valid]
-    assert filled == [ids.tolist() for ids, _ in evaluation_plan(count, 5, 1, 0)]
+    assert filled == [ids.tolist() for ids, _ in evaluation_plan(count, size, 1, 0)]
 
 
 def test_random_numbers_belong_to_the_sample():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from common.checkpoint.format import (
@@ -475,10 +477,17 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
     assert sorted(elsewhere.rglob("*")) == kept
 
 
-def test_best_the_last_two_and_every_so_many_are_kept():
-    assert to_keep([4, 8, 12, 16, 20], best=8, every=None) == {8, 16, 20}
-    assert to_keep([4, 8, 12, 16, 20], best=20, every=12) == {12, 16, 20}
-    assert to_keep([4], best=None, every=None) == {4}
+@given(st.sets(st.integers(1, 40)), st.data())
+def test_best_the_last_two_and_every_so_many_are_kept_at_each_save(saves, data):
+    """Of a run that removes the others after each, and no more: whatever becomes the best, and when."""
+    kept, best, saved = set(), None, sorted(saves)
+    every = data.draw(st.none() | st.integers(1, 9))
+    for place, step in enumerate(saved):
+        kept.add(step)
+        best = data.draw(st.sampled_from([step, best])) if best else step
+        kept = to_keep(data.draw(st.permutations(sorted(kept))), best, every)
+        multiples = {s for s in saved[:place] if every and s % every == 0}
+        assert kept == {*saved[max(0, place - 1) : place + 1], best} | multiples
 
 
 def test_a_run_keeps_them(straight):
