@@ -28,8 +28,6 @@ from tests.data.test_any_images import PLAIN
 from tests.support.compare import assert_same_tensors
 from tests.support.data_sets import data_set, opened, pixels, png, put, write
 from tests.support.imagenet import prep
-from tools.logbook.page import index, index_values, page
-from tools.logbook.record import RunRecord
 
 SORTED = [0] * 10 + [1] * 10
 
@@ -207,18 +205,6 @@ def test_other_data_are_evaluated_whole(finished, cache, tmp_path):
     assert (report["images"], report["split"]) == (20, "train")
     status, output = Job([*command, "--split", "test"], cwd=tmp_path).wait()
     assert (status, "--split test: there is no second held-out split" in output) == (1, True)
-
-
-def test_pages_say_which_split_each_number_is_of(finished):
-    found, record = result(finished), RunRecord(finished)
-    accuracy, best = f"{found['test_accuracy']:.4f}", f"{found['best_accuracy']:.4f}"
-    step, final = f"step {found['best_step']}", f"final, step {found['steps']}"
-    text = page(record, "x", [])
-    assert f"{accuracy} on the val split of digits with the best weights on the holdout" in text
-    assert f"| on the val split, weights of {step} | best on the holdout split, {step} | {final} |" in text
-    assert f"| accuracy | {accuracy} | {best} | " in text
-    assert "360 images of the val split and 287 images of the holdout split, each counted once." in text
-    assert f" | {accuracy} | val | {best} (holdout) | " in index({"x.md": index_values(record)}, {})
 
 
 TESTED = "            run.log_test(measure(images.test), images.test_name)\n"

@@ -1,19 +1,25 @@
 """Pages of real runs, of killed ones, of broken and hostile folders, and comparisons."""
 
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 import logbook
-from tests.conftest import CNN, Job, copy_project, metrics, python, result, rows_of, run, wait_until
+from common.system.text import printable, printable_lines
+from tests.conftest import CNN, Job, copy_project, lines, metrics, python, result, rows_of, run, wait_until
 from tests.logbook.pages import (
-    BARS,
     HOSTILE,
     MARKDOWN,
     change,
@@ -23,9 +29,9 @@ from tests.logbook.pages import (
     write_lines,
     write_run,
 )
-from tools.logbook import markdown
+from tools.logbook import comparison, markdown
 from tools.logbook.comparison import Comparison
-from tools.logbook.page import page
+from tools.logbook.page import index, index_values, page
 from tools.logbook.record import RunRecord, stamped_files
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
@@ -279,45 +285,69 @@ def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
 
 
-@pytest.fixture
-def hostile(tmp_path) -> Path:
-    """A run in which each text is HTML, or Markdown that a table or a link would break at."""
-    folder = gpu_run(tmp_path / "a run | with *spaces* & <b>")
-    names = ["a|b", "<script>alert(1)</script>", "`x`", "$y$ & z", "*s* _t_", "[u](v)", "a\\|b", "\n", "-->"]
-    for file in (folder / "confusion.json", folder / "validation/test_28/report.json"):
-        found = json.loads(file.read_text())
-        per_class = {name: values[:9] for name, values in found.get("per_class", {}).items()}
-        change(file, classes=names, confusion=[[1] * 9] * 9, per_class=per_class)
-    texts = dict.fromkeys(("data", "device", "mixed_precision", "test_name"), HOSTILE)
-    change(folder / "result.json", script="../../<i>", val_name=BARS, error=BARS, status="failed", **texts)
-    about = {"hosts": ["<u>"], "devices": [BARS], "versions": {HOSTILE: BARS}, "git_commit": HOSTILE}
-    about |= {"wandb_url": None, "wandb_id": HOSTILE, "sharding": {BARS: HOSTILE}, "unit": BARS}
-    about |= {"recipe": {"model": HOSTILE, BARS: HOSTILE}, "defaults": {"model": "x"}}
-    change(folder / "recipe.json", command=["train.py", "a|b", "```", "$(reboot)", "x y"], **about)
-    (folder / "validation/test_28").rename(folder / "validation" / "<i>|`")
+# What a table, a link, HTML or a terminal would break at; then all other text. A folder has any bytes.
+ODD = ["\n", "\r\n", "\t", "\x1b[31m", "\u202e", "\ud800", " ", "a", "|", "`", "```", "<b>", "<!--", "-->"]
+ODD += ["&amp;", "\\", "_a_", "*a*", "**a", "[u](v)", "![", "~~a~~", "$x$", "# ", "../"]
+TEXT = st.lists(st.sampled_from(ODD), max_size=4).map("".join) | st.text(max_size=9)
+NAME = TEXT | st.binary(max_size=9).map(os.fsdecode)
+NAME = NAME.map(lambda name: "x" + re.sub("[/\0\ud800-\udc7f\udd00-\udfff]", "", name))
+
+
+def with_texts(value: Any, texts: Iterator[str]) -> Any:
+    """The JSON with these in the place of its texts, and in tables whose keys are a user's."""
+    if isinstance(value, list):
+        return [with_texts(inner, texts) for inner in value]
+    if isinstance(value, dict):
+        users = {"recipe", "defaults", "versions", "sharding", "spent_s"} & value.keys()
+        value = {name: with_texts(inner, texts) for name, inner in value.items()}
+        return value | {name: value[name] | {next(texts): 1.5, next(texts): next(texts)} for name in users}
+    return next(texts) if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = gpu_run(tmp_path_factory.mktemp("whole") / "run")
+    change(folder / "result.json", error="", spent_s={"training": 5.0})
     return folder
 
 
-def test_no_text_of_a_run_breaks_a_page(hostile, book, tmp_path):
-    text = page_of(book, "add", hostile)
-    table = rows(text)
-    names = {"a|b", "<script>alert(1)</script>", "`x`", "$y$ & z", "*s* _t_", "[u](v)", "a\\|b", "-->"}
-    assert names < table.keys()
-    assert (table["hosts"], table["run"], table["W&B run"]) == (["<u>"], [str(hostile)], [HOSTILE])
-    fence = [token.content for token in MARKDOWN.parse(text) if token.type == "fence"][-1]
-    assert shlex.split(fence) == ["train.py", "a|b", "```", "$(reboot)", "x y"]
-    assert [path.name for path in (tmp_path / "book").iterdir() if path.is_dir()] == ["i"]
-    write_run(tmp_path / "other")
-    page_of(book, "compare", hostile, tmp_path / "other", "--allow_different_data")
-    check(tmp_path / "book/README.md")
+@settings(max_examples=40, phases=[Phase.generate])  # a shorter example takes minutes
+@given(NAME, NAME, st.lists(TEXT, min_size=1, max_size=20), st.sampled_from(["finished", "failed"]))
+def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, status):
+    """Each is shown, as far as it can be, and breaks no table of the page, a comparison or the index."""
+    with tempfile.TemporaryDirectory() as place:
+        folder, drawn = shutil.copytree(whole, Path(place) / name), itertools.cycle(texts)
+        for file in [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]:
+            write_lines(file, [with_texts(line, drawn) for line in lines(file)])
+        change(folder / "result.json", status=status)
+        (folder / "validation/test_28").rename(folder / "validation" / report)
+        (folder / "nvidia-smi-h.txt").rename(folder / f"nvidia-smi-{name}.txt")
+        run = RunRecord(folder)
+        compared = Comparison([run, RunRecord(whole)], allow_different_data=True)
+        pages = {"run": page(run, "x", []), "two": comparison.page(compared, "two.png", [None, "run.md"])}
+        pages["index"] = index({"run.md": index_values(run)}, {"two.md": comparison.title(compared)})
+        Image.new("RGB", (301, 1)).save(Path(place) / "two.png")
+        for stem, text in pages.items():
+            check(logbook.write_page(Path(place) / f"{stem}.md", index_values(run) | run.identity, text))
+        table = rows(pages["run"])
+        assert {shown(c) for c in run.reports[report]["classes"][:20]} <= table.keys()
+        assert table["run"] == [shown(folder)]
+        fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
+        assert shlex.split(fence) == list(map(printable_lines, run.about["command"]))
+        assert all(re.fullmatch(r"[\w-]+", logbook.file_name(text)) for text in texts)
 
 
-def test_a_page_without_escaping_is_found(hostile, tmp_path, monkeypatch):
+def shown(text: object) -> str:
+    return printable(" ".join(str(text).split()))
+
+
+def test_a_page_without_escaping_is_found(tmp_path, monkeypatch):
     """A mutant: the templates' values as they are."""
     environment = markdown._environment()
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
     monkeypatch.setattr(environment, "cache", None)
-    (tmp_path / "page.md").write_text(page(RunRecord(hostile), "x", []))
+    run = RunRecord(write_run(tmp_path / "run", recipe={"model": HOSTILE}))
+    (tmp_path / "page.md").write_text(page(run, "x", []))
     with pytest.raises(AssertionError, match="<"):
         check(tmp_path / "page.md")
 
