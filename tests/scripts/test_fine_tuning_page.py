@@ -8,7 +8,7 @@ import timm
 from safetensors.torch import save_file
 
 from common.recipe import parse
-from tests.conftest import ROOT, latest, python, result, run, tensors
+from tests.conftest import ROOT, full, latest, python, result, run, tensors
 from tests.scripts.test_launchers import SMALL
 from train_vit import Vit
 
@@ -45,17 +45,17 @@ def test_a_command_trains(command, tmp_path, cache):
     assert result(tmp_path / "run")["status"] == "finished"
 
 
-def test_dinov3(tmp_path, cache):
+@pytest.mark.parametrize("name", [full("finetune"), "linear_probe"])
+def test_dinov3(name, tmp_path, cache):
     """The recipes for its weights, on a small model of that family, with weights in place of the hub's."""
     model = timm.create_model("vit_small_patch16_dinov3", img_size=32, depth=1, num_classes=0)
     file = tmp_path / "small.safetensors"
     save_file(model.state_dict(), file)
     small = ["--model", "vit_small_patch16_dinov3", "--depth", "1", "--image_size", "32", "--weights", file]
     words = [*small, "--data", "digits", *cache, "--batch_size", "16", "--max_steps", "2"]
-    for name in ("finetune", "linear_probe"):
-        config = f"recipes/vit_b16_dinov3_{name}.yaml"
-        run([*python(), "train_vit.py", "--config", config, *words, "--output_dir", tmp_path / name])
-        assert result(tmp_path / name)["steps"] == 2
-    trained = tensors(latest(tmp_path / "linear_probe"))
-    for name, tensor in model.state_dict().items():
-        assert trained[f"model:{name}"].equal(tensor), name  # frozen
+    config = f"recipes/vit_b16_dinov3_{name}.yaml"
+    run([*python(), "train_vit.py", "--config", config, *words, "--output_dir", tmp_path / "run"])
+    assert result(tmp_path / "run")["steps"] == 2
+    trained = tensors(latest(tmp_path / "run"))
+    kept = [trained[f"model:{key}"].equal(tensor) for key, tensor in model.state_dict().items()]
+    assert all(kept) == (name == "linear_probe")  # frozen
