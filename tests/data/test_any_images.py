@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from common.data import cache
-from common.data.cache import Prepared, prepare
+from common.data.cache import Prepared, prepare, prepare_data
 from common.data.class_folders import LeftOut, find_pictures, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
 from common.data.images import open_images, summary, warnings

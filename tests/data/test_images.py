@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import multiprocessing
 import os
 import shutil
