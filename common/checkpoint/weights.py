@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,16 +34,17 @@ from common.checkpoint.format import (
     steps_in,
     verify,
 )
-from common.checkpoint.mirror import fetch, fetch_newest
 from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.env import hub_problem, rank
 from common.system.files import read_json
 from common.system.paths import shortest
-from common.system.s3 import ObjectStore
 from common.system.text import printable
 from common.system.threads import Heartbeat
+
+if TYPE_CHECKING:  # imported where it is needed
+    from common.system.s3 import ObjectStore
 from common.timm_models import head_names
 
 # A command that converts a pickle, which the user runs, never this code. timm prefers the averaged weights of
@@ -99,6 +100,8 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
 
 def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
     if location.startswith("s3://"):
+        from common.system.s3 import ObjectStore
+
         store = ObjectStore(location)
         stored = _download(store, which, scratch, heartbeat)
         reports = Path("validation") / store.url.rpartition("/")[2]
@@ -210,8 +213,10 @@ def _preferred(found: Checkpoint) -> str:
     return EMA_FILE if EMA_FILE in found.manifest["files"] else MODEL_FILE
 
 
-def _download(store: ObjectStore, which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
+def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
     """Downloads the best checkpoint of a run in S3, or with `latest` the newest that verifies."""
+    from common.checkpoint.mirror import fetch, fetch_newest
+
     if which == "latest":
         step = fetch_newest(store, scratch, -1, heartbeat, print)
         if step is None:
