@@ -12,19 +12,18 @@ same random numbers. Between forward and backward a ViT-B/32 with 32 images of 2
 of 911 (fp32, counted on a CPU). On an H200 its peak at batch 512 is 3.69 GiB instead of 10.48 (bf16).
 """
 
-import argparse
 import functools
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from common.system.processes import accelerate_config
 
 # Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
 # limit of 8, a block would silently run uncompiled.
@@ -137,30 +136,12 @@ def compile_blocks(
 
 
 def _arguments_in_launchers_file() -> dict[str, Any]:
-    """TorchDynamoPlugin's arguments from `dynamo_config` of `accelerate launch`'s config file.
-
-    For DeepSpeed, accelerate launch passes them in no variable. {} where it does.
-    """
+    """TorchDynamoPlugin's arguments where `accelerate launch` sets no variables for them: for DeepSpeed."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
-    import yaml
-    from accelerate.commands.config.config_args import default_config_file
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file", default=default_config_file)
-    for process in psutil.Process().parents():
-        try:
-            words, folder = process.cmdline(), process.cwd()
-        except psutil.Error:
-            break
-        if any(Path(word).name == "accelerate" or word == "accelerate.commands.launch" for word in words):
-            file = Path(folder, parser.parse_known_args(words)[0].config_file)
-            config = (yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
-            answers = config.get("dynamo_config") or {}
-            keys = {"backend": "dynamo_backend", "mode": "dynamo_mode"}
-            keys |= {"fullgraph": "dynamo_use_fullgraph", "dynamic": "dynamo_use_dynamic"}
-            return {name: answers[key] for name, key in keys.items() if key in answers}
-    return {}
+    answers = accelerate_config().get("dynamo_config") or {}
+    keys = {"backend": "backend", "mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+    return {name: answers.get(f"dynamo_{key}") for name, key in keys.items()}
 
 
 def _check(chosen: Compilation) -> None:

@@ -6,11 +6,9 @@ fp16, and bf16 that a DeepSpeed JSON enables. There all weights and activations 
 """
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, convert_outputs_to_fp32, parse_flag_from_env
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from common.distributed.strategy import strategy
 from common.system.env import launched_with, rank
+from common.system.processes import parents
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -123,14 +122,11 @@ def typed_precision() -> str | None:
 
     The launcher's environment does not tell a typed no from its default; its command line does.
     """
-    try:
-        line = " ".join(psutil.Process(os.getppid()).cmdline())
-    except psutil.Error:  # the launcher has just ended, or its command line is hidden
+    parent = parents()[0]
+    if not parent.launcher().startswith("accelerate"):
         return None
-    if not re.search(r"\baccelerate(\.commands\.launch|-launch| launch)\b", line):
-        return None
-    typed = re.search(r"--mixed[_-]precision[= ](no|bf16|fp16)\b", line)
-    return typed[1] if typed else ""
+    typed = parent.flag("mixed[_-]precision")
+    return typed if typed in ("no", *HALF) else ""
 
 
 def on_gpu() -> bool:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from common.distributed.watch import report_hang
 from common.system.env import PREEMPTED, launched, report
-from common.system.processes import end_with_parent, is_under_nohup
+from common.system.processes import end_with_parent, is_under_nohup, parents
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _stop = threading.Event()
@@ -156,11 +157,9 @@ def _is_orphan() -> bool:
     In a container without an init the launcher is process 1. It is known by its command line: torchrun gives
     its main thread another name.
     """
-    by_launcher = any(name in os.environ for name in _SET_BY_LAUNCHERS)
-    if not by_launcher or os.getppid() != 1:
-        return False
-    command = psutil.Process(1).cmdline() or [""]  # hidden, or ending
-    return not Path(command[0]).name.startswith(("python", "bash", "sh"))
+    parent, words = parents()[0]  # as read before or after the launcher died
+    is_launcher = parent.pid == 1 and Path(words[0]).name.startswith(("python", "bash", "sh"))
+    return os.getppid() == 1 and not is_launcher and any(name in os.environ for name in _SET_BY_LAUNCHERS)
 
 
 def deaf_launcher() -> str | None:
@@ -220,22 +219,9 @@ def _watch(reader: int, launchers: list[psutil.Process]) -> None:
 
 
 def _launchers() -> list[psutil.Process]:
-    """The parent and further processes of its launcher above it: `deepspeed` has two."""
-    found = []
-    for process in psutil.Process().parents():
-        try:
-            words = process.cmdline()[:4]
-        except psutil.Error:
-            break
-        if not words or not words[0].rpartition("/")[2].startswith(("python", "pypy")):
-            break  # a shell or a test, which may end first
-        if not any(w.rpartition("/")[2] in _LAUNCHERS or w.startswith(_LAUNCHER_MODULES) for w in words[1:]):
-            break
-        found.append(process)
-    return found
+    """The launchers above this process, not a shell or a test, which may end first. `deepspeed` has two."""
+    return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
 
 
 # Set by torchrun, accelerate and deepspeed, rarely by hand
 _SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
-_LAUNCHERS = ("deepspeed", "accelerate", "torchrun", "launch.py")
-_LAUNCHER_MODULES = ("deepspeed.launcher", "accelerate.commands", "torch.distributed")

@@ -7,16 +7,14 @@ import time
 import uuid
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from common.recipe import Batch, Job, share_out, usable_processes
 from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, report, world_size
-from common.system.processes import interface_problem, interface_to
+from common.system.processes import interface_problem, interface_to, parents
 from common.system.text import plural
 
-RUN_NODES = re.compile(r"--?nnodes[= ](\d+):(\d+)(?!\d)")
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -172,7 +170,5 @@ def _torchruns_most() -> str | None:
     """MAX of torchrun's --nnodes=MIN:MAX, as text, from the agent's command line; None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    found = re.fullmatch(r"(\d+):(\d+)", os.environ.get("PET_NNODES", ""))
-    with contextlib.suppress(psutil.Error):  # the agent has just ended
-        found = RUN_NODES.search(" ".join(psutil.Process(os.getppid()).cmdline())) or found
-    return found[2] if found else None
+    found = re.fullmatch(r"\d+:(\d+)", parents()[0].flag("nnodes") or os.environ.get("PET_NNODES", ""))
+    return found[1] if found else None

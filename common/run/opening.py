@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -33,11 +32,10 @@ from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import writing
 from common.system.paths import ROOT, project_version
+from common.system.processes import parents
 from common.system.threads import Heartbeat
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
-ENTRIES = ("accelerate", "torchrun", "deepspeed")  # launchers
-MODULES = ("accelerate.commands.launch", "torch.distributed.run")  # the same, as modules
 
 
 @dataclass
@@ -277,17 +275,12 @@ def _command() -> list[str]:
     """
     own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     command = ["python", sys.argv[0], *own]
-    for process in psutil.Process().parents():
-        with contextlib.suppress(psutil.Error):
-            python, *words = process.cmdline() or [""]
-            names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
-            is_python = Path(python).name.startswith("python")
-            if not is_python or not names_script or words[len(words) - len(own) :] != own:
-                continue
-            if Path(words[0]).name in ENTRIES:
-                command = [Path(words[0]).name, *words[1:]]
-            elif Path(words[0]).name == "launch.py" or (words[0] == "-m" and words[1] in MODULES):
-                command = ["python", *words]
+    for parent in parents():
+        words = parent.words[1:]
+        names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
+        if names_script and words[len(words) - len(own) :] == own and parent.launcher(within=3):
+            is_program = parent.launcher(within=2) not in ("", "launch.py")
+            command = [Path(words[0]).name, *words[1:]] if is_program else ["python", *words]
     return command
 
 

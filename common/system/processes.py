@@ -1,19 +1,26 @@
-"""Processes of this host, and its network: start times, end with the parent, descendants, interfaces."""
+"""Processes of this host, and its network: start times, launchers above, descendants, interfaces."""
 
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
+from common.system.files import read_accelerate_config
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
+LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
 NO_MEMORY = (  # in an error, or in the output of a failed process
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS, cuDNN 8
@@ -34,6 +41,46 @@ NO_MEMORY_WHERE_LIMITED = (  # only under a limit on a process's memory, from ot
     "OpenBLAS error: Memory allocation still failed",
     "OpenBLAS blas_thread_init: pthread_create failed",
 )
+
+
+class Parent(NamedTuple):
+    """A process above this one, and its command line as it was typed; an empty word where it is hidden."""
+
+    process: psutil.Process
+    words: list[str]
+
+    def launcher(self, within: int | None = None) -> str:
+        """The launcher or its module that Python runs, named in the first `within` words; else empty."""
+        python, *names = (Path(word).name for word in self.words[:within])
+        known = (name for name in names if name in LAUNCHERS or name.startswith(LAUNCHER_MODULES))
+        return next(known, "") if python.startswith("python") else ""
+
+    def flag(self, pattern: str) -> str:
+        """The value of the first flag whose name matches; empty without it."""
+        found = re.search(rf"\0--?{pattern}[=\0]([^\0]*)", "\0".join(self.words))
+        return found[1] if found else ""
+
+
+@cache
+def parents() -> list[Parent]:
+    """The processes above this one, the nearest first, as they were at the first call. Never empty."""
+    found = [Parent(psutil.Process(), [""])]
+    with contextlib.suppress(psutil.Error):  # one has just ended
+        while process := found[-1].process.parent():
+            found.append(Parent(process, process.cmdline() or [""]))
+    return found[1:] or found
+
+
+def accelerate_config() -> dict[str, Any]:
+    """The config file of `accelerate launch` above this process: of --config_file, else the default one."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    for parent in parents():
+        if parent.launcher().startswith("accelerate"):
+            with contextlib.suppress(psutil.Error):
+                file = Path(parent.process.cwd(), parent.flag("config[_-]file") or default_config_file)
+                return read_accelerate_config(file) if file.is_file() else {}
+    return {}
 
 
 def start_ticks(pid: int) -> int | None:

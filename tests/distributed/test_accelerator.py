@@ -10,6 +10,7 @@ from common.distributed import accelerator, devices, precision
 from common.distributed.devices import check_devices
 from common.recipe import share_out
 from common.run.ending import is_out_of_memory, out_of_memory
+from common.system.processes import Parent
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_the_no_of_accelerate_for_a_deepspeed_file(parent, fields, wanted, is_to
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", fields)
-    monkeypatch.setattr(precision.psutil.Process, "cmdline", lambda _: parent.split())
+    monkeypatch.setattr(precision, "parents", lambda: [Parent(None, parent.split())])
     assert precision.chosen_precision(None) == wanted
     assert ("training in bf16" in capsys.readouterr().out) == is_told
 

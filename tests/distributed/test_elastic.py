@@ -17,6 +17,7 @@ from common.distributed.accelerator import start
 from common.recipe import Recipe, usable_processes
 from common.run.folder import count_restarts
 from common.system.files import write_json
+from common.system.processes import Parent
 from tests.checkpoint.test_checkpoints import LONG
 from tests.conftest import (
     SLOW_STEP,
@@ -58,8 +59,7 @@ def test_most_hosts(variables, hosts, processes, agent):
 @pytest.mark.parametrize(("flags", "hosts"), rows_of("most hosts of torchrun"))
 def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
     agent()
-    parent = type("Process", (), {"cmdline": lambda _: ["python", "torchrun", *flags]})
-    monkeypatch.setattr(rendezvous.psutil, "Process", lambda _: parent())
+    monkeypatch.setattr(rendezvous, "parents", lambda: [Parent(None, ["python", "torchrun", *flags])])
     assert rendezvous.most_hosts() == hosts
 
 

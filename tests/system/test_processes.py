@@ -1,4 +1,4 @@
-"""Processes below this one: found, adopted when their parent has ended, and ended with their parent."""
+"""Processes above and below this one: their command lines, and what ends with them."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from common.distributed.preemption import is_alive
+from common.system import processes
 from common.system.processes import adopt_orphans, allowed_cores, interface_problem, kill, running_descendants
 from tests.conftest import ROOT, wait_until
 
@@ -41,6 +42,42 @@ def test_a_process_ends_with_its_parent():
         child = psutil.Process(pid)
         os.kill(process.pid, signal.SIGKILL)
         wait_until(lambda: not is_alive(child), timeout_s=10)
+
+
+@pytest.mark.parametrize(
+    ("command", "launchers", "nodes"),
+    [
+        ("python3 /bin/torchrun --nnodes=1:4 x.py", ("torchrun", "torchrun"), "1:4"),
+        ("python -m torch.distributed.run --nnodes 2 x.py", ("", "torch.distributed.run"), "2"),
+        (
+            "/bin/python -u -m deepspeed.launcher.launch --nnode_rank=0 --nnodes",
+            ("", "deepspeed.launcher.launch"),
+            "",
+        ),
+        (
+            "python -m debugpy --listen 5 /bin/accelerate-launch x.py -nnodes 3",
+            ("", "accelerate-launch"),
+            "3",
+        ),
+        ("bash run.sh torchrun x.py", ("", ""), ""),
+        ("", ("", ""), ""),
+    ],
+)
+def test_what_was_typed(command, launchers, nodes):
+    parent = processes.Parent(psutil.Process(), command.split(" "))
+    assert (parent.launcher(within=2), parent.launcher()) == launchers
+    assert parent.flag("nnodes") == nodes
+
+
+def test_the_launcher_above_and_its_config_file(tmp_path):
+    """The file is found from the launcher's folder, and not where another program is above."""
+    code = "from common.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
+    start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
+    (tmp_path / "a b.yaml").write_text("use_cpu: true")
+    for name, said in (("accelerate", "{'use_cpu': True} accelerate"), ("other", "{}")):
+        (tmp_path / name).write_text(start)
+        words = [sys.executable, name, "--config_file", "a b.yaml", "x.py"]
+        assert subprocess.check_output(words, cwd=tmp_path, text=True).strip() == said
 
 
 @pytest.mark.parametrize(
