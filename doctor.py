@@ -45,7 +45,7 @@ def main() -> int:
             content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
             flags.json.write_text(json.dumps(content | {"facts": checks.facts}, indent=1) + "\n")
     finally:
-        close_and_wait([client.process for client in clients], 2)
+        close_and_wait(clients, 2)
     return int(any(finding.fails for finding in findings))
 
 

@@ -14,7 +14,7 @@ from tools.launch.elastic import ElasticJob
 from tools.launch.hosts import SSH_FAILED, Host
 from tools.launch.launcher import HostConnection
 
-HELLO = {"address": None, "client": None}
+HELLO = {"reached_at": None, "asked_from": None}
 BATCH = {"event": "batch", "batch_size": 64, "per_device": 8}
 
 
@@ -43,7 +43,7 @@ class Hosts:
     def connect(self, host: Host) -> HostConnection:
         process = SimpleNamespace(kill=lambda: None)
         connection = HostConnection(host, process, Path("log"), hello=HELLO | {"hostname": host.name})
-        connection.send = lambda line: self.sent.append((host.name, line))
+        connection.request = lambda name: self.sent.append((host.name, name))
         self.job.connections.append(connection)
         return connection
 

@@ -1,5 +1,9 @@
+import io
+from types import SimpleNamespace
+
 from common.system.env import EVENTS_FILE, EventReader, report
-from tools.launch.agent import EVENT, _pass_on
+from tools.launch.agent import _pass_on
+from tools.launch.hosts import EVENT, Connection, event_line, requests
 
 
 def test_events_are_read_once_each(tmp_path, monkeypatch):
@@ -29,3 +33,14 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
     _pass_on(EventReader(tmp_path / "events"), statuses)
     assert statuses == {0, 75}
     assert capfd.readouterr().out == EVENT + '{"event": "notice", "until": "12:00"}\n'
+
+
+def test_what_a_lost_connection_cuts_off_does_not_count(monkeypatch):
+    said = f"a banner\n{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
+    connection = Connection(None, SimpleNamespace(stdout=io.StringIO(said), stdin=io.StringIO()))
+    assert list(connection.events()) == ["a banner", {"event": "step", "step": 1}]
+    connection.request("start", words=["a b"], first=True)
+    connection.request("kill")
+    sent = connection.process.stdin.getvalue()
+    monkeypatch.setattr("sys.stdin", io.StringIO(sent[:-3]))
+    assert list(requests()) == [("start", {"words": ["a b"], "first": True})]

@@ -1,10 +1,7 @@
 """The doctor's checks of all hosts. Their findings have codes, which docs/trouble.md explains."""
 
 import argparse
-import contextlib
-import json
 import secrets
-import sys
 import threading
 import time
 from collections import Counter
@@ -18,9 +15,7 @@ from typing import Any
 import yaml
 
 from common.system.gpus import Devices, driver_problem, runs_on
-from common.system.paths import ROOT
-from tools.doctor.facts import ANSWER
-from tools.launch.hosts import Host, master_address, start_on
+from tools.launch.hosts import Connection, Host, master_address, start_on
 
 Facts = dict[str, dict[str, Any]]  # host's name -> its facts
 
@@ -47,28 +42,25 @@ class Finding:
         return FINDINGS[self.code]["remedy"].replace("HOST", self.host)
 
 
-class HostClient:
+class HostClient(Connection):
     """The connection to a host, where tools/doctor/facts.py answers questions."""
 
     def __init__(self, host: Host):
-        self.host, self.name = host, host.name
-        self.process = start_on(host.name, [sys.executable, "-m", "tools.doctor.facts"], ROOT)
+        super().__init__(host, start_on(host.name, "tools.doctor.facts"))
+        self.name = host.name
         self.last_line = ""  # of other output
 
     def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
         """The host's answer; if there is none, the keys `error`, with the reason, and `gone`."""
-        assert self.process.stdin
-        assert self.process.stdout
         # A late answer would be taken for that to the next question.
         timer = threading.Timer(within_s, self.process.kill)
         timer.start()
-        with contextlib.suppress(OSError, ValueError):  # the process has ended
-            self.process.stdin.write(json.dumps({"ask": name, **question}) + "\n")
-        for line in self.process.stdout:
-            if line.startswith(ANSWER):
+        self.request(name, **question)
+        for event in self.events():
+            if not isinstance(event, str):
                 timer.cancel()
-                return json.loads(line.removeprefix(ANSWER))
-            self.last_line = line.strip()
+                return event["answer"]
+            self.last_line = event.strip()
         if timer.finished.is_set():
             self.last_line = f"no answer within {within_s:.0f} s"
         timer.cancel()
@@ -122,14 +114,12 @@ class Checks:
 
     def network(self) -> Iterator[Finding]:
         self.checked += ["interface", "port-taken"]
-        names = [client.name for client in self.clients]
-        ends = [[self.facts[name][key] for name in names] for key in ("reached_at", "asked_from")]
-        self.address = self.flags.master_addr or master_address(*ends)
+        self.address = self.flags.master_addr or master_address(list(self.facts.values()))
         for client, answer in _all(self.clients, lambda client: client.ask("route", master=self.address)):
             self.facts[client.name]["interface"] = answer.get("interface")
             if "error" in answer:
                 yield Finding("interface", client.name, answer["error"])
-            elif len(names) > 1 and answer["address"].startswith("127."):
+            elif len(self.clients) > 1 and answer["address"].startswith("127."):
                 what = f"the first host's address {self.address} is this host's loopback"
                 yield Finding("interface", client.name, what)
         first, *others = self.clients

@@ -1,8 +1,7 @@
-"""Answers doctor.py's questions on a host: JSON lines in and out, without importing torch.
+"""Answers doctor.py's questions on a host, without importing torch. A request names one of QUESTIONS.
 
-    {"ask": "connect", "address": "10.0.0.11", "port": 29500}  ->  ANSWER and {"refused": null}
-
-A question names one of QUESTIONS and gives its arguments.
+{"request": "connect", "address": "10.0.0.11", "port": 29500}
+EVENT {"event": "answer", "answer": {"refused": null}}
 """
 
 import hashlib
@@ -28,9 +27,8 @@ from typing import Any
 from common.system.gpus import devices, torch_cuda, visible_devices
 from common.system.paths import ROOT
 from common.system.processes import interface_problem, interface_to, listening_process, use_interface
-from tools.launch.hosts import connection_addresses
+from tools.launch.hosts import connection_addresses, event_line, requests
 
-ANSWER = "\x1eanswer "  # prefix of an answer, to tell it from other output of the host
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
 SMALL, LARGE = 1, 2**24  # fp32 numbers of an all-reduce: 4 bytes, 64 MiB
 ROUNDS = 5
@@ -40,25 +38,20 @@ _listening: list[socket.socket] = []  # open until this process ends
 
 def main() -> None:
     """Answers questions until the end of the input, when doctor.py has ended."""
-    for line in sys.stdin:
-        question = json.loads(line)
-        name = question.pop("ask")
+    for name, question in requests():
         try:
             answer = QUESTIONS[name](**question)
         except Exception as error:  # sent as an answer, as further questions can still be answered
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(ANSWER + json.dumps(answer), flush=True)
+        print(event_line("answer", answer=answer), flush=True)
 
 
 def facts(data: str | None) -> dict[str, Any]:
     """Facts about this host. Sizes in GiB, times in seconds since 1970."""
-    asked_from, reached_at = connection_addresses()
-    return {
+    return connection_addresses() | {
         "clock": time.time(),
         "hostname": socket.gethostname(),
         "own_name_is": _resolved(socket.gethostname()),
-        "reached_at": reached_at,
-        "asked_from": asked_from,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "nccl": _nccl_version(),
         "code": code(),

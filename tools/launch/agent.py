@@ -1,13 +1,12 @@
 """The agent on each host of a job: starts the host's part, stops it on request, leaves no process behind.
 
-launch.py starts it, over ssh or locally. They exchange lines. The agent sends an event about this host,
-receives its part of the job as JSON, then empty lines as heartbeats, and `stop` or `kill`. It forwards the
-job's output, and events of its processes (common/system/env.py). The end of the input, or SILENCE_S
-without a heartbeat, acts like `stop`: the launcher has ended, or the connection is lost.
+launch.py starts it, over ssh or locally. The agent sends an event about this host. It is requested to `start`
+its part of the job, then to `stop` or `kill` it; `beat` is a heartbeat. It forwards the job's output, and
+events of its processes (common/system/env.py). The end of the input, or SILENCE_S without a heartbeat, acts
+like `stop`: the launcher has ended, or the connection is lost.
 """
 
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -25,7 +24,7 @@ import psutil
 
 from common.system import processes
 from common.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
-from tools.launch.hosts import connection_addresses
+from tools.launch.hosts import connection_addresses, event_line, requests
 
 BEAT_S = 5  # between heartbeats of the launcher
 ALIVE_S = 2  # between heartbeats of the agent, by which launch.py notices a lost host sooner than ssh does
@@ -33,34 +32,32 @@ SILENCE_S = 45  # without a heartbeat, after which the part is stopped
 FENCE_S = 15  # the same in an elastic job, which continues elsewhere: the part is killed
 GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
-EVENT = "\x1eevent "  # prefix of an event, which ssh's own output may precede
 
-Lines = queue.SimpleQueue[str]  # received; `signal` stands for a signal to this process
+Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]  # `signal` stands for a signal to this process
 
 _writing = threading.Lock()  # held while a line is written to launch.py
 
 
 def main() -> None:
     processes.adopt_orphans()
-    received: Lines = queue.SimpleQueue()
+    received: Queue = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: received.put("signal"))
+        signal.signal(number, lambda *_: received.put(("signal", {})))
     threading.Thread(target=_receive, args=(received,), daemon=True).start()
     threading.Thread(target=_send_heartbeats, daemon=True).start()
-    first = ""
-    while not first:  # a heartbeat
+    name = "beat"
+    while name == "beat":
         try:
-            first = received.get(timeout=SILENCE_S)
+            name, part = received.get(timeout=SILENCE_S)
         except queue.Empty:
             return
-    if first in ("stop", "kill", "signal"):
+    if name != "start":
         return
-    part = json.loads(first)
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         sys.exit(_run(part, EventReader(Path(folder) / "events"), received))
 
 
-def _run(part: dict[str, Any], events: EventReader, received: Lines) -> int:
+def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
     """Runs the part to its end. Returns its exit status.
 
     part: job, words, env, master (address and port; None on one host), first.
@@ -89,27 +86,22 @@ def _pass_on(events: EventReader, statuses: set[int]) -> None:
         if event["event"] == "exit":
             statuses.add(event["status"])
         else:
-            _send(EVENT + json.dumps(event))
+            _send(event_line(**event))
 
 
-def _receive(received: Lines) -> None:
-    for line in sys.stdin:
-        received.put(line.strip())
-    received.put("stop")
+def _receive(received: Queue) -> None:
+    for request in requests():
+        received.put(request)
+    received.put(("stop", {}))
 
 
 def _send_heartbeats() -> None:
-    """Sends an event about this host, then heartbeats.
-
-    client, address: of the launcher's ssh connection; None without ssh.
-    """
-    client, server = connection_addresses()
+    """Sends an event about this host, then heartbeats."""
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    host = {"hostname": socket.gethostname(), "client": client, "address": server, "has_gpus": has_gpus}
-    _send(EVENT + json.dumps({"event": "hello"} | host))
+    _send(event_line("hello", hostname=socket.gethostname(), has_gpus=has_gpus, **connection_addresses()))
     while True:
         time.sleep(ALIVE_S)
-        _send(EVENT + json.dumps({"event": "alive"}))
+        _send(event_line("alive"))
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -163,7 +155,7 @@ def _check_port(port: int) -> None:
         raise ValueError(f"port {port}: {why}: give another --port") from None
 
 
-def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], None], is_elastic: bool) -> int:
+def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], None], is_elastic: bool) -> int:
     """Waits until the child and all its descendants have ended. Returns the child's status.
 
     poll() is called several times a second.
@@ -172,12 +164,12 @@ def _wait(child: subprocess.Popen[bytes], received: Lines, poll: Callable[[], No
     while child.poll() is None or processes.running_descendants([child.pid]):
         poll()
         with contextlib.suppress(queue.Empty):
-            line = received.get(timeout=0.2)
+            name, _ = received.get(timeout=0.2)
             received_at = time.monotonic()
-            stop = stop or line in ("stop", "signal")
-            if line == "signal":
-                _send(EVENT + json.dumps({"event": "leaving", "why": "a signal to its agent"}))
-            deadline = 0.0 if line == "kill" else deadline
+            stop = stop or name in ("stop", "signal")
+            if name == "signal":
+                _send(event_line("leaving", why="a signal to its agent"))
+            deadline = 0.0 if name == "kill" else deadline
         now = time.monotonic()
         silence_s = FENCE_S if is_elastic else SILENCE_S
         if not stop and now - received_at > silence_s:

@@ -31,7 +31,7 @@ from typing import Any
 
 from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
 from common.system.text import plural
-from tools.launch.agent import EVENT, FENCE_S
+from tools.launch.agent import FENCE_S
 from tools.launch.hosts import SSH_FAILED, Host, is_this_host
 from tools.launch.job import LaunchPlan, fail, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
@@ -200,7 +200,7 @@ class ElasticJob(Launcher):
                 connection.last_lines.append(f"no sign of life for {LOST_S} s")
                 self.give_up(connection)
         if self.lost_at and now - self.lost_at > KILL_S:
-            self.send_all("kill", self.members)
+            self.request_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
         """Stops the round when a larger one is possible, so that all save and the larger one begins."""
@@ -248,7 +248,7 @@ class ElasticJob(Launcher):
         self.stopping = self.stopping or reason
         self.stopped_at = self.stopped_at or time.monotonic()
         self.changed_at = self.changed_at or time.monotonic()
-        self.send_all("stop", self.members)
+        self.request_all("stop", self.members)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         super().on_event(connection, event)
@@ -307,7 +307,7 @@ class ElasticJob(Launcher):
         self._stop_round("one has ended")
 
     def on_line(self, connection: HostConnection, line: str) -> None:
-        if connection.hello is None and connection.host.name in self.away and not line.startswith(EVENT):
+        if connection.hello is None and connection.host.name in self.away:
             connection.record(line)  # not shown, as at the last attempt it was the same
         else:
             super().on_line(connection, line)

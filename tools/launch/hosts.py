@@ -1,4 +1,4 @@
-"""The job's hosts: reads the hostfile, in DeepSpeed's syntax, and runs commands on them by ssh.
+"""The job's hosts: reads the hostfile, in DeepSpeed's syntax, and runs modules on them by ssh.
 
 # a comment
 worker-1 slots=4
@@ -9,16 +9,21 @@ ssh is the ordinary client, which reads ~/.ssh/config.
 
 import codecs
 import contextlib
+import json
 import os
 import re
 import shlex
 import socket
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from common.system.paths import ROOT
 from common.system.processes import own_addresses
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -120,17 +125,50 @@ SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "S
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an existing connection has other options
 SSH_FAILED = 255  # ssh's own exit status
+EVENT = "\x1eevent "  # prefix of an event, which ssh's own output may precede
 
 
-def start_on(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """Starts a command in this folder of the host, with pipes for its lines. Ctrl-C here does not reach it.
+@dataclass(eq=False)
+class Connection:
+    """A module that runs on a host. It is sent requests, and answers with events, both as JSON lines."""
 
-    On this host it starts the command directly, without ssh.
-    """
-    command = f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"
+    host: Host
+    process: subprocess.Popen[str]
+    lock: threading.Lock = field(default_factory=threading.Lock, kw_only=True)  # for its input
+
+    def request(self, name: str, **arguments: Any) -> None:
+        """Sends a request, unless the module has ended."""
+        with self.lock, contextlib.suppress(OSError, ValueError):
+            assert self.process.stdin
+            self.process.stdin.write(json.dumps({"request": name} | arguments) + "\n")
+
+    def events(self) -> Iterator[dict[str, Any] | str]:
+        """Yields its events, and the lines of other output, until it ends."""
+        assert self.process.stdout
+        for line in self.process.stdout:
+            with contextlib.suppress(json.JSONDecodeError):  # a lost connection cuts an event off
+                yield json.loads(line.removeprefix(EVENT)) if line.startswith(EVENT) else line.rstrip("\n")
+
+
+def requests() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the requests to this module, name and arguments, until its connection ends."""
+    for line in sys.stdin:
+        with contextlib.suppress(json.JSONDecodeError):  # it was cut off
+            request = json.loads(line)
+            yield request.pop("request"), request
+
+
+def event_line(event: str, **facts: Any) -> str:
+    return EVENT + json.dumps({"event": event} | facts)
+
+
+def start_on(host: str, module: str) -> subprocess.Popen[str]:
+    """Starts the project's module on the host. Ctrl-C here does not reach it. On this host it uses no ssh."""
+    words = [sys.executable, "-m", module]
+    command = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"
     return subprocess.Popen(
-        list(words) if is_this_host(host) else [*SSH, host, command],
-        cwd=folder,
+        words if is_this_host(host) else [*SSH, host, command],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -141,33 +179,33 @@ def start_on(host: str, words: Sequence[str], folder: Path) -> subprocess.Popen[
     )
 
 
-def close_and_wait(processes: Sequence[subprocess.Popen[str]], within_s: float) -> None:
-    """Closes the inputs, which ends the commands. Kills each ssh that does not end in time."""
-    for process in processes:
+def close_and_wait(connections: Sequence[Connection], within_s: float) -> None:
+    """Closes the inputs, which ends the modules. Kills each ssh that does not end in time."""
+    for connection in connections:
         with contextlib.suppress(OSError):
-            assert process.stdin
-            process.stdin.close()
+            assert connection.process.stdin
+            connection.process.stdin.close()
     deadline = time.monotonic() + within_s
-    for process in processes:
+    for connection in connections:
         try:
-            process.wait(max(0, deadline - time.monotonic()))
+            connection.process.wait(max(0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
+            connection.process.kill()
 
 
-def connection_addresses() -> tuple[str, str] | tuple[None, None]:
-    """Both ends of the ssh connection that started this process: client and this host; None without ssh."""
+def connection_addresses() -> dict[str, str | None]:
+    """Where ssh reached this host, and the address that it came from; None without ssh."""
     ends = os.environ.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
-    return (ends[0], ends[2]) if len(ends) == 4 else (None, None)
+    client, server = (ends[0], ends[2]) if len(ends) == 4 else (None, None)
+    return {"reached_at": server, "asked_from": client}
 
 
-def master_address(reached_at: Sequence[str | None], asked_from: Sequence[str | None]) -> str:
-    """An address of the first host that all hosts reach.
+def master_address(ends: Sequence[Mapping[str, str | None]]) -> str:
+    """An address of the first host that all hosts reach. ends: the connection_addresses() of each.
 
-    reached_at, asked_from: for each host, the address that ssh connected to, and the one that it came from;
-    None without ssh. It is where ssh reached the first host; if that is this host, where ssh came from.
+    It is where ssh reached the first host; if that is this host, where ssh came from.
     """
-    return reached_at[0] or next(filter(None, asked_from), None) or "localhost"
+    return ends[0]["reached_at"] or next(filter(None, (e["asked_from"] for e in ends)), "localhost")
 
 
 def is_this_host(name: str) -> bool:

@@ -1,6 +1,5 @@
 """launch.py's part of a job: starts the job on each host, and ends it on all together."""
 
-import json
 import re
 import shlex
 import sys
@@ -47,8 +46,7 @@ class LaunchPlan:
     def address(self, connections: Sequence[HostConnection]) -> str:
         """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
         hellos = [connection.hello for connection in connections if connection.hello]
-        address = master_address([h["address"] for h in hellos], [h["client"] for h in hellos])
-        return self.master_addr or address
+        return self.master_addr or master_address(hellos)
 
     def remark(self, connections: Sequence[HostConnection]) -> str | None:
         """What a script that imports nothing of common/ must set on hosts without a GPU; None for others.
@@ -70,14 +68,14 @@ class LaunchPlan:
         """Starts each host's part. job: a name; leftovers of that job on a host are killed first."""
         address = self.address(connections)
         for rank, connection in enumerate(connections):
-            part = {
-                "job": job,
-                "words": self.words(rank, address),
-                "env": connection.visible_devices() | self.env | {PROCESSES: str(self.processes)} | env,
-                "master": (address, self.port) if len(connections) > 1 else None,
-                "first": rank == 0,
-            }
-            connection.send(json.dumps(part))
+            connection.request(
+                "start",
+                job=job,
+                words=self.words(rank, address),
+                env=connection.visible_devices() | self.env | {PROCESSES: str(self.processes)} | env,
+                master=(address, self.port) if len(connections) > 1 else None,
+                first=rank == 0,
+            )
 
 
 class JobRunner(Launcher):
@@ -139,7 +137,7 @@ class JobRunner(Launcher):
             devices = ",".join(map(str, connection.host.devices))
             master = f"  master {address}:{self.plan.port}" if rank == 0 and len(self.connections) > 1 else ""
             assert connection.hello
-            at = connection.hello["address"] or (address if rank == 0 else "this host")
+            at = connection.hello["reached_at"] or (address if rank == 0 else "this host")
             self.log(f"{self.label(connection)}  {at}  {ranks}  devices {devices}{master}")
             if with_commands:
                 visible = [f"{name}={value}" for name, value in connection.visible_devices().items()]

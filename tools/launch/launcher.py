@@ -1,12 +1,10 @@
 """launch.py's connections to a job's agents: their output, heartbeats, and the commands to stop."""
 
 import contextlib
-import json
 import math
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,11 +16,10 @@ from typing import Any
 
 from common.system.env import PREEMPTED
 from common.system.gpus import visible_devices
-from common.system.paths import ROOT
 from common.system.phase import Evidence, hang_table
 from common.system.processes import is_under_nohup
-from tools.launch.agent import BEAT_S, EVENT
-from tools.launch.hosts import SSH_FAILED, Host, close_and_wait, start_on
+from tools.launch.agent import BEAT_S
+from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on
 
 CONNECT_S = 30  # for all hosts to answer
 COLLECT_S = 4.0  # from the first report of a hang to the table; ranks without a report by then are silent
@@ -33,15 +30,12 @@ COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 
 
 @dataclass(eq=False)
-class HostConnection:
+class HostConnection(Connection):
     """The agent on one host of the job, and its output."""
 
-    host: Host
-    process: subprocess.Popen[str]
     log_file: Path
     hello: dict[str, Any] | None = None  # the agent's first event
     status: int | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # for the agent's input
     last_lines: list[str] = field(default_factory=list)
     only_log: bool = False  # True from its launcher's traceback on, which is logged but not shown
     received_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
@@ -57,12 +51,6 @@ class HostConnection:
         """The environment that selects the host's devices; {} if they are the first ones."""
         devices = self.host.devices
         return {} if devices == tuple(range(len(devices))) else visible_devices(devices)
-
-    def send(self, line: str) -> None:
-        with self.lock, contextlib.suppress(OSError, ValueError):
-            assert self.process.stdin
-            self.process.stdin.write(line + "\n")
-            self.process.stdin.flush()
 
 
 class Launcher:
@@ -87,7 +75,7 @@ class Launcher:
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
     def connect(self, host: Host) -> HostConnection:
-        process = start_on(host.name, [sys.executable, "-m", "tools.launch.agent"], ROOT)
+        process = start_on(host.name, "tools.launch.agent")
         connection = HostConnection(host, process, self.log_dir / f"{host.name}.log")
         self.connections.append(connection)
         threading.Thread(target=self._listen, args=(connection,), daemon=True).start()
@@ -95,7 +83,7 @@ class Launcher:
 
     def close(self) -> None:
         self._show_hang(COLLECT_S)
-        close_and_wait([connection.process for connection in self.connections], END_S)
+        close_and_wait(self.connections, END_S)
 
     def handle_event(self) -> None:
         """Waits up to half a second for an event."""
@@ -112,11 +100,8 @@ class Launcher:
         self.on_end(connection, SSH_FAILED)
 
     def on_line(self, connection: HostConnection, line: str) -> None:
-        if line.startswith(EVENT):
-            self.on_event(connection, json.loads(line.removeprefix(EVENT)))
-        else:
-            connection.record(line)
-            self._show(connection, line)
+        connection.record(line)
+        self._show(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         """Handles an event of the agent, or of a process on the host (common/system/env.py)."""
@@ -136,7 +121,7 @@ class Launcher:
 
     def on_signal(self, number: int) -> None:
         if self.signals:
-            self.send_all("kill")
+            self.request_all("kill")
         else:
             self.stop_all()
             self.log("stopping: every process saves and exits; a second signal kills all at once")
@@ -144,26 +129,26 @@ class Launcher:
 
     def stop_all(self) -> None:
         self.stopped_at = self.stopped_at or time.monotonic()
-        self.send_all("stop")
+        self.request_all("stop")
 
-    def send_all(self, word: str, to: list[HostConnection] | None = None) -> None:
-        """Sends a word to these hosts, by default to all."""
+    def request_all(self, name: str, to: list[HostConnection] | None = None) -> None:
+        """Sends a request to these hosts, by default to all."""
         for connection in self.connections if to is None else to:
             if connection.status is None:
-                connection.send(word)
+                connection.request(name)
 
     def _listen(self, connection: HostConnection) -> None:
-        assert connection.process.stdout
-        for line in connection.process.stdout:
+        for event in connection.events():
             # In this thread, as a suspended terminal can block the main one, and no host is lost by that.
             connection.received_at = time.monotonic()
-            self.events.put(partial(self.on_line, connection, line.rstrip("\n")))
+            handle: Callable[..., None] = self.on_line if isinstance(event, str) else self.on_event
+            self.events.put(partial(handle, connection, event))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
         """Sends heartbeats. In a thread, as a suspended terminal can block the main thread's output."""
         while True:
-            self.send_all("")
+            self.request_all("beat")
             time.sleep(BEAT_S)
 
     # --- Output
