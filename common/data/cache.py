@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.decode import FILES, SPLITS, STORED, Damaged, Encoded, checks_jpegs
+from common.data.decode import FILES, SPLITS, STORED, CachedImages, Damaged, Encoded, checks_jpegs
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
@@ -157,10 +157,10 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         if source.test_name == "test" and source.holdout is None and not (work / "test_labels.npy").exists():
             flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
-            encoded = {s: Encoded(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
+            encoded = {s: CachedImages(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
             parts = list(encoded.values())
             if source.holdout is not None:
-                parts[:1] = [Encoded(work, "train", part_file(work, part)) for part in SPLITS]
+                parts[:1] = [CachedImages(work, "train", part_file(work, part)) for part in SPLITS]
             sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
             is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
             if is_small:

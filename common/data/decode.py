@@ -48,7 +48,7 @@ MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression 
 LONGEST = 64  # times its shorter side: what central_crop scales of an image
 
 
-def decode(data: bytes | bytearray) -> np.ndarray:
+def decode(data: bytes) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
 
     Decodes the first frame or page, composites transparency on white, and scales 16-bit values by 1/257,
@@ -136,7 +136,7 @@ class JpegFrame(NamedTuple):
     least_bytes: int  # at 1 bit for each block of 8 x 8; 0 for arithmetic coding
 
 
-def jpeg_frame(data: bytes | bytearray) -> JpegFrame | None:
+def jpeg_frame(data: bytes) -> JpegFrame | None:
     """Reads the frame header of a JPEG; None where there is none (ITU T.81, B.1.1, B.2.2 and A.2.4)."""
     at = 2 if data[:2] == JPEG else len(data)
     while at + 10 <= len(data) and data[at] == 0xFF:
@@ -173,7 +173,7 @@ def _check_size(width: int, height: int) -> None:
         )
 
 
-def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:
+def _decode_by_pil(data: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
     image = open_image(data)
@@ -198,7 +198,7 @@ def _decode_by_pil(data: bytes | bytearray) -> np.ndarray:
         raise ValueError(f"{error}" or type(error).__name__) from None
 
 
-def open_image(data: bytes | bytearray) -> "Image.Image":
+def open_image(data: bytes) -> "Image.Image":
     """Opens an image lazily with PIL. Raises ValueError for one that is none of FORMATS, or is too large."""
     from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
@@ -271,36 +271,39 @@ class Damaged(ValueError):
 
 
 class Encoded:
-    """The encoded images of one split, by number. part: a file with the ids of those that count."""
+    """The encoded images of one split, by number: each is bytes of a file, or a whole file."""
 
-    def __init__(self, folder: Path, split: str, part: Path | None = None):
-        offsets = np.load(folder / f"{split}_offsets.npy")
-        self.starts, self.ends = offsets[:-1], offsets[1:]
-        self.ids = None if part is None else np.load(part)
-        if self.ids is not None:
-            self.starts, self.ends = self.starts[self.ids], self.ends[self.ids]
-        self.items = open(folder / f"{split}_items.bin", "rb", buffering=0)  # noqa: SIM115
-        layout = read_json(folder / f"{split}_items.json")
-        self.root: str | None = layout["root"]
-        self.parts: list[tuple[str, int]] = layout["parts"]
+    def __init__(self, count: int, part: Path | None, kept: io.FileIO | None = None):
+        """part: a file with the ids of those that count, of `count`. kept: the file of all, to stay open."""
+        self.ids, self.kept = range(count) if part is None else np.load(part), kept
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.ids)
+
+    def place(self, i: int) -> tuple[str, int, int]:
+        """File, offset and length of image i; -1: the whole file."""
+        raise NotImplementedError
 
     def where(self, i: int) -> str:
-        """The name of image i in messages: its path, or the row of its table."""
-        if self.root is not None:
-            return printable(self.file(i))
-        i = i if self.ids is None else int(self.ids[i])
-        for name, rows in self.parts:
-            if i < rows:
-                return f"row {i} of {name}"
-            i -= rows
-        raise AssertionError("no such image")
+        """The name of image i in messages."""
+        raise NotImplementedError
 
-    def file(self, i: int) -> str:
-        """The file of image i; for one from a table its row."""
-        return self.where(i) if self.root is None else os.path.join(self.root, os.fsdecode(self.item(i)))
+    def size(self, i: int) -> int:
+        """The length of content(i)."""
+        file, _, length = self.place(i)
+        return os.path.getsize(file) if length < 0 else length
+
+    def content(self, i: int) -> bytes:
+        """The bytes of image i as it is encoded. Raises OSError where its file can't be read."""
+        file, offset, length = self.place(i)
+        if self.kept:
+            return os.pread(self.kept.fileno(), length, offset)
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(offset)
+            data = opened.read(length)
+        if len(data) < length:
+            raise OSError(f"{file} is shorter than its index says: prepare again")
+        return data
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
         """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where its file can't be read.
@@ -317,20 +320,33 @@ class Encoded:
             kind = Damaged if isinstance(error, Damaged) else ValueError
             raise kind(f"{self.where(i)}: {error}") from None
 
-    def content(self, i: int) -> bytes:
-        """The bytes of image i as it is encoded."""
-        return self.item(i) if self.root is None else Path(self.file(i)).read_bytes()
 
-    def size(self, i: int) -> int:
-        """The length of content(i)."""
+class CachedImages(Encoded):
+    """Those that save_images has written, named by their paths, or by the rows of their tables."""
+
+    def __init__(self, folder: Path, split: str, part: Path | None = None):
+        self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
+        self.items = open(str(folder / f"{split}_items.bin"), "rb", buffering=0)  # noqa: SIM115
+        layout = read_json(folder / f"{split}_items.json")
+        self.root, self.parts = layout["root"], layout["parts"]
+        super().__init__(len(self.offsets) - 1, part, self.items if self.root is None else None)
+
+    def place(self, i: int) -> tuple[str, int, int]:
+        start, end = self.offsets[self.ids[i] :][:2].tolist()  # of its bytes, or of its path
         if self.root is None:
-            return int(self.ends[i] - self.starts[i])
-        return os.path.getsize(self.file(i))
+            return self.items.name, start, end - start
+        path = os.pread(self.items.fileno(), end - start, start)
+        return os.path.join(self.root, os.fsdecode(path)), 0, -1
 
-    def item(self, i: int) -> bytes:
-        """The bytes of image i, or of the path of its file."""
-        start, end = int(self.starts[i]), int(self.ends[i])
-        return os.pread(self.items.fileno(), end - start, start)
+    def where(self, i: int) -> str:
+        if self.root is not None:
+            return printable(self.place(i)[0])
+        row = int(self.ids[i])
+        for name, rows in self.parts:
+            if row < rows:
+                return f"row {row} of {name}"
+            row -= rows
+        raise AssertionError("no such image")
 
 
 # Crops

@@ -25,7 +25,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from common.data.decode import SPLITS, decode
+from common.data.decode import SPLITS, Encoded
 from common.system.files import fits, parse_json
 from common.system.s3 import ObjectStore
 from common.system.text import printable
@@ -240,47 +240,27 @@ def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> n
     return rows
 
 
-class ShardImages:
-    """The images of one split in tar files, by number. index: the cached file; files: of the shards; part: a
-    file with the ids of the images that count."""
+class ShardImages(Encoded):
+    """Those in tar files. index: the cached file; files: of the shards. None stays open: that would keep the
+    space of a shard that the cache has removed."""
 
     def __init__(self, index: Path, files: tuple[str, ...], part: Path | None = None):
-        self.rows = np.load(index, mmap_mode="r")  # int64 [N, 4]
-        self.ids = np.arange(len(self.rows)) if part is None else np.load(part)
-        self.files = files
+        self.rows, self.files = np.asarray(np.load(index, mmap_mode="r")), files  # int64 [N, 4]
+        super().__init__(len(self.rows), part)
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def row(self, i: int) -> list[int]:
-        """Shard, offset, length and label of image i."""
-        return self.rows[self.ids[i]].tolist()
-
-    def file(self, i: int) -> str:
-        return self.files[self.row(i)[0]]
+    def place(self, i: int) -> tuple[str, int, int]:
+        shard, offset, length, _ = self.rows[self.ids[i]].tolist()
+        return self.files[shard], offset, length
 
     def where(self, i: int) -> str:
-        """The name of image i in messages: its shard and offset, and its key if it has a tar header."""
-        shard, offset, _, _ = self.row(i)
-        with open(self.files[shard], "rb", buffering=0) as file:
+        """Its shard and offset, and its key if it has a tar header."""
+        shard, offset, _ = self.place(i)
+        with open(shard, "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
-        where = f"{self.files[shard]}, offset {offset}"
+        where = f"{shard}, offset {offset}"
         try:
             # Bytes that are no header fail its checksum, and messages must not show them.
             name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
         except tarfile.HeaderError:
             return printable(where)
         return printable(f"{where}, key {os.path.splitext(name)[0]}")
-
-    def decode(self, i: int) -> np.ndarray:
-        """uint8 [H, W, 3]. Raises ValueError that names the image, OSError where its shard can't be read."""
-        shard, offset, length, _ = self.row(i)
-        data = bytearray(length)
-        # Opened each time, some 10 us: no open file keeps the space of a shard that the cache has removed.
-        with open(self.files[shard], "rb", buffering=0) as file:
-            if os.preadv(file.fileno(), [data], offset) < length:
-                raise OSError(f"{self.files[shard]} is shorter than {MANIFEST} says: prepare again")
-        try:
-            return decode(data)
-        except ValueError as error:
-            raise ValueError(f"{self.where(i)}: {error}") from None

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from common.augment import gather, moved_pixels, moves, send
-from common.data.decode import Encoded
-from common.data.workers import EncodedImages, MicroBatch, decoded, in_flight
+from common.data.decode import CachedImages, Encoded
+from common.data.workers import MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
 from common.recipe import Batch, ImageRecipe, parse_fold
 from common.system.env import processes_per_host
@@ -174,7 +174,7 @@ class EncodedSplit(Shuffled):
     cropped = True
     part: Part
     mirror = False  # training also flips crops
-    open: Callable[[], EncodedImages]
+    open: Callable[[], Encoded]
     labels: np.ndarray
     skip: bool
 
@@ -212,7 +212,8 @@ class FileSplit(EncodedSplit):
 
     def __init__(self, folder: Path, part: Part, skip: bool = False):
         super().__init__(len(part.labels))
-        self.open, self.labels, self.skip = partial(Encoded, folder, part.split, part.file), part.labels, skip
+        self.open = partial(CachedImages, folder, part.split, part.file)
+        self.labels, self.skip = part.labels, skip
 
 
 class ShardSplit(EncodedSplit):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.augment import send, send_arrays, to_float
-from common.data.decode import central_crop, decode, random_resized_crop, torchcodec_decoder
+from common.data.decode import Encoded, central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
 from common.system.text import printable
 
@@ -47,18 +47,8 @@ class MicroBatch(NamedTuple):
 Crops = tuple[Tensor, dict[int, str], str]  # uint8 [b, size, size, 3]; errors by sample id; the batch's error
 
 
-class EncodedImages(Protocol):
-    """Encoded images, by number."""
-
-    def file(self, i: int) -> str:
-        """The file of image i."""
-
-    def decode(self, i: int) -> np.ndarray:
-        """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where it can't be read."""
-
-
 def decoded(
-    open_images: Callable[[], EncodedImages],
+    open_images: Callable[[], Encoded],
     labels: np.ndarray,
     plan: Plan,
     *,
@@ -135,11 +125,9 @@ def in_flight(workers: int) -> int:
 class _Crops(Dataset):
     """The crops of each item of the plan, made by a worker. Small to pickle: the images stay on disk."""
 
-    def __init__(
-        self, open_images: Callable[[], EncodedImages], train: bool, size: int, seed: int, skip: bool
-    ):
+    def __init__(self, open_images: Callable[[], Encoded], train: bool, size: int, seed: int, skip: bool):
         self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
-        self.images: EncodedImages | None = None
+        self.images: Encoded | None = None
 
     def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
         """Returns the crops uint8 [b, size, size, 3], errors of broken images by id, and the item's.
@@ -166,7 +154,7 @@ class _Crops(Dataset):
             except OSError as found:
                 error = str(found)
                 if found.strerror:  # from the system, which names a file that it can't open, not can't read
-                    error = f"{found.filename or self.images.file(i)}: {found.strerror}"
+                    error = f"{found.filename or self.images.place(i)[0]}: {found.strerror}"
                 break
             if draws is None:
                 crop = central_crop(image, self.size)

@@ -66,7 +66,7 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     return digest.hexdigest()
 
 
-def unfetched(content: Path | bytes | bytearray) -> str:
+def unfetched(content: Path | bytes) -> str:
     """Why a file, or its content, is not itself: a pointer of Git LFS is in its place. Else empty."""
     if isinstance(content, Path):
         if not content.is_file():
