@@ -158,7 +158,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: CachedImages(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
-            parts = list(encoded.values())
+            parts: list[Encoded] = [*encoded.values()]
             if source.holdout is not None:
                 parts[:1] = [CachedImages(work, "train", part_file(work, part)) for part in SPLITS]
             sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
