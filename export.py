@@ -1,6 +1,6 @@
 """Exports a trained model to files that timm, plain PyTorch or ONNX Runtime load without this repository.
 
-    python export.py runs/train_vit/fsdp_512_100_1_4 models/vit
+    python export.py runs/train_cnn_b/fsdp_128_15_1_4 models/vit
     python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
     python export.py s3://bucket/prefix models/vit --push OWNER/NAME
 

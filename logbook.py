@@ -1,7 +1,7 @@
 """Writes the log book: Markdown pages of runs, with plots, in runs/logbook/ or --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
-    python logbook.py compare runs/train_vit/fsdp_512_100_1_4 runs/train_vit/ddp_512_100_2_4
+    python logbook.py compare runs/train_cnn_b/fsdp_128_15_1_4 runs/train_cnn_b/ddp_128_15_2_4
     python logbook.py index --folder logbook
 
 add      writes <script>/<strategy>/<run>.md for each run, named after its folder without the strategy, as

@@ -1,7 +1,7 @@
 """Predicts the classes of pictures with a trained model: files, folders, patterns, or a list.
 
     python predict.py runs/train_cnn_a/single_128_10_1_1 holiday/ cat.jpg
-    ls *.jpg | python predict.py runs/train_vit/fsdp_512_100_1_4 - --top 5
+    ls *.jpg | python predict.py runs/train_cnn_b/fsdp_128_15_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
 The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a

@@ -1,7 +1,7 @@
 """Evaluates a trained model with all metrics on each image of a split exactly once, under any launcher.
 
     python validate.py runs/train_cnn_a/single_128_10_1_1
-    python validate.py runs/train_vit/fsdp_512_100_1_4/checkpoints/step_00009700 --split train
+    python validate.py runs/train_cnn_b/fsdp_128_15_1_4/checkpoints/step_00005865 --split train
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 

@@ -1,8 +1,8 @@
 """Replays steps of a finished run, and checks its log, result, recipe, data and checkpoints against them.
 
     python verify.py runs/train_cnn_a/single_128_10_1_1
-    python verify.py runs/train_vit/fsdp_512_100_1_4 --config_file accelerate_configs/ddp_2gpu.yaml
-    python verify.py runs/train_vit/fsdp_512_100_1_4 --sample 5 --steps 100
+    python verify.py runs/train_cnn_b/fsdp_128_15_1_4 --config_file accelerate_configs/ddp_2gpu.yaml
+    python verify.py runs/train_cnn_b/fsdp_128_15_1_4 --sample 5 --steps 100
 
 A replay begins where the run began, or at a checkpoint that it has kept (--keep_every keeps more), and ends
 with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
