@@ -208,7 +208,7 @@ def launch(command: str, project, request, cache: list) -> None:
     assert folder.parent.parent.name == ("weights" if ONE_TWO_AND_TWO_HOSTS in command else "runs")
     most = 4 if "--nnodes=1:4" in command else hosts
     named = f"{strategy}_{found['batch_size']}_{found['epochs']}_{most}_{processes // hosts}"
-    assert folder.name == named
+    assert folder.name == ("test_vit_" if script == "train_vit.py" else "") + named
     assert lines(folder / "metrics.jsonl")
 
 
