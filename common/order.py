@@ -205,7 +205,7 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 def reseed(seed: int, step: int, k: int) -> None:
     """Seeds torch's generators before micro-batch k: dropout, drop path and mixup then need no saved state.
 
-    It does not call torch.manual_seed, which without a GPU takes 0.4 ms to format a stack trace.
+    It does not call torch.manual_seed, which without a GPU takes 0.4 ms to format a stack trace (torch 2.15).
     """
     number = _hash(seed, step, k) >> 1  # 63 bits: generators take a signed integer
     torch.default_generator.manual_seed(number)

@@ -63,7 +63,7 @@ def decode(data: bytes) -> np.ndarray:
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
-            # A bytearray: for bytes torchcodec changes the filters of warnings, which is not thread-safe.
+            # A bytearray: for bytes torchcodec 0.17 changes the filters of warnings, and not thread-safely.
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             with suppress(RuntimeError):  # PIL decodes it, or has the better reason
                 return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # [H, W, 3] is how it lies in memory

@@ -252,7 +252,7 @@ def _start_worker(_: int) -> None:
         os._exit(1)
 
     # Where it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
-    # and the trainer would wait for ever; it notices when a worker ends.
+    # and the trainer would wait for ever (pytorch #25691); it notices when a worker ends.
     # The method is one that multiprocessing names for this purpose; typeshed lacks it.
     setattr(multiprocessing.queues.Queue, "_on_queue_feeder_error", staticmethod(_end_unsent))  # noqa: B010
     for number in FOR_THE_TRAINER:

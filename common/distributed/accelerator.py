@@ -98,7 +98,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     rehearsal = "LOCAL_RANK" in os.environ and not torch.cuda.is_available()
     if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    # Accelerate asks twice a step for an optimizer's package; each time Python looks through its folders.
+    # Accelerate 1.15 asks for an optimizer's package twice a step, and Python looks through all its folders.
     accelerate_imports._is_package_available = functools.cache(accelerate_imports._is_package_available)
     remarks = disable_meaningless(rehearsal)
     if rehearsal:

@@ -109,9 +109,9 @@ def compile_blocks(
     is_whole: True if nothing needs blocks: no sharding, no checkpointing, not the bits of a sharded model.
     Then one graph is compiled; but not of timm's models, whose equal blocks share theirs. Blocks and
     accumulations go without CUDA graphs: in an evaluation a block would overwrite its input, the output of
-    the block before, and a micro-batch the gradients of the one before. `max-autotune` has a mode without
-    them, the others raise ValueError. block.compile() is not used, as it also traces FSDP's and DeepSpeed's
-    hooks.
+    the block before (pytorch #152887), and a micro-batch the gradients of the one before. `max-autotune` has
+    a mode without them, the others raise ValueError. block.compile() is not used, as it also traces FSDP's
+    and DeepSpeed's hooks.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -136,7 +136,7 @@ def compile_blocks(
 
 
 def _arguments_in_launchers_file() -> dict[str, Any]:
-    """TorchDynamoPlugin's arguments where `accelerate launch` sets no variables for them: for DeepSpeed."""
+    """TorchDynamoPlugin's arguments where `accelerate launch` (1.15) sets no variables: for DeepSpeed."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
     answers = accelerate_config().get("dynamo_config") or {}

@@ -146,7 +146,8 @@ def rehearse_on_cpu() -> None:
     if launched_with("DEEPSPEED"):
         import deepspeed
 
-        # gloo instead of the shared-memory op, which is compiled at first use and leaves a lock when killed
+        # gloo instead of the shared-memory op, which is compiled at first use, and leaves a lock when killed
+        # (pytorch #189245)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # torch computes fp16 on every CPU; DeepSpeed refuses CPUs where it is slow
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

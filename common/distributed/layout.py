@@ -66,7 +66,7 @@ class Layout:
         parameters = {**self.parameters, **self.frozen}
         known = {id(p) for p in parameters.values()}
         everything = self.module.state_dict(keep_vars=True)
-        # After a forward FSDP2 may show a gathered parameter, which is another object than the known one.
+        # After a forward FSDP2 may show a gathered parameter (pytorch #144289), not the object that is known.
         return {
             name: tensor.detach()
             for name, tensor in everything.items()

@@ -93,7 +93,7 @@ def chosen_precision(flag: str | None) -> str:
     if typed == "no":
         flag = typed
     elif launchers == "no" and launched_with("DEEPSPEED") and "mixed_precision" not in fields:
-        # accelerate launch passes "no" for a DeepSpeed config that leaves the precision to the JSON's "auto".
+        # accelerate launch (1.15) passes "no" if a DeepSpeed config leaves precision to the JSON's "auto".
         launchers = None
         if typed is None and has_native_bf16():
             remark = "training in bf16: a --mixed_precision no of accelerate launch can't be seen here;"

@@ -90,8 +90,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     report("exit", status=status)
     # Of decoders' semaphores, of which Python would warn; typeshed lacks the name.
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
-    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads, and an
-    # upload to a silent store would delay the exit.
+    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads (pytorch
+    # #179291), and an upload to a silent store would delay the exit.
     os._exit(status)
 
 

@@ -40,8 +40,8 @@ def name_interface() -> None:
 def set_group_timeout(timeout_s: int) -> None:
     """Sets the default time-out of process groups created from here on.
 
-    DeepSpeed clones the world group, and a DeviceMesh makes groups of its hosts, both with torch's defaults:
-    600 s for NCCL and 1,800 s for gloo, whatever the first group was given.
+    DeepSpeed 0.19 clones the world group, and a DeviceMesh makes groups of its hosts (pytorch #119574), both
+    with torch's defaults: 600 s for NCCL and 1,800 s for gloo, whatever the first group was given.
     """
     c10d = dist.distributed_c10d
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
@@ -55,8 +55,9 @@ def backend() -> str:
 def join_agents_store(timeout_s: int) -> None:
     """Creates the process group in the store of torchrun's agent, below a prefix for this attempt.
 
-    torch 2.15 keeps that store over restarts, with the addresses of dead processes. Each agent counts
-    restarts by itself, and the counts may differ. So rank 0 names the attempt, in a handshake with each rank.
+    torch 2.15 keeps that store over restarts, with the addresses of dead processes (pytorch #167302). Each
+    agent counts restarts by itself, and the counts may differ (#135712). So rank 0 names the attempt, in a
+    handshake with each rank.
     """
     if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return

@@ -129,7 +129,8 @@ class StepGraph:
         """Records what run() launches, without computing it. Returns what replays it.
 
         Raises what the capture does, and MemoryError if the graph leaves too little. The process is then as
-        before: torch leaves the stream, the generator and the allocator in the state of a capture.
+        before: torch leaves the stream, the generator and the allocator in the state of a capture (pytorch
+        #180395, #190348).
         """
         if not self.on_gpu:
             return run

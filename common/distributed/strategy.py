@@ -105,8 +105,8 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer's first step raise ValueError when a trained parameter has no gradient.
 
-    DDP averages no gradient of a bucket in which one is missing. It reports this only at the next forward,
-    after a step with gradients that differ between the processes.
+    DDP averages no gradient of a bucket in which one is missing (pytorch #128949). It reports this only at
+    the next forward, after a step with gradients that differ between the processes.
     """
 
     def check(stepping: torch.optim.Optimizer, *_) -> None:
@@ -140,7 +140,7 @@ def keep_strides(model: nn.Module) -> None:
     """Has FSDP2 give its modules inputs with the strides that these have in one process.
 
     Its hook before a module's forward makes views of them. A view of one image in channels_last has other
-    strides, by which convolutions take it for contiguous, and add in another order.
+    strides, by which convolutions take it for contiguous (pytorch #78611), and add in another order.
     """
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -56,7 +56,7 @@ def is_hosts_first() -> bool:
 def processes_per_host() -> int:
     """Processes on this host: deepspeed sets LOCAL_SIZE, torchrun and accelerate LOCAL_WORLD_SIZE.
 
-    LOCAL_SIZE comes first, because on a CPU Accelerate sets LOCAL_WORLD_SIZE to 1 if the launcher did not.
+    LOCAL_SIZE comes first: on a CPU Accelerate 1.15 sets LOCAL_WORLD_SIZE to 1 if the launcher did not.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 

@@ -212,7 +212,7 @@ def run_rank(within_s: float, gpu: bool) -> None:
     dist.barrier()
     answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # gloo's threads sometimes abort in their destructors
+    os._exit(0)  # gloo's threads sometimes abort in their destructors (pytorch #179291)
 
 
 def code() -> dict[str, str]:

@@ -204,7 +204,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(found)), flush=True)
-    os._exit(0)  # gloo's threads sometimes abort in their destructors
+    os._exit(0)  # gloo's threads sometimes abort in their destructors (pytorch #179291)
 
 
 if __name__ == "__main__":
