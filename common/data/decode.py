@@ -237,6 +237,7 @@ def _register_heif() -> None:
 # The encoded images of a split
 
 FILES = ("items.bin", "offsets.npy", "items.json")
+Parts = list[tuple[str, int]]
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
@@ -244,11 +245,7 @@ def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) ->
 
 
 def save_images(
-    folder: Path,
-    split: str,
-    items: Iterable[bytes],
-    root: Path | None = None,
-    parts: list[tuple[str, int]] | None = None,
+    folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: Parts | None = None
 ) -> None:
     """Writes image bytes, or paths below root, as a cache folder keeps them. Memory: the offsets.
 
@@ -306,10 +303,8 @@ class Encoded:
         return data
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
-        """uint8 [H, W, 3]. Raises ValueError that names a broken image, OSError where its file can't be read.
-
-        strict: a JPEG of which a part is missing is Damaged.
-        """
+        """uint8 [H, W, 3]. Raises ValueError that names a broken image (strict: Damaged for a JPEG of which a
+        part is missing), OSError where its file can't be read."""
         data = self.content(i)
         try:
             pixels = decode(data)
@@ -374,8 +369,7 @@ def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.n
 
 def central_crop(image: np.ndarray, size: int) -> np.ndarray:
     """ImageNet's usual crop: shorter side to size * 256 / 224, then the middle; uint8 [size, size, 3]."""
-    image = _without_ends(image)
-    height, width = image.shape[:2]
+    height, width = (image := _without_ends(image)).shape[:2]
     short = round(size * 256 / 224)
     h, w = (short, short * width // height) if height <= width else (short * height // width, short)
     top, left = round((h - size) / 2), round((w - size) / 2)
