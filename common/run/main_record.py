@@ -17,10 +17,10 @@ from common.distributed import strategy as job
 from common.distributed.rendezvous import hosts
 from common.order import Steps
 from common.recipe import Batch, Recipe
+from common.run.end_tables import show
 from common.run.folder import RunFolder, script_name
 from common.run.log import Predictions, RunLog
 from common.run.state import RunState
-from common.run.tables import show
 from common.system.env import report
 from common.system.files import read_json, read_lines, sync, write_json, writing
 from common.system.paths import ROOT, python_command, shortest

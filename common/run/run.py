@@ -155,7 +155,7 @@ class Run:
 
     def _end(self) -> None:
         """Writes the checkpoints that are not on the disk yet, and prints why an end is early. Collective."""
-        from common.run.tables import early_end
+        from common.run.end_tables import early_end
 
         ranks = self.ranks
         now.enter(ENDING)

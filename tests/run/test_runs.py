@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.run.tables import show
+from common.run.end_tables import show
 from tests.conftest import Job, full, lines, metrics, python, read_until, result, run, torchrun
 
 

@@ -21,7 +21,7 @@ INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "tes
 
 def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
-    from common.run.tables import early_end  # imports torch
+    from common.run.end_tables import early_end  # imports torch
 
     facts, about = complete(run.facts, KINDS["result.json"]), complete(run.about, KINDS["recipe.json"])
     recipe = {name: [code(name), code(public_path(as_flag(value)))] for name, value in run.recipe.items()}
