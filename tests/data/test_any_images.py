@@ -346,7 +346,7 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
 
 
 def test_images_of_several_sizes_that_are_held_out_must_be_decoded(tmp_path):
-    root = class_folders(tmp_path / "pets", count=10)
+    root = class_folders(tmp_path / "pets", train=20)
     shutil.rmtree(root / "val")
     picture(1, 50, 60).save(root / "train" / "a" / "large.png")
     for path in (root / "train" / "b").iterdir():

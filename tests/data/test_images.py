@@ -40,8 +40,8 @@ from tests.support.data_sets import (
 
 
 def in_cache(folder: Path) -> list[Path]:
-    """The files in the cache, without the lock."""
-    return [path for path in folder.iterdir() if path.name != image_cache.LOCK]
+    """The files in the cache, without the lock and the list of broken images."""
+    return [path for path in folder.iterdir() if path.name not in (image_cache.LOCK, image_cache.BROKEN)]
 
 
 def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Tensor, torch.Tensor]:
