@@ -72,7 +72,7 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
 RESULT |= {"best_accuracy": 0.9, "best_step": 20, "final_accuracy": 0.8, "val_images": 360, "train_s": 1.0}
 RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0, "val_name": "val"}
-RESULT |= {"parameters": 1_000, "epoch_s": 0.5}
+RESULT |= {"parameters": 1_000, "epoch_s": 0.5, "steps": 30}
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
