@@ -29,7 +29,7 @@ from common.distributed.blocks import Compilation
 from common.distributed.precision import Precision
 from common.order import Steps
 from common.recipe import Recipe, share_out
-from common.run import run as runs
+from common.run import ending
 from common.run.ranks import Meter, Ranks
 from common.run.run import Run
 from common.run.state import RunState
@@ -128,7 +128,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (accelerators, "agree"): lambda *_: None,
         (Run, "begin"): begin,
         (Run, "folder"): Path(),
-        (runs, "end_failed"): lambda *_: None,
+        (ending, "end_failed"): lambda *_: None,
         (Run, "finish"): lambda run, name: setattr(run, "finished", True),
         (script, builder): lambda *args: _on_cuda(build, *args),
         (script, "load"): lambda *_: images,
