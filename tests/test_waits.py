@@ -34,13 +34,13 @@ RECIPES = {
 }
 # Of 2 epochs of 3 steps, with a line at each second step and at each end of an epoch
 LINES = {"ranks.py:mean_loss": 4}
-EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 4, "splits.py:_move": 2}  # once: the images themselves
+EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}  # once: the images themselves
 WAITS = {
     # After the loop it draws a picture.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
     "train_cnn_a": EVALUATIONS,
     "train_cnn_b": EVALUATIONS,
-    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 4},  # the EMA, too
+    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},  # the EMA, too
 }
 
 
