@@ -1,9 +1,9 @@
 """CNN-A: two convolutions and two linear layers; 0.766 on CIFAR-10's test split in 10 epochs.
 
-That took 75 s of training on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 it
-has 516,588 images/s at batch 512 (docs/gpu.md); its accuracy there is not yet measured.
-The recipe: AdamW (arXiv 1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels
-and flips (arXiv 1512.03385, section 4.2).
+That took 75 s of training on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 it has 516,588
+images/s at batch 512 (docs/gpu.md); its accuracy there is not yet measured. The recipe: AdamW (arXiv
+1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels and flips (arXiv
+1512.03385, section 4.2).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py

@@ -42,10 +42,10 @@ from common.system.files import read_json
 from common.system.paths import shortest
 from common.system.text import printable
 from common.system.threads import Heartbeat
+from common.timm_models import head_names
 
 if TYPE_CHECKING:  # imported where it is needed
     from common.system.s3 import ObjectStore
-from common.timm_models import head_names
 
 # A command that converts a pickle, which the user runs, never this code. timm prefers the averaged weights of
 # a training's checkpoint, and lets torch load only tensors.

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import sys
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -237,7 +238,6 @@ def _register_heif() -> None:
 # The encoded images of a split
 
 FILES = ("items.bin", "offsets.npy", "items.json")
-Parts = list[tuple[str, int]]
 
 
 def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) -> None:
@@ -245,7 +245,7 @@ def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) ->
 
 
 def save_images(
-    folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: Parts | None = None
+    folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: list | None = None
 ) -> None:
     """Writes image bytes, or paths below root, as a cache folder keeps them. Memory: the offsets.
 
@@ -267,7 +267,7 @@ class Damaged(ValueError):
     """A part of an image is missing. Decoders fill it with grey."""
 
 
-class Encoded:
+class Encoded(ABC):
     """The encoded images of one split, by number: each is bytes of a file, or a whole file."""
 
     def __init__(self, count: int, part: Path | None, kept: io.FileIO | None = None):
@@ -277,13 +277,13 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @abstractmethod
     def place(self, i: int) -> tuple[str, int, int]:
         """File, offset and length of image i; -1: the whole file."""
-        raise NotImplementedError
 
+    @abstractmethod
     def where(self, i: int) -> str:
         """The name of image i in messages."""
-        raise NotImplementedError
 
     def size(self, i: int) -> int:
         """The length of content(i)."""
