@@ -75,11 +75,8 @@ class Vit(ImageRecipe):
 
 
 import numpy as np
-import timm
 import torch
 from accelerate import Accelerator
-from timm.data import resolve_model_data_config
-from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 
 from common import augment
@@ -95,13 +92,15 @@ from common.optim import EMA, named_optimizer
 from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import rand_augment
 from common.run.run import Run
-from common.timm_models import block_classes, fitting, head_names, share_graphs, speed_up
+from common.timm_models import block_classes, fitting, head_names, mean_and_std, share_graphs, speed_up
 
 # --- Model ------------------------------------------------------------------------------------------------
 
 
 def build_model(recipe: Vit, classes: int) -> nn.Module:
     """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it."""
+    import timm  # takes seconds: the script's first lines are printed before
+
     if not timm.is_model(recipe.model):
         raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
@@ -160,6 +159,8 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
     # Weight decay would pull biases, norms and position embeddings to zero without making the model simpler.
     excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
     if recipe.layer_decay < 1:  # BEiT's (arXiv 2106.08254): each group has its `lr_scale`
+        from timm.optim import param_groups_layer_decay
+
         groups = param_groups_layer_decay(
             model, recipe.weight_decay, excluded, layer_decay=recipe.layer_decay
         )
@@ -198,8 +199,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
         model = build_model(recipe, len(images.classes))
-        data_config = resolve_model_data_config(model)
-        mean, std = data_config["mean"], data_config["std"]
+        mean, std = mean_and_std(model)
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None

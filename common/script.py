@@ -17,6 +17,7 @@ from torch import nn
 
 from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
+from common.timm_models import mean_and_std
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
 CLASSES = 10  # more classes change the size little
@@ -83,10 +84,7 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
     """Mean and standard deviation of the pixels in [0, 1] that the script normalises with."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
-    from timm.data import resolve_model_data_config
-
-    config = resolve_model_data_config(model)
-    return config["mean"], config["std"]
+    return mean_and_std(model)
 
 
 def main() -> None:

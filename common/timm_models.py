@@ -17,6 +17,14 @@ from common.system.env import rank
 TRIED = 8  # sizes, nearest to one that the model can't take
 
 
+def mean_and_std(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of the pixels in [0, 1], by which the model's inputs are normalised."""
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(model)
+    return config["mean"], config["std"]
+
+
 @functools.cache  # telemetry builds the model once more, beside the training
 def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
     """The options by which timm builds the model for square images of this size: those that it has.
