@@ -377,7 +377,8 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
     per_step = expected(1).reshape(STEPS, 2, 12)
     for node, proxy in enumerate(proxies):
         train = shards_of(per_step[:, node].reshape(-1).tolist())
-        val = {f"val-{k:05d}.tar" for k in ((0, 1), (2, 3))[node]}
+        evaluated = np.concatenate([places for places, _ in evaluation_plan(sum(VAL), 6, 2, node)])
+        val = {f"val-{k:05d}.tar" for k in evaluated // VAL[0]}
         assert fetched(proxy) == {name: 1 for name in train | val}
         assert len(train) <= 14  # of 24: the half, and what lies on its ends
     other.close()
