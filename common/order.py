@@ -1,8 +1,8 @@
-"""The order of samples: a pure function of (seed, epoch, step, batch size), equal on every machine.
+"""The order of samples, and random numbers per step and sample: pure functions, equal on every machine.
 
-An epoch has floor(N / B) steps. Step s takes the samples [s*B : (s+1)*B] of the epoch's order; the samples
-left over are not used. Micro-batch k of a step has its samples [k*b : (k+1)*b]. With A accumulations rank r
-computes the micro-batches r*A ... r*A + A-1.
+The order depends on (seed, epoch, step, batch size) only. An epoch has floor(N / B) steps. Step s takes the
+samples [s*B : (s+1)*B] of the epoch's order; the samples left over are not used. Micro-batch k of a step has
+its samples [k*b : (k+1)*b]. With A accumulations rank r computes the micro-batches r*A ... r*A + A-1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -18,6 +18,7 @@ from common.system.paths import ROOT
 from tools.doctor.checks import FINDINGS
 
 FLAGS, TROUBLE, ARCHITECTURE = (ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture"))
+ROOMS = ("common", "tools", "cluster", "experiments", "benchmarks")  # of the list of files
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
 
@@ -72,7 +73,7 @@ def trouble_page() -> str:
 def architecture_page() -> str:
     """docs/architecture.md with a new list of files."""
     rows = []
-    for path in sorted(file for room in ("common", "tools") for file in (ROOT / room).rglob("*.py")):
+    for path in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         if about := ast.get_docstring(ast.parse(path.read_text())):
             first = " ".join(about.partition("\n\n")[0].split())
             rows.append(f"- `{path.relative_to(ROOT)}`: {first}")
