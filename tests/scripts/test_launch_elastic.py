@@ -209,6 +209,7 @@ def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
     """Its cable is cut, while it writes to a folder that all hosts share; later it joins as another."""
     training = start(2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
     training.wait_for(4)
+    wait_until(lambda: steps_in(training.folder / "checkpoints"), training.job, 60)  # else it begins anew
     hosts.cut("node1")
     training.wait_for(2, keep=True)
     hosts.heal("node1")
