@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 from accelerate.utils import imports as accelerate_imports
+from accelerate.utils import other as accelerate_other
 from torch import nn
 
 from common.distributed.agreement import agree
@@ -182,7 +184,10 @@ def make_accelerator(
         ],
     )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _import_muon()
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
+    else:  # Accelerate 1.15 would import DeepSpeed, to ask if FSDP's model is its engine: 2 s in each process
+        accelerate_other.is_deepspeed_available = lambda: False
     accelerator.precision = settle_precision(
         accelerator, kind, engines_precision == kind, job.grad_compression
     )
@@ -272,6 +277,20 @@ def wrap(
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     return prepared, wrapped
+
+
+def _import_muon() -> None:
+    """Imports DeepSpeed's Muon without its compiled functions, which cost each process 5 s.
+
+    DeepSpeed 0.19 imports it to ask if the optimizer is one.
+    """
+    from deepspeed.runtime import compiler
+
+    compile, compiler.compile = compiler.compile, lambda: lambda function: function
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = compile
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:

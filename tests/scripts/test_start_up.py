@@ -13,7 +13,7 @@ import pytest
 from common.data import sources
 from common.data.sources import Source
 from common.recipe import ImageRecipe, from_flags
-from tests.conftest import BIN, ROOT
+from tests.conftest import BIN, ROOT, accelerate
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
 SCRIPTS = tuple(path.name for path in sorted(ROOT.glob("train_*.py")))
@@ -31,12 +31,12 @@ MODULES = {"train_hello": 35, "train_cnn_a": 48, "train_vit": 50}  # of common/:
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
-    """Runs `python WORDS`. Returns its status, the packages that its processes import, and its output."""
+    """Runs `python WORDS`. Returns its status, the modules that its processes import, and its output."""
     env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     names = re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE)
-    return done.returncode, {name.partition(".")[0] for name in names}, done.stdout + done.stderr
+    return done.returncode, set(names), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *SCRIPTS])
@@ -102,6 +102,17 @@ def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cach
     assert "│ speed" not in output  # of two steps
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
+
+
+@pytest.mark.parametrize(
+    ("config", "unused"), [("fsdp_2gpu", "deepspeed"), ("zero2_2gpu", "torch._inductor.compile_fx")]
+)
+def test_a_strategy_imports_nothing_that_it_does_not_use(config, unused, tmp_path):
+    small = ["--max_steps", "2", "--output_dir", str(tmp_path / "run")]
+    status, modules, output = imported(*accelerate(config)[1:], "train_hello.py", *small)
+    assert status == 0, output
+    assert "torch.distributed" in modules
+    assert unused not in modules
 
 
 @pytest.mark.parametrize(("script", "most"), MODULES.items())
