@@ -23,6 +23,10 @@ from torch import Tensor
 from tests.support import forks, packages
 from tests.support.forks import reset_signals
 
+# Containers often say so; then each process compiles all that it imports, a quarter of what the tests take.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 

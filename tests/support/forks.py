@@ -43,6 +43,7 @@ PRELOADED = (
     *("accelerate", "accelerate.commands.launch", "accelerate.tracking", "accelerate.utils", "yaml", "tqdm"),
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
+OF_DEEPSPEED = ("deepspeed", "transformers.integrations", "setuptools")
 # Variables that the interpreter or a preloaded package reads when it starts: they must be the server's.
 READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL", "PYTHON", "XDG_")
 READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE")
@@ -196,7 +197,7 @@ def _preload(kind: str) -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     gc.disable()
     # wandb, which timm imports, makes temporary folders: the first process to end would remove them for all.
-    for name in (*PRELOADED, *(["deepspeed"] if kind == "deepspeed" else [])):
+    for name in (*PRELOADED, *(OF_DEEPSPEED if kind == "deepspeed" else ())):
         importlib.import_module(name)
     sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises ImportError
     importlib.import_module("timm")
