@@ -114,9 +114,10 @@ def test_skypilots_parser_takes_the_task_and_no_wrong_key(parse_task, tmp_path):
     assert status == 0, output
     task = json.loads(output)
     assert (task["num_nodes"], task["use_spot"], task["accelerators"]) == (2, True, {"L4": 4})
-    (tmp_path / "task.yaml").write_text(SKYPILOT.read_text().replace("num_nodes:", "num_node:"))
-    status, output = parse_task(tmp_path / "task.yaml")
-    assert (status > 0, "num_node" in output) == (True, True), output
+    for right, wrong in (("num_nodes:", "num_node:"), ("RUN: vit-1", "RUN:")):
+        (tmp_path / "task.yaml").write_text(SKYPILOT.read_text().replace(right, wrong))
+        status, output = parse_task(tmp_path / "task.yaml")
+        assert (status > 0, wrong.rstrip(":") in output) == (True, True), output
 
 
 def test_kubeflows_models_take_the_trainjob_and_no_wrong_key(validate_job):

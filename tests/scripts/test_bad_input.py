@@ -5,7 +5,20 @@ import resource
 import pytest
 from PIL import Image
 
-from tests.conftest import CNN, RESNET, VIT, Job, accelerate, deepspeed, full, python, result, run, torchrun
+from tests.conftest import (
+    CNN,
+    RESNET,
+    VIT,
+    Job,
+    accelerate,
+    deepspeed,
+    full,
+    mutate,
+    python,
+    result,
+    run,
+    torchrun,
+)
 from tests.support.data_sets import data_set, encode, picture
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
@@ -83,20 +96,29 @@ def test_mixup_of_one_image_is_said(tmp_path, cache):
     assert run([*words, "--per_device_batch_size", "1", "--mixup", "0.5"]).count(said) == 1
 
 
-def test_a_photograph_cut_short_is_named_before_the_training(tmp_path, cache):
-    """Images of several sizes are decoded when they are needed, and once before."""
+@pytest.mark.parametrize(("is_searched", "workers"), [(True, "0"), full(False, "0"), full(False, "2")])
+def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp_path, cache):
+    """Images of several sizes are decoded when they are needed, and once before, but of much data."""
+    if not is_searched:
+        mutate(project_copy, "common/data/cache.py", "SEARCHED_BYTES = 4 * 2**30", "SEARCHED_BYTES = 0")
     data = data_set(tmp_path / "images", train=[encode(picture(k)) for k in range(12)], val=4)
     large, broken, *_ = sorted((data / "train" / "a").iterdir())
     Image.effect_noise((90, 70), 64).convert("RGB").save(large)
     broken.write_bytes(large.read_bytes()[:1500])
-    flags = ["--data", data, "--batch_size", "2", "--epochs", "2", "--workers", "0", "--trackers", "none"]
-    status, output = Job([*torchrun(2), *CNN, *flags, *cache, "--output_dir", tmp_path / "run"]).wait(90)
+    flags = ["--data", data, "--batch_size", "2", "--epochs", "2", "--workers", workers, "--trackers", "none"]
+    words = [*torchrun(2), *CNN, *flags, *cache, "--output_dir", tmp_path / "run"]
+    status, output = Job(words, cwd=project_copy).wait(90)
     assert status != 0
     said = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, output
-    assert "1 of 16 images can't be decoded" in said[0]
-    assert f"  {broken}: " in output
-    assert not (tmp_path / "run").exists()
+    if is_searched:
+        assert "1 of 16 images can't be decoded" in said[0]
+        assert f"  {broken}: " in output
+        assert not (tmp_path / "run").exists()
+    else:
+        assert broken.name in said[0]
+        assert broken.name in result(tmp_path / "run")["error"], "it was training"
+        assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_a_folder_that_holds_a_run_is_not_touched(tmp_path, cache):

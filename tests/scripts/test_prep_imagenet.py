@@ -699,10 +699,13 @@ def test_what_was_finished_without_its_md5_is_not_called_checked(killed, publish
 
 
 def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
-    words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
-    job = forked(tmp_path, *words, *MINI, "--resize", 64, place=2)
+    words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, *MINI, "--resize", 64, "--out"]
+    job = forked(tmp_path, *words, tmp_path / "out", place=2)
     assert job.wait(60)[0] == -signal.SIGKILL
     wait_until(lambda: not is_group(job.process.pid))
+    for folder in ("out", "straight"):
+        prep(*words, tmp_path / folder)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
 def is_group(number: int) -> bool:
