@@ -47,7 +47,7 @@ from common.distributed.precision import (
     settle_precision,
     typed_precision,
 )
-from common.distributed.preemption import deaf_launcher, ready, watch
+from common.distributed.preemption import ready, watch
 from common.distributed.rendezvous import (
     backend,
     check_processes,
@@ -71,6 +71,7 @@ from common.distributed.watch import record_collectives, watch_ranks
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import is_hosts_first, rank, world_size
 from common.system.paths import ROOT
+from common.system.processes import deaf_launcher
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:

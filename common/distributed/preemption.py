@@ -7,7 +7,6 @@ further down a thread notices it within a second.
 """
 
 import os
-import re
 import select
 import signal
 import sys
@@ -15,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,7 +22,7 @@ import torch.distributed as dist
 
 from common.distributed.watch import report_hang
 from common.system.env import PREEMPTED, launched, report
-from common.system.processes import end_with_parent, is_under_nohup, parents
+from common.system.processes import end_with_parent, is_alive, is_orphan, is_under_nohup, launchers
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _stop = threading.Event()
@@ -59,13 +56,13 @@ def watch(timeout_s: float) -> None:
     for number in _SIGNALS:
         if number != signal.SIGHUP or not is_under_nohup():
             signal.signal(number, _note_signal)
-    launchers = []
+    above: list[psutil.Process] = []
     if launched():  # only a launcher's end ends this process, not that of a shell
         end_with_parent()
-        if _is_orphan():
+        if is_orphan():
             _stop.set()
-        launchers = _launchers()
-    threading.Thread(target=_watch, args=(reader, launchers), daemon=True).start()
+        above = launchers()
+    threading.Thread(target=_watch, args=(reader, above), daemon=True).start()
 
 
 def ready() -> None:
@@ -144,47 +141,12 @@ class Poll:
                 finished = bool(told)
 
 
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two
-        return False
-
-
-def _is_orphan() -> bool:
-    """True if the launcher died while this process imported: its variables are set, but it is gone.
-
-    In a container without an init the launcher is process 1. It is known by its command line: torchrun gives
-    its main thread another name.
-    """
-    parent, words = parents()[0]  # as read before or after the launcher died
-    is_launcher = parent.pid == 1 and Path(words[0]).name.startswith(("python", "bash", "sh"))
-    return os.getppid() == 1 and not is_launcher and any(name in os.environ for name in _SET_BY_LAUNCHERS)
-
-
-def deaf_launcher() -> str | None:
-    """Why SIGTERM to this container saves nothing; None if it does, and outside of a container.
-
-    The kernel drops a signal to process 1 that has no handler for it. `accelerate launch` of one process and
-    `deepspeed` have none.
-    """
-    if not any(process.pid == 1 for process in _launchers()):
-        return None
-    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
-    if caught and int(caught[1], 16) & 1 << (signal.SIGTERM - 1):
-        return None
-    return (
-        "warning: SIGTERM to this container (docker stop, Kubernetes) saves nothing: the launcher, process 1,"
-        " has no handler for it: give docker run --init, or start with torchrun"
-    )
-
-
 def _note_signal(*_) -> None:
     """Notes a signal. _stop.set() takes a lock, which a second signal may interrupt."""
     _State.is_signalled = True
 
 
-def _watch(reader: int, launchers: list[psutil.Process]) -> None:
+def _watch(reader: int, above: list[psutil.Process]) -> None:
     """Notices signals at once, and the end of a launcher; ends this process if no step ends after it.
 
     The main thread may wait for ever, for a dead process, a disk or a file server.
@@ -197,10 +159,10 @@ def _watch(reader: int, launchers: list[psutil.Process]) -> None:
             _stop.set()
             if not _State.is_agreed:
                 report("leaving", why=_State.reason)
-        elif not all(map(is_alive, launchers)):
+        elif not all(map(is_alive, above)):
             _State.reason = _State.reason or "its launcher has ended"
             _stop.set()
-            launchers = []
+            above = []
         if not _stop.is_set():
             continue
         if not _State.is_ready:
@@ -216,12 +178,3 @@ def _watch(reader: int, launchers: list[psutil.Process]) -> None:
                 flush=True,
             )
             os._exit(1)
-
-
-def _launchers() -> list[psutil.Process]:
-    """The launchers above this process, not a shell or a test, which may end first. `deepspeed` has two."""
-    return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
-
-
-# Set by torchrun, accelerate and deepspeed, rarely by hand
-_SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from common.distributed.preemption import is_alive
+from common.system.processes import is_alive
 from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchrun, wait_until
 
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]

@@ -8,9 +8,15 @@ import sys
 import psutil
 import pytest
 
-from common.distributed.preemption import is_alive
 from common.system import processes
-from common.system.processes import adopt_orphans, allowed_cores, interface_problem, kill, running_descendants
+from common.system.processes import (
+    adopt_orphans,
+    allowed_cores,
+    interface_problem,
+    is_alive,
+    kill,
+    running_descendants,
+)
 from tests.conftest import ROOT, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
