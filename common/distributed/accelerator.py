@@ -67,10 +67,11 @@ from common.distributed.strategy import (
     strategy,
     versions,
 )
-from common.distributed.watch import record_collectives, watch_ranks
+from common.distributed.watch import watch_ranks
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import is_hosts_first, rank, world_size
 from common.system.paths import ROOT
+from common.system.phase import record_collectives
 from common.system.processes import deaf_launcher
 
 

@@ -13,7 +13,6 @@ answer; nor does the store, if its process is stopped.
 """
 
 import contextlib
-import faulthandler
 import hashlib
 import json
 import os
@@ -25,18 +24,14 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from common.system.cli import tell_torchrun
 from common.system.env import EVENTS_FILE, is_hosts_first, local_rank, report
-from common.system.paths import ROOT
-from common.system.phase import Evidence, hang_table, now
+from common.system.phase import Evidence, collectives, evidence, hang_table, stacks
 from common.system.processes import is_running, start_ticks
 from common.system.text import printable_lines
 from common.system.threads import start_daemon
@@ -48,18 +43,9 @@ CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be
 ASK_AT = 0.7  # share of the time-out after which a waiting collective is reported
 ANSWER_S = 1.0  # for the other ranks to answer
 HEARTBEATS = 5  # heartbeats per time-out
-KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
 
 _exit_lock = threading.RLock()  # its holder ends this process: the main thread, or the watch
 _watch: "_Watch | None" = None
-
-
-def record_collectives() -> None:
-    """Makes torch record few collectives, and write no pickles at a time-out. Before the first group."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
-    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        os.environ.setdefault(name, "0")
 
 
 def watch_ranks(accelerator: Accelerator, timeout_s: float) -> None:
@@ -287,73 +273,13 @@ class _Watch:
         """Reports this process's evidence to launch.py, or its stacks in a file, once. Returns it."""
         with self.lock:
             if self.evidence is None:
-                self.evidence, stacks = evidence(self.rank, self.hosts), _stacks()
-                report("hang", **self.evidence, stacks=stacks)
+                self.evidence, text = evidence(self.rank, self.hosts), stacks()
+                report("hang", **self.evidence, stacks=text)
                 if EVENTS_FILE not in os.environ:
                     with contextlib.suppress(OSError):
                         self.stacks_folder().mkdir(mode=0o700, exist_ok=True)
-                        (self.stacks_folder() / f"rank_{self.rank}.txt").write_text(stacks)
+                        (self.stacks_folder() / f"rank_{self.rank}.txt").write_text(text)
             return self.evidence
 
     def stacks_folder(self) -> Path:
         return Path(tempfile.gettempdir()) / f"hang-{self.job[:8]}"
-
-
-def collectives() -> list[dict[str, Any]]:
-    """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
-
-    number: in its group; a rank whose last number is smaller is behind.
-    """
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
-        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
-    unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
-    return [
-        {
-            "op": e["profiling_name"],
-            "group": e["process_group"][0],
-            "number": e["collective_seq_id"],
-            "age_s": time.time() - e["time_created_ns"] / 1e9,
-            "is_done": e["retired"] or e["state"] == "completed",
-        }
-        for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
-        if not e["is_p2p"]
-    ]
-
-
-def evidence(rank: int, hosts: list[str]) -> Evidence:
-    """This process's evidence for JSON: names of files, lines and functions, but no values."""
-    found = collectives()
-    return {
-        "rank": rank,
-        "host": hosts[rank],
-        "hosts": hosts,
-        "phase": now.phase,
-        "step": now.step,
-        "where": _where(sys._current_frames().get(threading.main_thread().ident or 0)),
-        "waits": [one for one in found if not one["is_done"]],
-        "last": found[-1] if found else None,
-        "sequence": {one["group"]: one["number"] for one in sorted(found, key=lambda one: one["number"])},
-        "silent_s": {},
-    }
-
-
-def _where(frame: FrameType | None) -> str:
-    """The innermost line of the stack in the project or beside the script."""
-    roots = (ROOT, Path(sys.argv[0]).resolve().parent)
-    while frame:
-        file = Path(frame.f_code.co_filename).absolute()
-        root = next((root for root in roots if file.is_relative_to(root)), None)
-        if root and "site-packages" not in file.parts and file != Path(__file__):
-            return f"{file.relative_to(root)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "-"
-
-
-def _stacks() -> str:
-    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
-    return ""
