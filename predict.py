@@ -34,8 +34,8 @@ from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.class_folders import find_pictures
 from common.data.workers import Pictures, Preprocessing, picture_batches
 from common.distributed.agreement import agree
-from common.distributed.preemption import Preempted, wanted
 from common.distributed.process import run_process
+from common.distributed.watch import Preempted, wanted
 from common.recipe import parse, setting
 from common.script import normalisation
 from common.system.files import write_csv, write_text

@@ -36,9 +36,9 @@ from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.agreement import agree
-from common.distributed.preemption import Preempted, wanted
 from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
+from common.distributed.watch import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
 from common.flags import underscores
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting

@@ -20,10 +20,10 @@ from benchmarks import gpu_suite, peers
 from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
 from common.distributed import rendezvous
-from common.distributed.preemption import is_alive
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from common.system.env import LOCAL_NUMBER
+from common.system.processes import is_alive
 from tests.conftest import ROOT, Job, full
 
 SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]

@@ -23,7 +23,7 @@ import numpy as np
 import torch.distributed as dist
 
 from common.data.shards import Shard
-from common.distributed.preemption import Preempted, wanted
+from common.distributed.watch import Preempted, wanted
 from common.order import Plan
 from common.system.env import processes_per_host
 from common.system.files import allow_open_files, sha256_of, sync, try_lock

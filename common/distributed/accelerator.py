@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
@@ -26,6 +25,7 @@ from accelerate.utils import other as accelerate_other
 from torch import nn
 
 from common.distributed.agreement import agree
+from common.distributed.channel import Channel
 from common.distributed.devices import (
     check_devices,
     check_own_gpu,
@@ -49,7 +49,6 @@ from common.distributed.precision import (
     settle_precision,
     typed_precision,
 )
-from common.distributed.preemption import deaf_launcher, ready, watch
 from common.distributed.rendezvous import (
     backend,
     check_processes,
@@ -69,10 +68,12 @@ from common.distributed.strategy import (
     strategy,
     versions,
 )
-from common.distributed.watch import record_collectives, watch_ranks
+from common.distributed.watch import stop, watch, watch_ranks
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import is_hosts_first, rank, world_size
 from common.system.paths import ROOT
+from common.system.phase import record_collectives
+from common.system.processes import deaf_launcher
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
@@ -114,7 +115,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
         gpu = str(torch.cuda.get_device_properties(accelerator.device).uuid)
-        check_own_gpu(dist.distributed_c10d._get_default_store(), rank(), batch.processes, gpu)
+        check_own_gpu(Channel(), rank(), batch.processes, gpu)
     accelerator.compilation = compilation
     accelerator.step_graph = chosen_step_graph(accelerator, getattr(job, "step_graph", False))
     if compilation and strategy(accelerator) == "zero3":
@@ -150,8 +151,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         extras += ", deterministic: gradients in float64, which doubles their memory and traffic"
         extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
-    ready()
-    watch_ranks(accelerator, job.timeout_s)
+    stop.is_ready = True
+    watch_ranks(accelerator)
     return accelerator, batch
 
 

@@ -5,16 +5,16 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common.distributed.preemption import Preempted, wanted
-from common.distributed.watch import report_hang
+from common.distributed.channel import Channel, Reason
+from common.distributed.watch import Preempted, report_hang, wanted
 from common.system.env import local_rank
-from common.system.phase import in_phase, now
+from common.system.phase import in_phase
 
 Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
 UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take that long
@@ -44,57 +44,57 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal to
     any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
 
-    Keys in the store:  once/<topic>/<rank>       the outcome of that worker, which all processes wait for
+    Keys in the store:  once/<topic>/<rank>       [Reason, message or result] of that worker; all wait for it
                         once/<topic>/heartbeats   a count, raised by all workers
                         once/<topic>/stop         set by a process that got a signal; workers look for it
     All read the outcomes of all workers, not of their own alone, so all return, or all raise the same.
     """
     if accelerator.num_processes == 1:
         return work(_stop_if_wanted)
-    me, board = accelerator.process_index, f"once/{topic}"
+    me, board, channel = accelerator.process_index, f"once/{topic}", Channel()
     my_worker = me - local_rank() if per_host else 0  # whose result this process returns
-    pending = set(gather_object([my_worker]))
-    store = dist.distributed_c10d._get_default_store()
+    workers = set(gather_object([my_worker]))
     if me == my_worker:
         try:
             with in_phase(f"preparing the {topic}"):
-                outcome = {"result": work(_heartbeat(store, board))}
+                outcome = Reason.NONE, work(_heartbeat(channel, board))
         except (ValueError, OSError) as error:
-            outcome = {"error": f"{error} (on host {socket.gethostname()})"}
+            outcome = Reason.PROBLEM, f"{error} (on host {socket.gethostname()})"
         except Preempted:
-            outcome = {"preempted": True}
-        store.set(f"{board}/{me}", json.dumps(outcome))
-    phase, now.phase = now.phase, f"waiting for the {topic}"
-    outcomes, received, received_at, stopped_at = {}, -1, time.monotonic(), 0.0
-    while pending:
-        for worker in [worker for worker in pending if store.check([f"{board}/{worker}"])]:
-            outcomes[worker] = json.loads(store.get(f"{board}/{worker}"))
-            pending.remove(worker)
-        if wanted():
-            store.set(f"{board}/stop", "yes")  # the workers' outcomes decide: they are the same for all
-            stopped_at = stopped_at or time.monotonic()
-            if time.monotonic() - stopped_at > UNANSWERED_S:
-                raise Preempted  # the worker is dead, and its launcher stops this process
-        if (latest := store.add(f"{board}/heartbeats", 0)) != received:
-            received, received_at = latest, time.monotonic()
-        elif time.monotonic() - received_at > timeout_s:
-            report_hang()
-            raise ValueError(
-                f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s while it"
-                f" prepared the {topic}: look at its host, or give a larger --timeout_s"
-            )
-        if pending:
+            outcome = Reason.STOP, None
+        channel.post(f"{board}/{me}", outcome)
+    with in_phase(f"waiting for the {topic}"):
+        outcomes: dict[int, Any] = {}
+        received, received_at, stopped_at = -1, time.monotonic(), 0.0
+        while pending := workers - outcomes.keys():
+            if found := {rank: told for rank in pending if (told := channel.read(f"{board}/{rank}"))}:
+                outcomes |= found
+                continue
+            if channel.gone:
+                raise channel.gone
+            if wanted():
+                channel.post(f"{board}/stop", True)  # the workers' outcomes decide: they are the same for all
+                stopped_at = stopped_at or time.monotonic()
+                if time.monotonic() - stopped_at > UNANSWERED_S:
+                    raise Preempted  # the worker is dead, and its launcher stops this process
+            if (latest := channel.count(f"{board}/heartbeats")) != received:
+                received, received_at = latest, time.monotonic()
+            elif time.monotonic() - received_at > timeout_s:
+                report_hang()
+                raise ValueError(
+                    f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s"
+                    f" while it prepared the {topic}: look at its host, or give a larger --timeout_s"
+                )
             time.sleep(0.05)
-    now.phase = phase
-    for outcome in outcomes.values():
-        if "error" in outcome:
-            raise ValueError(outcome["error"])
-    if any("preempted" in outcome for outcome in outcomes.values()):
+    reason, message = max((outcomes[rank] for rank in sorted(workers)), key=itemgetter(0))
+    if reason == Reason.PROBLEM:
+        raise ValueError(message)
+    if reason == Reason.STOP:
         raise Preempted
-    return outcomes[my_worker]["result"]
+    return outcomes[my_worker][1]
 
 
-def _heartbeat(store: dist.Store, board: str) -> Callable[[], None]:
+def _heartbeat(channel: Channel, board: str) -> Callable[[], None]:
     """Returns heartbeat(), which tells all processes, at most once a second, that this one makes progress.
 
     It raises Preempted when one of them was told to stop.
@@ -106,9 +106,11 @@ def _heartbeat(store: dist.Store, board: str) -> Callable[[], None]:
         _stop_if_wanted()
         if time.monotonic() - sent_at > 1:
             sent_at = time.monotonic()
-            store.add(f"{board}/heartbeats", 1)
-            if store.check([f"{board}/stop"]):
+            channel.count(f"{board}/heartbeats", 1)
+            if channel.read(f"{board}/stop"):
                 raise Preempted
+            if channel.gone:
+                raise channel.gone
 
     return heartbeat
 

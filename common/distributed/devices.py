@@ -12,10 +12,10 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available
 
+from common.distributed.channel import Channel
 from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
 from common.system.env import LOCAL_NUMBER, launched, launched_with, local_rank, processes_per_host
@@ -42,10 +42,10 @@ def check_devices() -> None:
         _check_code(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def check_own_gpu(store: dist.Store, number: int, processes: int, gpu: str) -> None:
+def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> None:
     """ValueError if two processes have the same GPU, before NCCL fails. gpu: a unique name. Collective."""
-    store.set(f"gpu/{number}", gpu)
-    names = [store.get(f"gpu/{rank}").decode() for rank in range(processes)]
+    channel.post(f"gpu/{number}", gpu)
+    names = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
     if same := [rank for rank, name in enumerate(names) if name == gpu and rank != number]:
         raise ValueError(
             f"ranks {number} and {same[0]} have the same GPU: start one process per GPU, or {REHEARSE}"

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from common.distributed.accelerator import start
-from common.distributed.preemption import Preempted
-from common.distributed.watch import MISTAKES, begin_exit, first_to_report, report_failure
+from common.distributed.channel import first_to_report
+from common.distributed.watch import MISTAKES, Preempted, begin_exit, report_failure
 from common.recipe import Batch, Recipe, from_flags
 from common.system.cli import settle_environment, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size

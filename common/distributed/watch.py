@@ -1,22 +1,24 @@
-"""Watches a job's ranks: a rank that fails ends all others, and a job that hangs names the awaited rank.
+"""Watches a process from its start: signals, its launcher, the other ranks, and collectives that hang.
 
-A thread of each rank polls the store, the other processes of its host, and torch's flight recorder, which
-records the collectives of gloo and NCCL.
+After SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and exit. SIGHUP comes when a
+terminal is closed or an ssh connection is lost. A process that was started with SIGHUP ignored, as by nohup,
+continues. Launchers forward SIGTERM to their processes; torchrun and accelerate also forward SIGHUP. When a
+launcher is killed, the kernel sends SIGTERM to its child processes; in processes further down the watch
+notices it within a second.
 
-Under gloo a collective fails when one of its processes ends. Under NCCL the others keep waiting: their main
-threads block in a synchronisation with the device until torchrun kills them 30 s later. So a failing rank
-writes its message into the store, and the others end with it.
+A rank that fails ends all others. Under gloo a collective fails when one of its processes ends. Under NCCL
+the others keep waiting: their main threads block in a synchronisation with the device until torchrun kills
+them 30 s later. So a failing rank writes its message into the store, and the others end with it.
 
 When a collective has waited for most of the time-out, the rank asks all ranks for their evidence before the
 time-out ends them (NCCL's watchdog aborts a process without a message from Python). A stopped rank does not
-answer; nor does the store, if its process is stopped.
+answer; nor does the store, if its process is stopped. So other threads ask it, and signals are noticed.
 """
 
 import contextlib
-import faulthandler
-import hashlib
-import json
 import os
+import select
+import signal
 import socket
 import sys
 import tempfile
@@ -25,58 +27,84 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-import torch._C._distributed_c10d as c10d
-import torch.distributed as dist
+import psutil
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from common.distributed.channel import Channel, first_to_report, let_main_close_first
+from common.system import processes
 from common.system.cli import tell_torchrun
-from common.system.env import EVENTS_FILE, is_hosts_first, local_rank, report
-from common.system.paths import ROOT
-from common.system.phase import Evidence, hang_table, now
-from common.system.processes import is_running, start_ticks
+from common.system.env import EVENTS_FILE, PREEMPTED, launched, local_rank, report
+from common.system.phase import Evidence, collectives, evidence, hang_table, stacks
 from common.system.text import printable_lines
 from common.system.threads import start_daemon
 
 MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+LAUNCHER_ENDED = "its launcher has ended"
 POLL_S = 0.5
 GRACE_S = 1.0  # for the main thread to fail by itself, as it does under gloo
 CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be in flight
 ASK_AT = 0.7  # share of the time-out after which a waiting collective is reported
+DYING_S = 0.5  # a dying process's connections close before it has ended
 ANSWER_S = 1.0  # for the other ranks to answer
 HEARTBEATS = 5  # heartbeats per time-out
-KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
 
 _exit_lock = threading.RLock()  # its holder ends this process: the main thread, or the watch
-_watch: "_Watch | None" = None
 
 
-def record_collectives() -> None:
-    """Makes torch record few collectives, and write no pickles at a time-out. Before the first group."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
-    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
-        os.environ.setdefault(name, "0")
+class Preempted(Exception):
+    """All processes have agreed to save and exit."""
 
 
-def watch_ranks(accelerator: Accelerator, timeout_s: float) -> None:
-    """Starts the watch. Collective."""
-    global _watch
+class _Stop:
+    """What the main thread and the others tell one another about the end of this process."""
+
+    def __init__(self) -> None:
+        self.is_ready = False  # False: a signal ends the process at once; True: at the end of the step
+        self.is_signalled = False
+        self.is_agreed = False  # all processes will stop: no watchdog, as the last save may take long
+        self.checked_at = 0.0  # time.monotonic() of the last check for a signal
+        self.reason = ""  # the signal, or that the launcher has ended, once the watch has noticed it
+        self.timeout_s = 300.0  # without a check for this long after a signal, the process is stuck
+        self.ranks: _Ranks | None = None  # in a job of several processes, once it has started
+        # Called with a message before another rank's failure ends this process; the main thread may hang
+        self.close: Callable[[str], None] = lambda _: None
+
+
+stop = _Stop()
+
+
+def watch(timeout_s: float) -> None:
+    """Starts the watching thread. A process that is in the same step timeout_s after a signal is ended."""
+    stop.timeout_s = timeout_s
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # The interpreter delays a handler while the main thread is inside torch; the thread reacts at once.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        if number != signal.SIGHUP or not processes.is_under_nohup():
+            signal.signal(number, _note_signal)
+    above: list[psutil.Process] = []
+    if launched():  # only a launcher's end ends this process, not that of a shell
+        processes.end_with_parent()
+        stop.reason = LAUNCHER_ENDED if processes.is_orphan() else ""
+        above = processes.launchers()
+    threading.Thread(target=_watch, args=(reader, above), daemon=True).start()
+
+
+def watch_ranks(accelerator: Accelerator) -> None:
+    """Makes the watch include the other ranks. Collective."""
     if accelerator.num_processes > 1:
-        _watch = _Watch(accelerator, timeout_s)
-        threading.Thread(target=_watch.run, daemon=True).start()
+        stop.ranks = ranks = _Ranks(accelerator, stop.timeout_s)
+        start_daemon(ranks.poll)
 
 
-def on_failure(close: Callable[[str], None]) -> None:
-    """Registers close(message), to be called before this process ends because another rank failed.
-
-    It runs in the watching thread, while the main thread may hang.
-    """
-    if _watch:
-        _watch.close = close
+def wanted() -> bool:
+    """True after a stop signal. Each call also resets the watchdog."""
+    stop.checked_at = time.monotonic()
+    return stop.is_signalled or bool(stop.reason)
 
 
 def begin_exit() -> None:
@@ -85,8 +113,9 @@ def begin_exit() -> None:
     Never returns when the watch is already ending the process.
     """
     _exit_lock.acquire()
-    if _watch:
-        _watch.report_exit()
+    if (ranks := stop.ranks) and not ranks.exiting:
+        ranks.exiting = True
+        ranks.own.post(f"{ranks.exit}/{ranks.rank}", True)
 
 
 def report_failure(error: BaseException) -> BaseException:
@@ -95,162 +124,144 @@ def report_failure(error: BaseException) -> BaseException:
     The first failure of a job counts: an error that follows from it on another rank, such as a reset
     connection, is replaced by its message.
     """
-    return _watch.report_failure(error) if _watch and isinstance(error, Exception) else error
+    if not (ranks := stop.ranks) or not isinstance(error, Exception):
+        return error
+    mine = printable_lines(error)
+    if isinstance(error, MISTAKES):
+        ranks.own.first(ranks.failure, mine)
+        return error
+    mine = f"rank {ranks.rank} (host {socket.gethostname()}) failed: {type(error).__name__}: {mine}"
+    until = time.monotonic() + DYING_S
+    while not (dead := ranks.dead_sibling(ranks.own)) and time.monotonic() < until:
+        time.sleep(0.1)
+    first = ranks.own.first(ranks.failure, dead or mine)
+    return error if ranks.own.gone or first == mine else ValueError(first)
 
 
 def report_hang() -> None:
     """Reports this process's evidence and asks the others for theirs, because this process ends soon."""
-    if _watch:
-        _watch.report_hang()
+    if stop.ranks:
+        stop.ranks.report_hang()
 
 
-def first_to_report(message: str, store: dist.Store | None = None) -> bool:
-    """True when no other process has printed this message, as most mistakes occur in all processes.
+def _note_signal(*_) -> None:
+    """Notes a signal, without a lock, which a second signal may interrupt."""
+    stop.is_signalled = True
 
-    store: a connection for this thread alone.
+
+def _watch(reader: int, above: list[psutil.Process]) -> None:
+    """Notices signals at once, the end of a launcher, and hanging collectives; ends this process if no step
+    ends after a signal.
+
+    The main thread may wait for ever, for a dead process, a disk or a file server.
     """
-    if not dist.is_initialized():
-        return is_hosts_first()
-    key = f"said/{hashlib.sha256(message.encode()).hexdigest()}"
-    try:
-        return (store or dist.distributed_c10d._get_default_store()).add(key, 1) == 1
-    except RuntimeError:  # the process that hosts the store is gone
-        return True
+    stopped_at = looked_at = 0.0
+    while True:
+        is_readable = select.select([reader], [], [], POLL_S)[0]
+        if numbers := [n for n in (os.read(reader, 64) if is_readable else b"") if n in SIGNALS]:
+            stop.reason = stop.reason or signal.Signals(numbers[0]).name
+            if not stop.is_agreed:
+                report("leaving", why=stop.reason)
+        elif not all(map(processes.is_alive, above)):
+            stop.reason = stop.reason or LAUNCHER_ENDED
+            above = []
+        at, ranks = time.monotonic(), stop.ranks
+        if ranks and not (ranks.exiting or ranks.reported) and at - looked_at >= stop.timeout_s / 40:
+            looked_at = at
+            start_daemon(ranks.look_for_hang)
+        if not stop.reason:
+            continue
+        if not stop.is_ready:
+            os._exit(PREEMPTED)
+        stopped_at = stopped_at or at
+        if not stop.is_agreed and at - max(stopped_at, stop.checked_at) > stop.timeout_s:
+            report_hang()
+            print(
+                f"Received {stop.reason}, but no step finished within {stop.timeout_s:g} s; still waiting"
+                " for data or another rank.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
 
 
-def let_main_close_first(accelerator: Accelerator, store: dist.Store | None = None) -> None:
-    """Waits in a failing job until the main process has closed its files, 10 s at most.
+class _Ranks:
+    """The job's other ranks, as this one sees them through the store, and on its host through /proc."""
 
-    The main process calls it after closing them, the others before they exit, because a launcher kills all
-    processes as soon as one has exited. The main process may hang in a collective. store: a connection for
-    this thread alone.
-    """
-    if not dist.is_initialized():
-        return
-    with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
-        store = store or dist.distributed_c10d._get_default_store()
-        if accelerator.is_main_process:
-            store.set("closed", "yes")
-        until = time.monotonic() + 10
-        while not store.check(["closed"]) and time.monotonic() < until:
-            time.sleep(0.05)
-
-
-class _Watch:
     def __init__(self, accelerator: Accelerator, timeout_s: float):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
         hosts_first = self.rank - local_rank()
-        me = socket.gethostname(), hosts_first, os.getpid(), start_ticks(os.getpid())
+        me = socket.gethostname(), hosts_first, os.getpid(), processes.start_ticks(os.getpid())
         everyones = gather_object([[uuid.uuid4().hex, *me]])
         self.hosts = [host for _, host, *_ in everyones]
         self.siblings = {  # pids and start times of this host's other ranks
             rank: (pid, ticks)
             for rank, (_, _, first, pid, ticks) in enumerate(everyones)
-            if first == hosts_first and is_running(pid, ticks) and rank != self.rank
+            if first == hosts_first and processes.is_running(pid, ticks) and rank != self.rank
         }
-        self.job = everyones[0][0]  # a name that is new after a restart
-        self.failure, self.exit = f"{self.job}/failure", f"{self.job}/exit"
-        self.hang, self.alive = f"{self.job}/hang", f"{self.job}/alive"
-        # Clones, as a connection serves one thread at a time, and the main thread may wait in its own.
-        store = dist.distributed_c10d._get_default_store()
-        self.store, self.own, self.asking = store.clone(), store.clone(), store.clone()
-        self.close: Callable[[str], None] = lambda _: None
+        job = everyones[0][0]  # a name that is new after a restart
+        self.failure, self.exit = f"{job}/failure", f"{job}/exit"
+        self.hang, self.alive = f"{job}/hang", f"{job}/alive"
+        # Of poll(), of the main thread, which may wait in its other one, and of ask().
+        self.polling, self.own, self.asking = (Channel().clone() for _ in range(3))
+        self.stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job[:8]}"
         self.lock = threading.Lock()
-        self.exiting = self.answered = self.reported = False
+        self.exiting = self.reported = False
         self.evidence: Evidence | None = None
-        self.heartbeat_at = self.looked_at = 0.0
 
-    def run(self) -> None:
-        """Polls until another rank fails, and then ends this process; or until the main thread ends it."""
-        polling = start_daemon(self.poll)  # in a thread, as a store in a stopped process does not answer
+    def poll(self) -> None:
+        """Sends heartbeats and answers a rank that asks, until another rank fails, and then ends this
+        process; or until the main thread ends it."""
+        channel, heartbeat_at, answered = self.polling, 0.0, False
         while not self.exiting:
+            if time.monotonic() - heartbeat_at > self.timeout_s / HEARTBEATS:
+                heartbeat_at = time.monotonic()
+                channel.post(f"{self.alive}/{self.rank}", time.time())
+            if not answered and channel.read(self.hang) is not None:
+                answered = True
+                channel.post(f"{self.hang}/{self.rank}", self.report_evidence())
+            message = channel.read(self.failure)
+            if not message and (dead := self.dead_sibling(channel)):
+                message = channel.first(self.failure, dead)
+            if message:
+                return self.end(message)
             time.sleep(POLL_S)
-            if polling.done():
-                # RuntimeError: the process that hosts the store is gone
-                message = self.dead_sibling(None) if polling.exception() else polling.result()
-                if message:
-                    self.end(message)
-                    return
-                polling = start_daemon(self.poll)
-            if not self.reported and not self.exiting and self.is_stuck():
-                self.report_hang()
-
-    def poll(self) -> str | None:
-        """Sends a heartbeat, answers a rank that asks, returns the message of the first rank that failed."""
-        if time.monotonic() - self.heartbeat_at > self.timeout_s / HEARTBEATS:
-            self.heartbeat_at = time.monotonic()
-            self.store.set(f"{self.alive}/{self.rank}", str(time.time()))
-        if not self.answered and self.store.check([self.hang]):
-            self.answered = True
-            self.store.set(f"{self.hang}/{self.rank}", json.dumps(self.report_evidence()))
-        if self.store.check([self.failure]):
-            return json.loads(self.store.get(self.failure))
-        if dead := self.dead_sibling(self.store):
-            return json.loads(self.store.compare_set(self.failure, "", json.dumps(dead)))
-        return None
 
     def end(self, message: str) -> None:
         """Ends this process because another rank failed, unless the main thread does it."""
         time.sleep(GRACE_S)
         if not _exit_lock.acquire(blocking=False):
             return
+        self.exiting = True
         timer = threading.Timer(CLOSING_S, os._exit, (1,))  # closing may wait for a disk, or for the store
         timer.daemon = True
         timer.start()
         with contextlib.suppress(Exception):
-            self.close(message)
+            stop.close(message)
         tell_torchrun(message)
-        if first_to_report(message, self.store):
+        if first_to_report(message, self.polling):
             print(f"error: {message}", file=sys.stderr, flush=True)
-        let_main_close_first(self.accelerator, self.store)
+        let_main_close_first(self.accelerator, self.polling)
         time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all as soon as one has ended
         sys.stdout.flush()
         report("exit", status=1)
         os._exit(1)
 
-    def dead_sibling(self, store: dist.Store | None) -> str | None:
+    def dead_sibling(self, channel: Channel) -> str | None:
         """A message about a process of this host that died without a message; None if there is none."""
         for rank, (pid, ticks) in self.siblings.items():
-            if not is_running(pid, ticks) and not (store and store.check([f"{self.exit}/{rank}"])):
+            if not processes.is_running(pid, ticks) and not channel.read(f"{self.exit}/{rank}"):
                 return (
                     f"rank {rank} (host {socket.gethostname()}, process {pid}) died without a message: it was"
                     " killed, as for want of memory, or crashed; see the end of its output, and `dmesg`"
                 )
         return None
 
-    def report_failure(self, error: Exception) -> Exception:
-        is_mistake = isinstance(error, MISTAKES)
-        mine = printable_lines(error)
-        if not is_mistake:
-            mine = f"rank {self.rank} (host {socket.gethostname()}) failed: {type(error).__name__}: {mine}"
-        with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
-            dead = None if is_mistake else self.dead_sibling_soon()
-            first = json.loads(self.own.compare_set(self.failure, "", json.dumps(dead or mine)))
-            if not is_mistake and first != mine:
-                return ValueError(first)
-        return error
-
-    def dead_sibling_soon(self) -> str | None:
-        """Polls dead_sibling() for half a second: a dying process's connections close before it has ended."""
-        for _ in range(5):
-            if dead := self.dead_sibling(self.own):
-                return dead
-            time.sleep(0.1)
-        return None
-
-    def report_exit(self) -> None:
-        if not self.exiting:
-            self.exiting = True
-            with contextlib.suppress(RuntimeError):  # the process that hosts the store is gone
-                self.own.set(f"{self.exit}/{self.rank}", "yes")
-
-    def is_stuck(self) -> bool:
-        """True if a collective has waited too long. Needs no store, which may hang, too."""
-        if time.monotonic() - self.looked_at < self.timeout_s / 40:
-            return False
-        self.looked_at = time.monotonic()
+    def look_for_hang(self) -> None:
+        """Reports a collective that has waited too long. Needs no store, which may hang, too."""
         ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
-        return max(ages_s, default=0.0) > ASK_AT * self.timeout_s
+        if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.exiting:
+            self.report_hang()
 
     def report_hang(self) -> None:
         with self.lock:
@@ -260,100 +271,37 @@ class _Watch:
         found = {self.rank: self.report_evidence()}
         asking = start_daemon(lambda: self.ask(found))
         is_first = True
-        with contextlib.suppress(TimeoutError, RuntimeError):  # the store does not answer, or is gone
+        with contextlib.suppress(TimeoutError):  # the store does not answer
             is_first = asking.result(2 * ANSWER_S)
         report("hang", **found[self.rank])  # again, with the last heartbeats of silent ranks
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(found.values()))
-            lines.append(f"the stacks of all threads: {self.stacks_folder()}, on each host")
+            lines.append(f"the stacks of all threads: {self.stacks_folder}, on each host")
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def ask(self, found: dict[int, Evidence]) -> bool:
         """Adds the other ranks' evidence, and the last heartbeats of silent ranks. False if another asked."""
-        store, me = self.asking, str(self.rank)
-        is_first = store.compare_set(self.hang, "", me) == me.encode()
+        channel = self.asking
+        is_first = channel.first(self.hang, self.rank) == self.rank
         until = time.monotonic() + ANSWER_S
         while (missing := set(range(len(self.hosts))) - found.keys()) and time.monotonic() < until:
             for rank in missing:
-                if store.check([key := f"{self.hang}/{rank}"]):
-                    found[rank] = json.loads(store.get(key))
+                if answer := channel.read(f"{self.hang}/{rank}"):
+                    found[rank] = answer
             time.sleep(0.1)
         for rank in missing:
-            if store.check([key := f"{self.alive}/{rank}"]):
-                found[self.rank]["silent_s"][rank] = time.time() - float(store.get(key))
+            if alive_at := channel.read(f"{self.alive}/{rank}"):
+                found[self.rank]["silent_s"][rank] = time.time() - alive_at
         return is_first
 
     def report_evidence(self) -> Evidence:
         """Reports this process's evidence to launch.py, or its stacks in a file, once. Returns it."""
         with self.lock:
             if self.evidence is None:
-                self.evidence, stacks = evidence(self.rank, self.hosts), _stacks()
-                report("hang", **self.evidence, stacks=stacks)
+                self.evidence, text = evidence(self.rank, self.hosts), stacks()
+                report("hang", **self.evidence, stacks=text)
                 if EVENTS_FILE not in os.environ:
                     with contextlib.suppress(OSError):
-                        self.stacks_folder().mkdir(mode=0o700, exist_ok=True)
-                        (self.stacks_folder() / f"rank_{self.rank}.txt").write_text(stacks)
+                        self.stacks_folder.mkdir(mode=0o700, exist_ok=True)
+                        (self.stacks_folder / f"rank_{self.rank}.txt").write_text(text)
             return self.evidence
-
-    def stacks_folder(self) -> Path:
-        return Path(tempfile.gettempdir()) / f"hang-{self.job[:8]}"
-
-
-def collectives() -> list[dict[str, Any]]:
-    """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
-
-    number: in its group; a rank whose last number is smaller is behind.
-    """
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
-        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
-    unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
-    return [
-        {
-            "op": e["profiling_name"],
-            "group": e["process_group"][0],
-            "number": e["collective_seq_id"],
-            "age_s": time.time() - e["time_created_ns"] / 1e9,
-            "is_done": e["retired"] or e["state"] == "completed",
-        }
-        for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
-        if not e["is_p2p"]
-    ]
-
-
-def evidence(rank: int, hosts: list[str]) -> Evidence:
-    """This process's evidence for JSON: names of files, lines and functions, but no values."""
-    found = collectives()
-    return {
-        "rank": rank,
-        "host": hosts[rank],
-        "hosts": hosts,
-        "phase": now.phase,
-        "step": now.step,
-        "where": _where(sys._current_frames().get(threading.main_thread().ident or 0)),
-        "waits": [one for one in found if not one["is_done"]],
-        "last": found[-1] if found else None,
-        "sequence": {one["group"]: one["number"] for one in sorted(found, key=lambda one: one["number"])},
-        "silent_s": {},
-    }
-
-
-def _where(frame: FrameType | None) -> str:
-    """The innermost line of the stack in the project or beside the script."""
-    roots = (ROOT, Path(sys.argv[0]).resolve().parent)
-    while frame:
-        file = Path(frame.f_code.co_filename).absolute()
-        root = next((root for root in roots if file.is_relative_to(root)), None)
-        if root and "site-packages" not in file.parts and file != Path(__file__):
-            return f"{file.relative_to(root)}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "-"
-
-
-def _stacks() -> str:
-    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
-    return ""

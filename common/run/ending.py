@@ -10,9 +10,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from common.checkpoint.format import steps_in
-from common.distributed.preemption import reason
+from common.distributed.channel import let_main_close_first
 from common.distributed.strategy import device_name, unused_parameters, without_gradient
-from common.distributed.watch import begin_exit, let_main_close_first, report_failure
+from common.distributed.watch import begin_exit, report_failure, stop
 from common.recipe import Batch, Recipe
 from common.run.folder import folders
 from common.run.lease import RECORD
@@ -35,7 +35,7 @@ def end_preempted(ranks: Ranks) -> None:
     """
     now.enter(SAVING)
     exchange, record = ranks.exchange, ranks.record
-    why = next(filter(None, exchange.poll.gather(reason())), "")
+    why = next(filter(None, exchange.poll.gather(stop.reason)), "")
     if record:
         record.log.write_mark({"interrupted_at": time.time(), "why": why})
     # A single process may stop within a step, while it waits for a shard: that step does not count.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor
 
-from common.distributed.preemption import Poll
+from common.distributed.channel import Poll
 from common.order import Steps
 from common.recipe import Recipe
 from common.run.state import RunState

@@ -13,8 +13,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from common.checkpoint.saver import Saver
+from common.distributed.channel import Poll, Reason
 from common.distributed.exact_sum import exact_sum
-from common.distributed.preemption import Poll, Preempted, wanted
+from common.distributed.watch import Preempted, wanted
 from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.run.log import Predictions
@@ -26,7 +27,6 @@ if TYPE_CHECKING:  # imported where it is needed
     from common.telemetry.sampling import Telemetry
 
 Ids = Callable[[], list[int]]
-STOP, PROBLEM = 1, 2  # messages of a process to the others
 # A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
 # 2 * AGREEMENT_S later, or after 2 * MOST_STEPS steps if steps suddenly become slow.
 SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
@@ -74,11 +74,11 @@ class Exchange:
         On all processes it raises Preempted after a signal, or ValueError with a problem's message.
         """
         problem = self.record and self.record.problem()
-        answer = self.poll(PROBLEM if problem else STOP if wanted() else 0, self.step_us)
-        received, self.slowest_us = answer or (0, UNKNOWN_US)
-        if received == PROBLEM:
+        mine = Reason.PROBLEM if problem else Reason.STOP if wanted() else Reason.NONE
+        received, self.slowest_us = self.poll(mine, self.step_us) or (Reason.NONE, UNKNOWN_US)
+        if received == Reason.PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
-        if received == STOP:
+        if received == Reason.STOP:
             raise Preempted
 
     def gather(self, own: Any) -> list[Any]:

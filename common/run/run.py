@@ -13,8 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from common.distributed.agreement import once
-from common.distributed.preemption import Preempted, agreed
-from common.distributed.watch import begin_exit, on_failure
+from common.distributed.watch import Preempted, begin_exit, stop
 from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.system.env import report
@@ -75,7 +74,7 @@ class Run:
         now.enter(TRAINING)
         now.step = ranks.state.step
         if record:
-            on_failure(record.close_failed)
+            stop.close = record.close_failed
         return ranks.steps
 
     @property
@@ -107,7 +106,7 @@ class Run:
         if ranks:
             ranks.exchange.telemetry.stop()
         if isinstance(error, Preempted):
-            agreed()
+            stop.is_agreed = True
             if ranks:
                 end_preempted(ranks)
             else:

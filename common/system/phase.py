@@ -5,10 +5,19 @@ in less than a microsecond.
 """
 
 import contextlib
+import faulthandler
+import json
+import os
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from common.system.paths import ROOT
 from common.system.processes import own_age_s
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
@@ -63,9 +72,81 @@ def spending(part: str) -> Iterator[None]:
 
 # A job that hangs
 
-Evidence = dict[str, Any]  # a rank's report: see common.distributed.watch.evidence()
-
+Evidence = dict[str, Any]  # a rank's report, from evidence()
+KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
+REPORTING = ("phase.py", "watch.py")  # files that make the report: the process is where they were called
+
+
+def record_collectives() -> None:
+    """Makes torch record few collectives, and write no pickles at a time-out. Before the first group."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
+    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(name, "0")
+
+
+def collectives() -> list[dict[str, Any]]:
+    """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
+
+    number: in its group; a rank whose last number is smaller is behind.
+    """
+    import torch._C._distributed_c10d as c10d
+
+    entries = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+    unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
+    return [
+        {
+            "op": e["profiling_name"],
+            "group": e["process_group"][0],
+            "number": e["collective_seq_id"],
+            "age_s": time.time() - e["time_created_ns"] / 1e9,
+            "is_done": e["retired"] or e["state"] == "completed",
+        }
+        for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
+        if not e["is_p2p"]
+    ]
+
+
+def evidence(rank: int, hosts: list[str]) -> Evidence:
+    """This process's evidence for JSON: names of files, lines and functions, but no values."""
+    found = collectives()
+    return {
+        "rank": rank,
+        "host": hosts[rank],
+        "hosts": hosts,
+        "phase": now.phase,
+        "step": now.step,
+        "where": _where(sys._current_frames().get(threading.main_thread().ident or 0)),
+        "waits": [one for one in found if not one["is_done"]],
+        "last": found[-1] if found else None,
+        "sequence": {one["group"]: one["number"] for one in sorted(found, key=lambda one: one["number"])},
+        "silent_s": {},
+    }
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost line of the stack in the project or beside the script."""
+    roots = (ROOT, Path(sys.argv[0]).resolve().parent)
+    while frame:
+        file = Path(frame.f_code.co_filename).absolute()
+        root = next((root for root in roots if file.is_relative_to(root)), None)
+        if root and "site-packages" not in file.parts and file.name not in REPORTING:
+            return f"{file.relative_to(root)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "-"
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+    return ""
 
 
 def hang_table(found: Sequence[Evidence]) -> list[str]:
@@ -74,8 +155,8 @@ def hang_table(found: Sequence[Evidence]) -> list[str]:
     found: the evidence of the ranks that answered; the others are silent. At least one has `hosts`, the host
     of each rank.
     """
-    rows = {evidence["rank"]: evidence for evidence in found}
-    hosts = max((evidence.get("hosts", []) for evidence in found), key=len)
+    rows = {row["rank"]: row for row in found}
+    hosts = max((row.get("hosts", []) for row in found), key=len)
     last_seen = _last_seen(found)
     cells = [list(COLUMNS)]
     for rank, host in enumerate(hosts):
@@ -130,7 +211,7 @@ def _last(row: Evidence) -> str:
 def _last_seen(found: Sequence[Evidence]) -> dict[int, str]:
     """The time since the last heartbeat of each silent rank, as text."""
     ages: dict[int, float] = {}
-    for evidence in found:
-        for rank, age_s in evidence.get("silent_s", {}).items():
+    for row in found:
+        for rank, age_s in row.get("silent_s", {}).items():
             ages[int(rank)] = min(age_s, ages.get(int(rank), age_s))
     return {rank: f"{age_s:.0f} s ago" for rank, age_s in ages.items()}

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from common.system.files import read_accelerate_config
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
 LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
+SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")  # rarely by hand
 NO_MEMORY = (  # in an error, or in the output of a failed process
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS, cuDNN 8
@@ -71,6 +73,39 @@ def parents() -> list[Parent]:
     return found[1:] or found
 
 
+def launchers() -> list[psutil.Process]:
+    """The launchers above this process, not a shell or a test, which may end first. `deepspeed` has two."""
+    return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
+
+
+def is_orphan() -> bool:
+    """True if the launcher died while this process imported: its variables are set, but it is gone.
+
+    In a container without an init the launcher is process 1. It is known by its command line: torchrun gives
+    its main thread another name.
+    """
+    parent, words = parents()[0]  # as read before or after the launcher died
+    is_launcher = parent.pid == 1 and Path(words[0]).name.startswith(("python", "bash", "sh"))
+    return os.getppid() == 1 and not is_launcher and any(name in os.environ for name in SET_BY_LAUNCHERS)
+
+
+def deaf_launcher() -> str | None:
+    """Why SIGTERM to this container saves nothing; None if it does, and outside of a container.
+
+    The kernel drops a signal to process 1 that has no handler for it. `accelerate launch` of one process and
+    `deepspeed` have none.
+    """
+    if not any(process.pid == 1 for process in launchers()):
+        return None
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path("/proc/1/status").read_text(), re.MULTILINE)
+    if caught and int(caught[1], 16) & 1 << (signal.SIGTERM - 1):
+        return None
+    return (
+        "warning: SIGTERM to this container (docker stop, Kubernetes) saves nothing: the launcher, process 1,"
+        " has no handler for it: give docker run --init, or start with torchrun"
+    )
+
+
 def accelerate_config() -> dict[str, Any]:
     """The config file of `accelerate launch` above this process: of --config_file, else the default one."""
     from accelerate.commands.config.config_args import default_config_file
@@ -81,6 +116,13 @@ def accelerate_config() -> dict[str, Any]:
                 file = Path(parent.process.cwd(), parent.flag("config[_-]file") or default_config_file)
                 return read_accelerate_config(file) if file.is_file() else {}
     return {}
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
 
 
 def start_ticks(pid: int) -> int | None:

@@ -29,8 +29,8 @@ from common.checkpoint.format import (
     to_keep,
     verify,
 )
-from common.distributed.preemption import is_alive
 from common.system.files import sync
+from common.system.processes import is_alive
 from tests.conftest import (
     STRATEGIES,
     Job,

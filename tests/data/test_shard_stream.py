@@ -19,7 +19,7 @@ from common.data import shard_cache
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.splits import ShardSplit
-from common.distributed.preemption import Preempted
+from common.distributed.watch import Preempted
 from common.order import evaluation_plan, stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from common.system.s3 import ObjectStore

@@ -7,8 +7,10 @@ import time
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from common.distributed.preemption import is_alive
+from common.distributed.channel import Channel
+from common.system.processes import is_alive
 from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchrun, wait_until
 
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
@@ -16,8 +18,7 @@ FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
 def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env=None):
     """Two launches with one process each, as on two hosts. Returns [(status, output), ...]."""
-    port = free_port()
-    jobs = []
+    port, jobs = free_port(), []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
         options = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
@@ -120,20 +121,17 @@ def alive(beat):  # twice as long as the limit
         beat()
     return "done"
 
-def silent(beat):
-    time.sleep(3)
-
 def failing(beat):
     raise ValueError("no such images")
 
 def main():
     accelerator, _ = start(parse(Recipe))
-    print("answer", once(accelerator, "data", alive, 1, per_host=True), flush=True)
+    print(f"answer {once(accelerator, 'data', alive, 1, per_host=True)}", flush=True)
     try:
         once(accelerator, "images", failing, 1, per_host=True)
     except ValueError as error:
-        print("raised", error, flush=True)
-    once(accelerator, "rest", silent, 1, per_host=True)
+        print(f"raised {error}", flush=True)
+    once(accelerator, "rest", lambda _: time.sleep(3), 1, per_host=True)
 
 if __name__ == "__main__":
     run_process(main)
@@ -148,6 +146,15 @@ def test_waiting_for_the_process_that_prepares_data(project_copy):
     assert output.count("answer done") == 2, output
     assert output.count("raised no such images (on host ") == 2, output
     assert output.count("error: rank 0 gave no sign of life for 1 s") == 1, output
+
+
+def test_a_channel_answers_as_if_alone_once_its_host_is_gone():
+    host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ours, peer = (Channel(dist.TCPStore("127.0.0.1", host.port)) for _ in range(2))
+    assert (ours.read("a"), ours.first("a", 1), ours.count("n", 1), ours.gone) == (None, 1, 1, None)
+    assert (peer.read("a"), peer.first("a", 2), peer.count("n", 1)) == (1, 1, 2)
+    del host
+    assert (peer.count("n", 1), peer.read("a"), peer.first("a", 2), not peer.gone) == (1, None, 2, False)
 
 
 def test_ctrl_c_ends_everything(tmp_path, cache):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.distributed.channel import Channel
 from common.distributed.devices import check_devices, check_own_gpu
 from common.distributed.launch_config import check_launch_config
 from common.system import gpus
@@ -141,7 +142,7 @@ def test_two_processes_with_one_gpu():
 
     def check(number: int, gpu: str) -> None:
         try:
-            check_own_gpu(store, number, 3, gpu)
+            check_own_gpu(Channel(store), number, 3, gpu)
         except ValueError as error:
             errors[number] = str(error)
 

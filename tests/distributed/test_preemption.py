@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from common.checkpoint.format import steps_in
-from common.distributed.preemption import is_alive
+from common.system.processes import is_alive
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import (
     CNN,

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import find_batch_size
-from common.distributed.preemption import is_alive
 from common.system.files import write_json
+from common.system.processes import is_alive
 from tests.conftest import ROOT, Job, rows_of
 from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call

@@ -8,7 +8,6 @@ import sys
 import psutil
 import pytest
 
-from common.distributed.preemption import is_alive
 from common.system import processes
 from common.system.processes import adopt_orphans, allowed_cores, interface_problem, kill, running_descendants
 from tests.conftest import ROOT, wait_until
@@ -41,7 +40,7 @@ def test_a_process_ends_with_its_parent():
         (pid,) = (int(line) for line in lines - {"1"})
         child = psutil.Process(pid)
         os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: not is_alive(child), timeout_s=10)
+        wait_until(lambda: not processes.is_alive(child), timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +53,7 @@ def test_a_process_ends_with_its_parent():
             ("", "deepspeed.launcher.launch"),
             "",
         ),
-        (
-            "python -m debugpy --listen 5 /bin/accelerate-launch x.py -nnodes 3",
-            ("", "accelerate-launch"),
-            "3",
-        ),
+        ("python -m debugpy /bin/accelerate-launch x.py -nnodes 3", ("", "accelerate-launch"), "3"),
         ("bash run.sh torchrun x.py", ("", ""), ""),
         ("", ("", ""), ""),
     ],
