@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
@@ -287,11 +288,8 @@ def _import_muon() -> None:
     """
     from deepspeed.runtime import compiler
 
-    compile, compiler.compile = compiler.compile, lambda: lambda function: function
-    try:
+    with mock.patch.object(compiler, "compile", return_value=lambda function: function):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    finally:
-        compiler.compile = compile
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:

@@ -53,7 +53,7 @@ def test_a_process_ends_with_its_parent():
             ("", "deepspeed.launcher.launch"),
             "",
         ),
-        ("python -m debugpy /bin/accelerate-launch x.py -nnodes 3", ("", "accelerate-launch"), "3"),
+        ("python -m dbg --listen 5 /bin/accelerate-launch x.py -nnodes 3", ("", "accelerate-launch"), "3"),
         ("bash run.sh torchrun x.py", ("", ""), ""),
         ("", ("", ""), ""),
     ],
