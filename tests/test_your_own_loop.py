@@ -54,12 +54,13 @@ def test_it_is_killed_at_random_and_ends_with_the_same_bits(changes, processes, 
         job = Job(words, env=ENV)
         if len(outputs) < len(processes) - 1:
             step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
-            wait_until(lambda step=step: max(committed(store), default=0) >= step, job)
-            for process in (*psutil.Process(job.process.pid).children(recursive=True), job.process):
-                process.kill()
+            wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023
+            if job.process.poll() is None:  # a busy machine may see the store's last step first
+                for process in (*psutil.Process(job.process.pid).children(recursive=True), job.process):
+                    process.kill()
             shutil.rmtree(folder)
         outputs.append(job.wait()[1])
     begun = [int(step) for output in outputs for step in re.findall(r"continuing at step (\d+)", output)]
     assert sorted({*begun} - {0, STEPS}) == begun, outputs
-    assert len(begun) == len(processes) - 1, outputs
+    assert 1 <= len(begun) < len(processes), outputs
     assert weights(folder) == weights(tmp_path / "alone") != []

@@ -100,7 +100,7 @@ def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache)
     files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
     request = [[str(exported[name]), *files[name]] for name in models]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    words = [sys.executable, "-c", LOAD, json.dumps(request)]
+    words = [sys.executable, "-B", "-c", LOAD, json.dumps(request)]
     output = subprocess.run(words, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
     found = json.loads(output.splitlines()[-1])
     for name, trained in models.items():

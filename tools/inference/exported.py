@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -143,6 +144,7 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     else:
         try:
+            sys.dont_write_bytecode = True  # into the exported folder
             loaded = load_script(folder / CODE).load(folder)
         except NameError as error:
             raise ValueError(
