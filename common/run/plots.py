@@ -121,18 +121,19 @@ def image_sheet(
         tops_in.append(end_in)
         lines = max(caption.count("\n") + 1 for caption in wrapped[row : row + columns])
         end_in += CELL_IN + LINE_IN * lines + 0.1
+    height_in, breadth_in = (EDGE_IN * n / max(images.shape[1:3]) for n in images.shape[1:3])
     with _figure(path, (width_in, end_in), layout=None) as figure:
         figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
+        axes = figure.add_axes((0, 0, 1, 1))  # one for all images: each costs more than its image
         for i, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
-            left_in, bottom_in = i % columns * CELL_IN + 0.05, end_in - tops_in[i // columns] - EDGE_IN
-            axes = figure.add_axes(
-                (left_in / width_in, bottom_in / end_in, EDGE_IN / width_in, EDGE_IN / end_in)
-            )
-            axes.axis("off")
-            axes.imshow(image, interpolation="nearest")
+            x_in, bottom_in = (i % columns + 0.5) * CELL_IN, end_in - tops_in[i // columns] - EDGE_IN
+            y_in = bottom_in + EDGE_IN / 2
+            box = (x_in - breadth_in / 2, x_in + breadth_in / 2, y_in - height_in / 2, y_in + height_in / 2)
+            axes.imshow(image, extent=box, interpolation="nearest")
             color = "firebrick" if len(wrong) > i and wrong[i] else "black"
-            axes.text(0.5, -0.04, caption, transform=axes.transAxes, ha="center", va="top")
-            axes.texts[-1].set(fontsize=7, color=color)
+            axes.text(x_in, bottom_in - 0.05, caption, ha="center", va="top", fontsize=7, color=color)
+        axes.set(xlim=(0, width_in), ylim=(0, end_in), aspect="auto")
+        axes.axis("off")
 
 
 @contextmanager
@@ -144,6 +145,9 @@ def _figure(
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
+    if engine := figure.get_layout_engine():  # once: savefig would draw everything before, for its sake
+        engine.execute(figure)
+        figure.set_layout_engine(None)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     figure.savefig(content, dpi=DPI)

@@ -34,7 +34,7 @@ def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
     texts = [text for axes in figure.axes for text in axes.texts]
     assert [text.get_text().split() for text in texts] == [caption.split() for caption in captions]
     boxes = [text.get_window_extent() for text in (*texts, *figure.texts)]
-    boxes += [axes.get_window_extent() for axes in figure.axes]
+    boxes += [image.get_window_extent() for axes in figure.axes for image in axes.images]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
     assert all(figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1 for box in boxes)
