@@ -345,7 +345,7 @@ def main() -> int:
     add("--minutes", type=float, default=20, help="of all trainings (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the first training's changes (default: %(default)s)")
     add("--data", default="digits", help="as the scripts' (default: %(default)s)")
-    add("--epochs", type=int, default=30, help="of the schedule (default: %(default)s)")
+    add("--epochs", type=int, default=1000, help="of the schedule (default: %(default)s)")
     usual = ", ".join(f"{lr:g} of {script}" for script, lr in LR.items())
     add("--lr", type=float, help=f"learning rate (default: {EXACT_LR:g}; without --deterministic {usual})")
     add("--folder", type=Path, default=Path("runs/elastic_drill"), help="for the runs")
