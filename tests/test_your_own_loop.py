@@ -61,6 +61,6 @@ def test_it_is_killed_at_random_and_ends_with_the_same_bits(changes, processes, 
             shutil.rmtree(folder)
         outputs.append(job.wait()[1])
     begun = [int(step) for output in outputs for step in re.findall(r"continuing at step (\d+)", output)]
-    assert sorted({*begun} - {0, STEPS}) == begun, outputs
-    assert 1 <= len(begun) < len(processes), outputs
+    assert 0 < begun[0] < STEPS, outputs
+    assert sorted(begun) == begun, outputs
     assert weights(folder) == weights(tmp_path / "alone") != []
