@@ -285,7 +285,7 @@ def _import_muon() -> None:
     from deepspeed.runtime import compiler
 
     compile = compiler.compile
-    compiler.compile = lambda: lambda function: function
+    compiler.compile = lambda *_, **__: lambda function: function
     importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     compiler.compile = compile
 

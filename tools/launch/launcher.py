@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +54,7 @@ class HostConnection(Connection):
         return {} if devices == tuple(range(len(devices))) else visible_devices(devices)
 
 
-class Launcher:
+class Launcher(ABC):
     """A job's connections, one per host. Handlers run in the main thread, one event after another."""
 
     def __init__(self, hosts: list[Host], log_dir: Path):
@@ -115,9 +116,9 @@ class Launcher:
                     (self.log_dir / f"hang_rank_{event['rank']}.txt").write_text(stacks)
             self.hangs[event["rank"]] = event | {"host": connection.host.name}
 
+    @abstractmethod
     def on_end(self, connection: HostConnection, status: int) -> None:
         """Handles the end of a host's part. May be called again for the same connection."""
-        raise NotImplementedError
 
     def on_signal(self, number: int) -> None:
         if self.signals:
