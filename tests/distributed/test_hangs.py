@@ -13,7 +13,7 @@ from common.system.env import EVENTS_FILE, EventReader
 from common.system.phase import hang_table
 from tests.conftest import CNN, Job, full, mutate, result, torchrun
 from tools.launch.hosts import Host
-from tools.launch.launcher import Launcher
+from tools.launch.job import JobRunner, LaunchPlan
 
 HELLO, RUN = "train_hello.py", "common/run/run.py"
 CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"
@@ -98,7 +98,7 @@ def test_launch_py_shows_the_table(tmp_path, project_copy):
 
 
 def test_launch_py_waits_for_reports(tmp_path, capsys):
-    launcher = Launcher([], tmp_path)
+    launcher = JobRunner(LaunchPlan([], [], [], {}, None, 0, tmp_path))
     event = {"event": "hang", "stacks": "main"} | json.loads(json.dumps(evidence(0, *WAITS)))
     launcher.on_event(SimpleNamespace(host=Host("a", (0,))), event)
     launcher.handle_event()

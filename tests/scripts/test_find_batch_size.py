@@ -14,7 +14,7 @@ import pytest
 import find_batch_size
 from common.system.files import write_json
 from common.system.processes import is_alive
-from tests.conftest import ROOT, Job, rows_of
+from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call
 from tools.batch_size.largest import LaunchResult, knee, launch, next_size
@@ -279,5 +279,5 @@ def test_a_signal_leaves_no_process(tmp_path):
     job.process.send_signal(signal.SIGTERM)
     status, output = job.wait(30)
     assert (status, output.splitlines()[-1]) == (130, "interrupted")
-    assert not any(map(is_alive, running))
+    wait_until(lambda: not any(map(is_alive, running)), timeout_s=10)
     assert not any(file.parent.glob("*"))
