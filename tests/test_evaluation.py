@@ -13,7 +13,7 @@ from common.data.images import Images
 from common.data.splits import ArraySplit, Part
 from common.evaluation import evaluated_ids, mean_of_classes
 from common.recipe import METRICS, ImageRecipe
-from tests.conftest import CNN, Job, metrics, mutate, python, result, run, torchrun
+from tests.conftest import CNN, Job, full, metrics, mutate, python, result, run, torchrun
 from tests.support.data_sets import class_folders
 
 FLAGS = ["--batch_size", "12", "--max_steps", "8", "--lr", "0.02", "--best_by", "macro_f1"]
@@ -60,7 +60,9 @@ NEW = {  # a metric of images and one by class
 }
 
 
-@pytest.mark.parametrize(("metric", "same"), [("top1", "accuracy"), ("macro_recall", "balanced_accuracy")])
+@pytest.mark.parametrize(
+    ("metric", "same"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
+)
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, same):
     """It chooses the best, stands on the page for each split, and is verified as a share of images."""
     first = "METRICS = {\n"

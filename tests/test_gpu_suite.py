@@ -274,7 +274,7 @@ def done(find, setting: Setting) -> dict[str, dict]:
     return {r["row"]: r for r in rows}
 
 
-@pytest.mark.parametrize("name", ["CNN-A, batch 512", "vit ViT-S/16 at 224, RandAugment, batch 256"])
+@pytest.mark.parametrize("name", ["CNN-A, batch 512", full("vit ViT-S/16 at 224, RandAugment, batch 256")])
 def test_a_full_case(name, full_setting):
     """The second one's data are JPEGs in folders."""
     rows = done(row(speed.measured, case := speed.CASES[name]), full_setting)
@@ -284,6 +284,7 @@ def test_a_full_case(name, full_setting):
     assert not (full_setting.folder / "run").exists()
 
 
+@pytest.mark.full
 def test_a_variant_that_fails_ends_no_other(full_setting):
     """All train in one process, one after the other."""
     bad, good = speed.Variant(("--widths", 0)), speed.Variant(("--label_smoothing", 0.1))
@@ -307,6 +308,7 @@ def test_the_goal_of_accuracy_is_that_of_the_data(tmp_path):
     assert not speed.is_jpeg("synthetic")
 
 
+@pytest.mark.full
 def test_a_probe_watches_beyond_an_epoch(full_setting):
     words = ["train_cnn_a.py", "--data", "synthetic", "--widths", "4,4,8", "--batch_size", 2048]  # 2 an epoch
     words += run_flags(full_setting, full_setting.folder / "run", words)
@@ -315,6 +317,7 @@ def test_a_probe_watches_beyond_an_epoch(full_setting):
     assert json.loads(ended.output.splitlines()[-1])[0]["waits"]["waits"] == 0
 
 
+@pytest.mark.full
 def test_full_out_of_memory(full_setting, monkeypatch):
     @contextmanager
     def ballast():

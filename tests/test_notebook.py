@@ -5,6 +5,8 @@ import re
 import shlex
 import sys
 
+import pytest
+
 from tests.conftest import BIN, ROOT, link_environment, run
 
 DISPLAY = """  # what Jupyter's own module does with a picture
@@ -17,6 +19,7 @@ display = id
 COMMIT = "git init -q && git add . && git -c user.name=me -c user.email=me@example.com commit -q -m all"
 
 
+@pytest.mark.full
 def test_each_cell_runs(project_copy, tmp_path):
     """`make setup` finds an installed environment, as there may be no network. MPLBACKEND is a kernel's."""
     session = tmp_path / "session"

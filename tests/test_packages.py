@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.conftest import ROOT, full, needs
+from tests.conftest import ROOT, needs
 from tests.support import packages
 from tests.support.packages import PACKAGES
 
@@ -107,8 +107,9 @@ def test_what_is_missing_skips_a_test_and_in_ci_fails_it(ci, end, monkeypatch):
     assert ended.type is end
 
 
+@pytest.mark.full
 @pytest.mark.needs("root")  # to mount
-@pytest.mark.parametrize("ci", ["", full("true")])
+@pytest.mark.parametrize("ci", ["", "true"])
 def test_tests_without_their_packages(ci, path, tmp_path):
     def bare(*words) -> tuple[int, str]:
         env = {name: value for name, value in os.environ.items() if name != "TEST_DATA_DIR"} | {"CI": ci}

@@ -169,6 +169,7 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
     assert (found["hosts"], found["processes"]) == (nodes, nodes * slots)
 
 
+@pytest.mark.full
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, tmp_path):
     """It is stopped before its time limit, then by a job of higher priority: no step is lost or repeated."""
     slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(0.8)"
@@ -212,7 +213,6 @@ def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
     assert found["checkpoint"] == f"checkpoints/step_{found['steps']:08d}"
 
 
-@pytest.mark.full
 def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
     """Also holds after an earlier preemption."""
     folder, log = tmp_path / "run", tmp_path / "log"

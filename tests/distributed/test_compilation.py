@@ -22,7 +22,7 @@ from common.distributed.blocks import (
 )
 from common.optim import EMA
 from common.timm_models import DropPath, share_graphs, speed_up
-from tests.conftest import rows_of
+from tests.conftest import full, rows_of
 from train_cnn_b import ResNet18
 
 
@@ -141,7 +141,7 @@ def train_both(
     return optimizers[1]
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("mode", ["default", full("reduce-overhead")])
 def test_a_cnn_is_one_graph_to_train_and_one_to_evaluate(mode, monkeypatch):
     """Run by eager's operators. Another size of images makes new graphs, averaged weights do not."""
     torch.manual_seed(0)

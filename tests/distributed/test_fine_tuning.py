@@ -57,7 +57,7 @@ def training(kind: str, folder: Path, cache: list, project: Path, weights: Path)
 @pytest.mark.parametrize(
     ("kind", "ring"),
     [
-        ("frozen", ("fsdp", "zero3")),
+        ("frozen", ("ddp", "fsdp")),
         full("layers", RING),
         full("frozen", RING),
         *(full("frozen", (strategy,)) for strategy in STRATEGIES),

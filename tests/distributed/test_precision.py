@@ -169,10 +169,10 @@ def test_half_residual(half):
 FP16 = ["--data", "digits", "--batch_size", "32", "--max_steps", "4", "--log_every", "1"]
 FP16 += ["--trackers", "none"]
 SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
-REST = [full(*pair) for pair in product(SCRIPTS, STRATEGIES) if pair != ("vit", "fsdp")]
 
 
-@pytest.mark.parametrize(("script", "strategy"), [("vit", "fsdp"), *REST])
+@pytest.mark.full
+@pytest.mark.parametrize(("script", "strategy"), product(SCRIPTS, STRATEGIES))
 def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     """Mixup, drop path, clipping and the EMA of the ViT included."""
     words = [*STRATEGIES[strategy], *SCRIPTS[script], *FP16, *cache]

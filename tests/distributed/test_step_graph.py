@@ -58,7 +58,7 @@ def train(words: list, folder: Path, *stops: int, **environment: str) -> tuple[l
     ("script", "stops", "fails"),
     [
         ([*RESNET, *SIZES], (), ""),
-        (VIT_WITH_ALL, (5,), ""),
+        full(VIT_WITH_ALL, (5,), ""),
         full(CNN, (), ""),
         full([*CNN, "--compile", "default"], (), ""),
         full(VIT_WITH_ALL, (), "1"),

@@ -159,6 +159,7 @@ def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
     assert "ddp x 2 and single x 1 are not distinguishable" in text or "ddp x 2 is " in text
 
 
+@pytest.mark.full
 def test_folds_in_turn_and_their_predictions(tmp_path):
     """The second start would train nothing again; each training image is predicted once."""
     words = ["--folds", 2, "train_cnn_a.py", "--data", "digits", "--max_steps", 4, "--trackers", "none"]

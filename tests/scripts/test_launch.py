@@ -83,12 +83,12 @@ OTHER_CONFIGS += [("fsdp_4gpu", (1, 2)), ("zero3_4gpu", (1, 2))]
 EACH_ROAD = ((1, 1), (2, 2), (1,) * 4, (2,) * 4, (1, 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("road", "config", "slots"),
     [
-        ("python", "ddp_2x2gpu", (1, 2)),
-        *(full("python", *row) for row in OTHER_CONFIGS),
-        *(full(road, "ddp_2x2gpu", slots) for slots, road in product(EACH_ROAD, ROADS)),
+        *(("python", *row) for row in OTHER_CONFIGS),
+        *((road, "ddp_2x2gpu", slots) for slots, road in product(EACH_ROAD, ROADS)),
     ],
 )
 def test_hosts_train_as_one_process(road, config, slots, cluster, one_process, tmp_path, cache):

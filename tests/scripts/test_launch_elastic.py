@@ -155,6 +155,7 @@ def start(cluster, tmp_path):
         training.kill()
 
 
+@pytest.mark.full
 def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     training = start(2, 1, script=EXACT)
     training.wait_for(2)
