@@ -125,3 +125,12 @@ def test_a_script_loads_no_module_before_it_is_needed(script, most):
     assert not loaded & OF_FLAGS
     assert not HEAVY.intersection(names) - {"torch", "accelerate", "boto3"}  # accelerate imports boto3
     assert len(loaded) <= most, sorted(loaded)
+
+
+def test_validate_imports_no_heavy_package_that_evaluate_does_not_need(tmp_path):
+    code = "import sys; from pathlib import Path; from tools.inference.report import load_metrics\n"
+    code += "load_metrics(Path(sys.argv[1])); print(*sys.modules)"
+    words = [sys.executable, "-c", code, tmp_path]
+    names = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120).stdout.split()
+    assert "evaluate" in names
+    assert not {"torch", "torchvision", "transformers"}.intersection(names)

@@ -1,6 +1,7 @@
 """The report of validate.py: the metrics of its predictions, their files, and what is printed."""
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,8 +47,12 @@ def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
 def load_metrics(scratch: Path) -> list[Any]:
     """The modules METRICS. `evaluate` imports copies, which it writes to `scratch`: its cache in
     the home folder may be read-only, or hold another process's unfinished copy."""
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("transformers", None)  # evaluate 0.4 would import it for its pipelines: 2 s
     import evaluate
 
+    if modules["transformers"] is None:
+        del modules["transformers"]
     evaluate.config.HF_MODULES_CACHE = scratch
     paths, options = (ROOT / "common" / "metrics" / name for name in METRICS), {"cache_dir": str(scratch)}
     return [evaluate.load(str(path), keep_in_memory=True, **options) for path in paths]
@@ -106,8 +111,7 @@ def show(found: dict[str, Any], title: str) -> None:
         return
     counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(found["confusion"])]
     matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts)
-    needed = console.measure(matrix, options=console.options.update(max_width=10_000)).maximum
-    if needed <= console.width:
+    if console.measure(matrix, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(matrix)
 
 

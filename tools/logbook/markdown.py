@@ -21,8 +21,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 def render(template: str, **values: Any) -> str:
     """The page. Parts of a template that are empty leave no blank lines."""
-    page = _environment().get_template(template).render(values)
-    return re.sub(r"\n{3,}", "\n\n", page).strip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", _environment().get_template(template).render(values)).strip() + "\n"
 
 
 @cache

@@ -55,7 +55,6 @@ def paused_s(run: RunRecord) -> float:
 
 def parts_s(run: RunRecord) -> dict[str, float]:
     """Seconds of all main processes by part, the largest first; empty where that is not recorded."""
-    spent = run.facts.get("spent_s", {})
-    found = {PARTS.get(name, name): seconds for name, seconds in spent.items() if seconds is not None}
+    found = {PARTS.get(name, name): s for name, s in run.facts.get("spent_s", {}).items() if s is not None}
     found |= {LOST: lost_s(run)} if found else {}
     return {name: s for name, s in sorted(found.items(), key=lambda part: -part[1]) if s > 0}

@@ -141,8 +141,7 @@ class Preparation:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
             # ImageNet's own archives are verified by their MD5 sums.
             strict = flags.source != "imagenet" and not flags.no_verify
-            read = batches(groups, dataset.labels[split])
-            images = recoded(read, flags.resize, flags.quality, strict)
+            images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends its threads
             first = list(islice(images, SAMPLED))
             writer = ShardWriter(self.folder, split, self._shards(split, first), flags.seed)
