@@ -49,16 +49,8 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    words = [
-        "train_hello.py",
-        "--trackers",
-        "none",
-        "--model_folder",
-        tmp_path,
-        "--name",
-        "mine",
-        "--max_steps",
-    ]
+    words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine"]
+    words += ["--max_steps"]
     run([*words, 3])
     changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
     assert "has not finished" not in changed

@@ -183,14 +183,15 @@ def test_a_script_that_knows_nothing_of_ours(flags, jobs, tmp_path):
     assert re.findall("([A-Z_]+)=true", said) == re.findall("--env ([A-Z_]+)", said) == ["ACCELERATE_USE_CPU"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "expected", "message"),
     [
-        full("", 0, "process 2 of 3"),
+        ("", 0, "process 2 of 3"),
         ("raise KeyError('cat')", 1, "error: node2: KeyError: 'cat'; the other hosts were stopped. "),
-        full("sys.exit('out of labels')", 1, "error: node2: out of labels (exitcode: 1); "),
-        full("os.kill(os.getpid(), 9)", 1, "error: node2: a process was killed by signal 9; "),
-        full("pass", 128 + signal.SIGTERM, "stopping: "),
+        ("sys.exit('out of labels')", 1, "error: node2: out of labels (exitcode: 1); "),
+        ("os.kill(os.getpid(), 9)", 1, "error: node2: a process was killed by signal 9; "),
+        ("pass", 128 + signal.SIGTERM, "stopping: "),
     ],
 )
 def test_such_a_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):

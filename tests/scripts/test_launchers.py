@@ -14,7 +14,7 @@ import timm
 from safetensors.torch import save_file
 
 from common.system.s3 import ObjectStore
-from tests.conftest import BIN, ROOT, Job, free_port, full, lines, result, run
+from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
 # Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
@@ -285,13 +285,15 @@ def test_tensorboard_starts(tmp_path):
 
 
 @pytest.mark.needs("make setup")
-def test_make_train(project, cache):
+@pytest.mark.parametrize(("flags", "accuracy"), [(" --max_steps 22", 0.6), full("", 0.97)])
+def test_make_train(flags, accuracy, project, cache):
     """`make train` installs nothing a second time. Then the README's other commands use its run."""
-    venv = BIN.parent
+    venv, end = BIN.parent, " train_cnn_a.py --data digits\n"
+    mutate(project, "Makefile", end, f"{end[:-1]}{flags}\n")
     output = run(["make", "train", f"VENV={venv}"], cwd=project)
     assert "pip install" not in output
     (folder,) = (project / "runs" / "train_cnn_a").iterdir()
-    assert result(folder)["best_accuracy"] >= 0.97
+    assert result(folder)["best_accuracy"] >= accuracy
     shutil.copytree(folder / "plots", project / "holiday")
     for command in of_kind("afterwards"):
         if str(folder.relative_to(project)) in command and "compare" not in command:
