@@ -172,7 +172,7 @@ SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("script", "strategy"), product(SCRIPTS, STRATEGIES))
+@pytest.mark.parametrize(("script", "strategy"), [*product(SCRIPTS, STRATEGIES)])
 def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     """Mixup, drop path, clipping and the EMA of the ViT included."""
     words = [*STRATEGIES[strategy], *SCRIPTS[script], *FP16, *cache]
