@@ -68,10 +68,13 @@ class Server:
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
         """Returns the pid of the new process, a child of this one."""
         with self.lock, _adopting_orphans():
-            body = pickle.dumps(request)
-            socket.send_fds(self.channel, [struct.pack("!I", len(body))], streams)
-            self.channel.sendall(body)
+            self.send(request, streams)
             return struct.unpack("!i", _receive(self.channel, 4))[0]
+
+    def send(self, request: dict[str, Any], streams: list[int]) -> None:
+        body = pickle.dumps(request)
+        socket.send_fds(self.channel, [struct.pack("!I", len(body))], streams)
+        self.channel.sendall(body)
 
 
 class Popen(subprocess.Popen):
@@ -177,11 +180,16 @@ _servers: dict[str, Server | None] = {}
 
 def _server(kind: str) -> Server | None:
     """One for each kind. None where this system lets no process change its command line."""
-    if kind not in _servers:
+    if kind == "deepspeed" and kind not in _servers and (of_torch := _server("torch")):
+        ours, theirs = socket.socketpair()
+        of_torch.send({"import": OF_DEEPSPEED}, [theirs.fileno()])
+        theirs.close()
+        _servers[kind] = Server(ours, of_torch.environment)
+    elif kind not in _servers:
         ours, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if k not in HANDLED and not k.startswith("WANDB_")}
         env |= {"CUDA_VISIBLE_DEVICES": "", "NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
-        words = [sys.executable, __file__, str(theirs.fileno()), kind]
+        words = [sys.executable, __file__, str(theirs.fileno())]
         subprocess.Popen(words, env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         able = _receive(ours, 1) == b"+"
@@ -192,30 +200,32 @@ def _server(kind: str) -> Server | None:
 # In the server ----------------------------------------------------------------------------------------------
 
 
-def _preload(kind: str) -> None:
+def _preload() -> None:
     # OpenBLAS and OpenMP have no threads for one core; _start_like_python gives torch its number.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    gc.disable()
+    _import(*PRELOADED)
     # wandb, which timm imports, makes temporary folders: the first process to end would remove them for all.
-    for name in (*PRELOADED, *(OF_DEEPSPEED if kind == "deepspeed" else ())):
-        importlib.import_module(name)
     sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises ImportError
-    importlib.import_module("timm")
+    _import("timm")
     del sys.modules["wandb"]
-    names = [
-        Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in os.listdir("/proc/self/task")
-    ]
+
+
+def _import(*names: str) -> None:
+    gc.disable()
+    for name in names:
+        importlib.import_module(name)
+    tasks = Path("/proc/self/task").iterdir()
+    threads = [(task / "comm").read_text().strip() for task in tasks]
     # pyarrow's allocator is made to be forked
-    assert sum(name != "jemalloc_bg_thd" for name in names) == 1, (
-        f"a preloaded package has started one of {names}"
-    )
+    started = [name for name in threads if name != "jemalloc_bg_thd"][1:]
+    assert not started, f"a preloaded package has started {started}"
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Returns in each process that it forks, with the request."""
+    """Returns in each process that it forks, with the request. One that is to import more serves on."""
     while True:
         try:
             head, streams, _, _ = socket.recv_fds(channel, 4, 3)
@@ -224,6 +234,14 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
             request = pickle.loads(_receive(channel, struct.unpack("!I", head)[0]))
         except (EOFError, ConnectionError):
             os._exit(0)
+        if "import" in request:
+            if os.fork() == 0:
+                channel.close()
+                channel = socket.socket(fileno=streams[0])
+                _import(*request["import"])
+            else:
+                os.close(streams[0])
+            continue
         if between := os.fork():
             for number in streams:
                 os.close(number)
@@ -391,7 +409,7 @@ if __name__ == "__main__":
     BASE, BASE_PATH = dict(os.environ), sys.path[1:]
     sys.modules["forks"] = sys.modules["__main__"]
     sys.path[:] = BASE_PATH
-    _preload(sys.argv[2])
+    _preload()
     channel.sendall(b"+" if _show_as(["server-of-forks"], {}) else b"-")
     while True:
         request = _serve(channel)
