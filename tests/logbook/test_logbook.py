@@ -20,16 +20,7 @@ from PIL import Image
 import logbook
 from common.system.text import printable, printable_lines
 from tests.conftest import CNN, Job, copy_project, lines, metrics, python, result, rows_of, run, wait_until
-from tests.logbook.pages import (
-    HOSTILE,
-    MARKDOWN,
-    change,
-    check,
-    is_golden,
-    rows,
-    write_lines,
-    write_run,
-)
+from tests.logbook.pages import HOSTILE, MARKDOWN, change, check, is_golden, rows, write_lines, write_run
 from tools.logbook import comparison, markdown
 from tools.logbook.comparison import Comparison
 from tools.logbook.page import index, index_values, page

@@ -21,7 +21,7 @@ from tools.batch_size.largest import LaunchResult, knee, launch, next_size
 
 LARGEST = "tools.batch_size.largest"
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
-CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,16,16", "--image_size=320"]
+CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,4,4", "--image_size=320"]
 RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
 VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "--patch_size=4"]
 

@@ -93,10 +93,8 @@ def road(command: str) -> tuple:
 
 FIRST_OF_ITS_ROAD = {road(command): command for command in reversed(LAUNCHES)}
 del FIRST_OF_ITS_ROAD[road("deepspeed --num_gpus 2")]  # test_preemption.py starts it
-# One command of each of these is started as a user starts it, and accelerate by `make train`; the others'
-# processes are forked.
-PROGRAMS = ("python", "torchrun", "deepspeed --hostfile")
-REALLY_STARTED = [next(c for c in LAUNCHES if c.startswith(program)) for program in PROGRAMS]
+# As a user starts it; accelerate is by `make train`, torchrun in test_preemption.py. Others are forked.
+REALLY_STARTED = next(c for c in LAUNCHES if c.startswith("deepspeed --hostfile"))
 
 
 @pytest.mark.parametrize("command", [c if c in FIRST_OF_ITS_ROAD.values() else full(c) for c in LAUNCHES])
@@ -194,7 +192,7 @@ def launch(command: str, project, request, cache: list) -> None:
         words += small
         if words[0] == "deepspeed":
             words[1:1] = ["--master_port", str(port)]
-        jobs.append(Job(words, cwd=project, env=env | variables, warm=command not in REALLY_STARTED))
+        jobs.append(Job(words, cwd=project, env=env | variables, warm=command != REALLY_STARTED))
     for job in jobs:
         status, output = job.wait()
         assert status == 0, output

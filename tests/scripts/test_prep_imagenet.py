@@ -26,17 +26,7 @@ from common.system import progress
 from common.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
 from tests.support.data_sets import tar, write
-from tests.support.imagenet import (
-    DEVKIT,
-    TRAIN,
-    VAL,
-    Ilsvrc,
-    fails,
-    forked,
-    make_ilsvrc,
-    prep,
-    write_devkit,
-)
+from tests.support.imagenet import DEVKIT, TRAIN, VAL, Ilsvrc, fails, forked, make_ilsvrc, prep, write_devkit
 from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
 from tools.prepare import devkit, originals, preparation
 

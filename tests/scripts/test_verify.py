@@ -343,11 +343,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
 
 # Of a run without --deterministic. found: in the output; status 0 where it is reported without a verdict
 EVALUATED = {
-    "nothing": (
-        lambda _: None,
-        0,
-        "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference",
-    ),
+    "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
     "classes": (other_classes, 1, "classes in step_00000008: ['cat', 'dog'], in the replay ['a', 'b']"),
     "a loss": (smaller_loss(0.5), 0, "steps 0-16 of 32: the largest differences: loss 5."),
     "raised test accuracy": (forged_test_accuracy, 1, "test/accuracy of step "),
