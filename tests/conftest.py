@@ -63,7 +63,7 @@ os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", 
 
 # Those that take longest come first: at the end no process of `-n` waits long for another one.
 FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
-FIRST += ("tests/checkpoint/", "tests/scripts/", "tests/cluster/")
+FIRST += ("tests/checkpoint/", "tests/test_gpu_suite.py", "tests/scripts/", "tests/cluster/")
 
 # As each of two processes has. Sums in another order would now and then carry an activation over
 # ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.

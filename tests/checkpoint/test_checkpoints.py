@@ -196,10 +196,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    [
-        row if row == ("zero2", "killed") else full(*row)
-        for row in product(("fsdp", "zero2", "zero3"), FAULTS)
-    ],
+    [row if row == ("fsdp", "killed") else full(*row) for row in product(("fsdp", "zero2", "zero3"), FAULTS)],
 )
 def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     """A thread that falls silent stands for a connection that does: the training itself goes on."""

@@ -57,7 +57,7 @@ def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process])
 @pytest.mark.parametrize(
     ("launcher", "number", "to"),
     [
-        ("torchrun", signal.SIGUSR1, "rank 1"),
+        full("torchrun", signal.SIGUSR1, "rank 1"),
         ("deepspeed", signal.SIGTERM, "the launcher"),
         full("accelerate, one process", signal.SIGTERM, "the launcher"),
         full("torchrun", signal.SIGTERM, "the launcher"),
