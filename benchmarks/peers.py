@@ -12,6 +12,7 @@ process of its own. Results: docs/gpu.md. On a CPU, some minutes:
         --vit "--model test_vit --image_size 64 --batch_size 32" --cnn "--batch_size 64"
 """
 
+import contextlib
 import json
 import math
 import re
@@ -22,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from PIL import Image
 from rich.console import Console
@@ -36,7 +38,7 @@ from common.recipe import parse
 from common.script import load_script, recipe_class
 from common.system.cli import command_parser, run_command
 from common.system.paths import ROOT
-from common.system.processes import kill, running_descendants
+from common.system.processes import kill
 
 SKIPPED = 16  # updates of timm's train.py that do not count: its workers start, and it compiles
 QUIET = "--trackers none --telemetry_s 0 --log_every 1000000000 --epochs 100000 --checkpoint_every 1000000000"
@@ -111,8 +113,7 @@ def timms(words: list[str], steps: int) -> float:
     """Images/s of timm's train.py, by its own log, from update SKIPPED on."""
     seconds: dict[int, float] = {}
     words = [sys.executable, *words, f"--log-interval={math.gcd(SKIPPED, steps)}"]
-    with subprocess.Popen(words, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout
+    with psutil.Popen(words, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
         last = ""
         for line in process.stdout:
             last = line.strip() or last
@@ -121,7 +122,8 @@ def timms(words: list[str], steps: int) -> float:
                 seconds[update] = (update + 1) / float(shown[2])  # for each image of a batch
                 if update >= SKIPPED + steps:
                     break
-        kill(running_descendants())  # its workers, too
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+            kill([*process.children(recursive=True), process])  # its workers, too
     if SKIPPED not in seconds or (end := max(seconds)) == SKIPPED:
         raise ValueError(f"timm's train.py ended within {SKIPPED} updates, which do not count: {last}")
     return (end - SKIPPED) / (seconds[end] - seconds[SKIPPED])

@@ -386,7 +386,10 @@ def test_timms_speed_is_that_after_its_start(tmp_path):
             for n, s in lines
         )
     )
-    assert peers.timms([str(log)], 32) == pytest.approx(5120, rel=1e-3)
+    with psutil.Popen(["sleep", "60"]) as bystander:
+        assert peers.timms([str(log)], 32) == pytest.approx(5120, rel=1e-3)
+        bystander.terminate()
+    assert bystander.returncode == -signal.SIGTERM  # and not that of timm's end
     with pytest.raises(ValueError, match="ended within 16 updates"):
         peers.timms(["-c", "print('Train: 0 [   0/97 (  1%)]  Time: 1s, 5/s  (1.000s,  512.00/s)')"], 32)
 
