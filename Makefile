@@ -105,6 +105,6 @@ packages:
 test: $(INSTALLED_DEV) $(if $(TORCH),,check)
 	$(VENV)/bin/python -m pytest -n 3 --no-loadscope-reorder -m "not full"
 
-# The products of strategies and scripts, and the long trainings: an hour on 2 cores.
+# The products of strategies and scripts, and the long trainings: hours on 2 cores.
 test-all: $(INSTALLED_DEV)
 	$(VENV)/bin/python -m pytest -n 2 --no-loadscope-reorder

@@ -274,7 +274,8 @@ def done(find, setting: Setting) -> dict[str, dict]:
     return {r["row"]: r for r in rows}
 
 
-@pytest.mark.parametrize("name", ["CNN-A, batch 512", full("vit ViT-S/16 at 224, RandAugment, batch 256")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["CNN-A, batch 512", "vit ViT-S/16 at 224, RandAugment, batch 256"])
 def test_a_full_case(name, full_setting):
     """The second one's data are JPEGs in folders."""
     rows = done(row(speed.measured, case := speed.CASES[name]), full_setting)

@@ -186,6 +186,7 @@ def test_killed_in_the_last_upload(bucket, tmp_path):
     assert result(tmp_path / "run")["uploaded"] is True
 
 
+@pytest.mark.full
 def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
     """The black hole begins at the second upload, which the next start of the command repeats."""
     folder = tmp_path / "run"

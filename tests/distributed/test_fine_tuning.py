@@ -6,6 +6,7 @@ parameter group for each layer.
 
 import functools
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.test_resume import LAUNCHERS, Training, assert_same_training
-from tests.conftest import full, latest, lines, mutate, python, result, run
+from tests.conftest import latest, lines, mutate, python, result, run
 
 STEPS = 12
 DECAY = 0.5
@@ -54,14 +55,13 @@ def training(kind: str, folder: Path, cache: list, project: Path, weights: Path)
     return Training("vit", folder, cache, project, *SHORT, "--weights", weights, *FLAGS[kind])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "ring"),
     [
-        ("frozen", ("ddp", "fsdp")),
-        full("layers", RING),
-        full("frozen", RING),
-        *(full("frozen", (strategy,)) for strategy in STRATEGIES),
-        *(full(kind, (a, b)) for kind in FLAGS for a in STRATEGIES for b in STRATEGIES if a != b),
+        *((kind, RING) for kind in FLAGS),
+        *(("frozen", (strategy,)) for strategy in STRATEGIES),
+        *((kind, pair) for kind in FLAGS for pair in permutations(STRATEGIES, 2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

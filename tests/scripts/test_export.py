@@ -139,7 +139,8 @@ def test_the_card_says_what_the_run_reached(runs, exported):
     assert [row[2] for row in rows] == [f"{row[k] / sum(row):.4f}" for k, row in enumerate(matrix)]
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", full("single"), full("ddp")])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp", "single", "ddp"])
 def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     """Trained, resumed, validated, used and exported: the same model each time, with its buffers."""
     place = tmp_path / "run"

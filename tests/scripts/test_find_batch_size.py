@@ -155,6 +155,7 @@ def test_the_largest_process_is_measured():
 # --- Searches
 
 
+@pytest.mark.full
 def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
     """32 images run, and 64 do not."""
     found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)

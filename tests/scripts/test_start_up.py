@@ -13,7 +13,7 @@ import pytest
 from common.data import sources
 from common.data.sources import Source
 from common.recipe import ImageRecipe, from_flags
-from tests.conftest import BIN, ROOT, accelerate, full
+from tests.conftest import BIN, ROOT, accelerate
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
 SCRIPTS = tuple(path.name for path in sorted(ROOT.glob("train_*.py")))
@@ -98,8 +98,9 @@ def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cach
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("config", "unused"), [("fsdp_2gpu", "deepspeed"), full("zero2_2gpu", "torch._inductor.compile_fx")]
+    ("config", "unused"), [("fsdp_2gpu", "deepspeed"), ("zero2_2gpu", "torch._inductor.compile_fx")]
 )
 def test_a_strategy_imports_nothing_that_it_does_not_use(config, unused, tmp_path):
     small = ["--max_steps", "2", "--output_dir", str(tmp_path / "run")]
