@@ -342,6 +342,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
 
 
 # Of a run without --deterministic. found: in the output; status 0 where it is reported without a verdict
+# `make test` has the first three.
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
     "classes": (other_classes, 1, "classes in step_00000008: ['cat', 'dog'], in the replay ['a', 'b']"),
