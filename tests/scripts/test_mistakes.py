@@ -13,7 +13,7 @@ LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
     "torchrun, one process": (torchrun(1), 34),
     "torchrun": (torchrun(2), 50),
     "accelerate": (accelerate("ddp_2gpu"), 50),
-    "deepspeed": (deepspeed("--num_gpus", "2"), 20),
+    "deepspeed": (deepspeed("--num_gpus", "2"), 34),  # c10d's stack if it kills a rank that connects
     "launch.py": ([*LAUNCH], 6),
     "launch.py, two": ([*LAUNCH, "--gpus", "2", "--log_dir", "LOGS"], 6),
 }
