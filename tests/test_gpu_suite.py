@@ -329,6 +329,7 @@ def test_full_out_of_memory(full_setting, monkeypatch):
     assert done(checks.one_line, full_setting)["a row"]["verdict"] == "ok"
 
 
+@pytest.mark.full
 def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
     """Simulated: torch says that there is a GPU, and NCCL would start."""
     script = tmp_path / "meets.py"
@@ -363,6 +364,7 @@ def test_cuda_starts_before_torch_counts_more_gpus(monkeypatch):
     monkeypatch.setattr("sys.argv", ["shared_gpu.py", "train_cnn_a.py"])
     shared_gpu.main()
     assert counts == [1, 2]
+    assert rendezvous.backend() == PartialState._prepare_backend(None)[0] == "gloo"
 
 
 # --- The peers: with timm's train.py, as the docstring of benchmarks/peers.py says, they are run by hand
@@ -396,7 +398,8 @@ def test_timms_speed_is_that_after_its_start(tmp_path):
 
 
 @pytest.mark.parametrize("case", speed.CASES.values(), ids=speed.CASES)
-def test_the_flags_of_a_full_run(case, tmp_path):
+def test_the_flags_of_a_full_run(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "photographs", lambda setting, sizes: tmp_path / "x".join(map(str, sizes[0])))
     script, *flags = map(str, speed.script_words(setting_of(tmp_path, dry_run=False), case))
     recipe = parse(recipe_class(load_script(ROOT / script)), flags)
     assert recipe.data == (str(tmp_path / "224x224") if case.photographs else "digits")

@@ -132,6 +132,8 @@ def test_a_rank_or_the_launcher_killed_in_a_step(victim, straight_on_two, stoppa
         status, output = job.wait(60)
         assert status != 0
         assert "SIGKILL" in output or "-9" in output
+        assert re.search(r"^error: rank 1 \(.*\) died without a message", output, re.MULTILINE), output
+        assert "Connection" not in output, "a reset connection follows from it"
         assert result(folder)["status"] == "failed"
     else:
         os.kill(job.process.pid, signal.SIGKILL)
@@ -216,7 +218,8 @@ def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     assert "continuing at step 4" in run(words)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", full("zero2")])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
     words = [*STRATEGIES[strategy], *HELLO, "--max_steps", "12", "--output_dir", tmp_path / "run"]
     env = at_file_operation(tmp_path, "/run/checkpoints", "os.rename .step_00000008.tmp")

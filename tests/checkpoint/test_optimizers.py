@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Layout, _Zero
 from common.distributed.step_graph import step_graph
-from tests.conftest import STRATEGIES, VIT, Job, latest, mutate, python, rows_of, run, tensors
+from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from train_vit import Vit, build_model, build_optimizer, learning_rate
 
 ON_TWO_PROCESSES = ("ddp", "fsdp", "zero2", "zero3")
@@ -150,23 +150,6 @@ def test_a_refusal_is_one_line(strategy, old, new, flags, message, project_copy,
     assert not list(tmp_path.glob("run/checkpoints/*"))
     log = tmp_path / "run" / "metrics.jsonl"
     assert not log.exists() or "train/loss" not in log.read_text(), "a step was taken before"
-
-
-def test_vits_own_choice_is_refused_where_the_strategy_would_change_it(tmp_path, cache):
-    words = [
-        *STRATEGIES["fsdp"],
-        *VIT,
-        "--optimizer",
-        "muon",
-        "--schedule",
-        "step",
-        "--max_steps",
-        "1",
-        *cache,
-    ]
-    status, output = Job([*words, "--data", "digits", "--output_dir", tmp_path / "run"]).wait()
-    assert status == 1
-    assert "muon.Muon can't be used on FSDP2's shards: its update of an element depends on the" in output
 
 
 # --- In this process

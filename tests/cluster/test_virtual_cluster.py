@@ -70,7 +70,7 @@ def test_a_private_folder_is_changed_for_one_host_alone(cluster):
 
 
 def test_a_cut_cable_and_a_host_without_power(cluster):
-    reach = ["ssh", "-o", "ConnectTimeout=2", "node2", "true"]
+    reach = ["ssh", "-o", "ConnectTimeout=1", "node2", "true"]
     hosts.cut("node2")
     status, output = Job(hosts.inside("node1", reach)).wait()
     assert status == 255, output

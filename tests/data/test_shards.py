@@ -34,7 +34,7 @@ from common.data.workers import decoded
 from common.order import stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from common.run.ending import explained
-from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, rows_of, run
+from tests.conftest import ROOT, Job, accelerate, lines, python, result, rows_of, run
 from tests.support.data_sets import (
     CLASSES,
     class_folders,
@@ -474,7 +474,8 @@ def test_a_change_is_allowed_where_a_run_is_resumed(folder, logged, newest, resu
     assert said.endswith(" --allow_changed on_bad_image") == resumes
 
 
-@pytest.mark.parametrize("rank", [full(0), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_job_reports_the_error_of_one_process(rank, cache, tmp_path):
     shards = write_shards(tmp_path / "data")
     break_image(shards, expected_samples()[0][-rank])  # of the first step the first image, or the last

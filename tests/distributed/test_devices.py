@@ -14,7 +14,7 @@ from common.distributed.devices import check_devices, check_own_gpu
 from common.distributed.launch_config import check_launch_config
 from common.system import gpus
 from common.system.env import LOCAL_NUMBER, is_hosts_first, local_rank
-from tests.conftest import CNN, accelerate, full, python, run, torchrun
+from tests.conftest import CNN, accelerate, python, run, torchrun
 from tests.distributed.test_accelerator import simulate_gpus
 
 
@@ -196,8 +196,9 @@ importlib.metadata.version, sys.modules["deepspeed"] = version, None
 """
 
 
+@pytest.mark.full
 @pytest.mark.real_processes
-@pytest.mark.parametrize("launcher", [python(), full(accelerate("fsdp_2gpu"))], ids=["single", "fsdp"])
+@pytest.mark.parametrize("launcher", [python(), accelerate("fsdp_2gpu")], ids=["single", "fsdp"])
 def test_all_but_zero_works_without_deepspeed(launcher, tmp_path, cache):
     """The package is hidden from Python, and from those who ask for its version."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEEPSPEED)

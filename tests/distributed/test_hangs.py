@@ -66,7 +66,7 @@ def test_the_table_names_who_is_awaited(second, third, said):
     [
         full(HELLO, STOP_ON_RANK_1, r"rank 1 \(.*\) is silent: stopped by a signal"),
         full(HELLO, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: stopped by a signal"),
-        full(HELLO, WAIT, rf"{RANK_1_AWAITED}.*: training at train_hello.py:"),
+        (HELLO, WAIT, rf"{RANK_1_AWAITED}.*: training at train_hello.py:"),
         full(HELLO, SKIP, rf"({RANK_1_AWAITED}|{DIFFER}.*rank 1 in gloo:barrier)"),
         full(RUN, SLEEP, rf"{RANK_1_AWAITED}.*: reading data at common/run/"),
     ],
@@ -86,6 +86,7 @@ def test_a_job_that_hangs_names_the_rank(file, after, said, tmp_path, project_co
     assert re.search(row, output, re.MULTILINE), output
 
 
+@pytest.mark.full
 def test_launch_py_shows_the_table(tmp_path, project_copy):
     mutate(project_copy, HELLO, CALL, WAIT)
     words = ["launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "logs", HELLO]

@@ -27,7 +27,6 @@ from tests.conftest import (
     accelerate,
     deepspeed,
     free_port,
-    full,
     result,
     rows_of,
     run,
@@ -370,7 +369,8 @@ TRAINED = {  # honoured in a way of our own: they failed before
 }
 
 
-@pytest.mark.parametrize("name", [full(name) if k else name for k, name in enumerate(TRAINED)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", TRAINED)
 def test_trained(name, tmp_path, cache):
     """The answers, a launch, two steps."""
     config, script = TRAINED[name]

@@ -72,7 +72,8 @@ def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process])
     ],
 )
 def test_told_to_stop(launcher, number, to, tmp_path):
-    words = [*LAUNCHERS[launcher], *SLOW]
+    zero = ["--deepspeed_config", "ds_configs/zero2.json"] if launcher == "deepspeed" else []
+    words = [*LAUNCHERS[launcher], *SLOW, *zero]
     job = start_and_wait(words, tmp_path / "run")
     ranks = ranks_of(job, "train_hello.py", 1 if "one process" in launcher else 2)
     victim = psutil.Process(job.process.pid) if to == "the launcher" else ranks[int(to[-1])]
@@ -151,6 +152,7 @@ def test_while_data_is_prepared(cifar10, tmp_path):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+@pytest.mark.full
 def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path, cache, stoppable):
     """Rank 0 is told in an epoch's last step, all agree a step later: they stop while they evaluate."""
     words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache]

@@ -187,6 +187,9 @@ def test_rounds_without_progress_and_a_mistake_before_the_first_step_end_the_job
     found.launch("node1", "node2")
     assert found.end(node1=1, node2=1) == 1
     assert capsys.readouterr().err.startswith("error: node1: ")
+    found.launch("node1", "node2")
+    assert found.end(node1=-9, node2=1) == 1
+    assert capsys.readouterr().err.startswith("error: node1: its agent was killed by signal 9")
 
 
 def test_a_changed_hostfile(hosts):

@@ -304,7 +304,7 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-@settings(max_examples=40, phases=[Phase.generate])  # a shorter example takes minutes
+@settings(max_examples=20, phases=[Phase.generate])  # a shorter example takes minutes
 @given(NAME, NAME, TEXTS, st.sampled_from(["finished", "failed"]))
 def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, status):
     """Each is shown, as far as it can be, and breaks no table of the page, a comparison or the index."""

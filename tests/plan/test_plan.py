@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -144,25 +145,19 @@ def test_an_exchange_hides_behind_the_backward_pass():
     assert step_time(hidden, Cluster(2, 1, H200, 1), EAGER).seconds == alone
 
 
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory) -> list[tuple[list[dict], str]]:
-    """The lines and the output of plans for batches of 2 and of 4,096 images."""
-    found = []
-    for batch_size in (2, 4096):
-        file = tmp_path_factory.mktemp("plan") / "plan.json"
-        words = ["--gpus", 1, "--gpu", "Tesla T4", "--output", file, "train_cnn_a.py"]
-        words += ["--data=digits", f"--batch_size={batch_size}"]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "Popen", forks.Popen)  # which serves one thread
-            patch.setattr("tools.plan.planning.MOST_AT_ONCE", 1)
-            status, output = call(plan_script.main, *words)
-        assert status == 0, output
-        found.append((json.loads(file.read_text())["lines"], output))
-    return found
+def planned(batch_size: int, file: Path, monkeypatch) -> tuple[list[dict], str]:
+    """The lines of a plan, and its output."""
+    words = ["--gpus", 1, "--gpu", "Tesla T4", "--output", file, "train_cnn_a.py"]
+    words += ["--data=digits", f"--batch_size={batch_size}"]
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # which serves one thread
+    monkeypatch.setattr("tools.plan.planning.MOST_AT_ONCE", 1)
+    status, output = call(plan_script.main, *words)
+    assert status == 0, output
+    return json.loads(file.read_text())["lines"], output
 
 
-def test_a_plan(plans):
-    (single, offload), output = plans[0]
+def test_a_plan(tmp_path, monkeypatch):
+    (single, offload), output = planned(2, tmp_path / "plan.json", monkeypatch)
     assert (single["strategy"], single["images"], single["efficiency"]) == ("single", 2, 1.0)
     assert single["hours"] == pytest.approx(1437 // 2 * 10 * single["step_s"] / 3600)
     assert offload["step_s"] is None  # not estimated
@@ -170,9 +165,11 @@ def test_a_plan(plans):
     assert "--mixed_precision fp16" in output  # a T4 has no bf16
 
 
-def test_the_largest_size_does_not_depend_on_the_recipes_batch(plans):
+@pytest.mark.full
+def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path, monkeypatch):
     """With 2 images the optimizer's step is the peak, with thousands the activations are."""
-    small, large = ([line["largest"] for line in lines] for lines, _ in plans)
+    plans = [planned(size, tmp_path / f"{size}.json", monkeypatch)[0] for size in (2, 4096)]
+    small, large = ([line["largest"] for line in lines] for lines in plans)
     assert small == large
 
 

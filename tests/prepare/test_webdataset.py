@@ -14,7 +14,7 @@ from common.data.splits import ShardSplit
 from common.order import training_plan
 from common.recipe import share_out
 from common.system.s3 import ObjectStore
-from tests.conftest import full, lines, python, run, torchrun
+from tests.conftest import lines, python, run, torchrun
 from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected
 from tests.data.test_shards import NO_WORKERS, VIT, read
 from tests.support.data_sets import jpeg, tar, write_shards
@@ -87,7 +87,8 @@ def test_nothing_is_copied_and_the_order_is_that_of_our_shards(place, ours, thei
         assert labels.tolist() == labels2.tolist()
 
 
-@pytest.mark.parametrize("processes", [1, full(2), full(4)])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
     """It begins on one process; the index is in S3, too. Samples are those of the uninterrupted order."""
     index = f"s3://{BUCKET}/index-{processes}"

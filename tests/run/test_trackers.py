@@ -1,4 +1,5 @@
-"""TensorBoard and W&B have the values of metrics.jsonl; a server that fails does not delay the training."""
+"""What a run leaves: its name and result, metrics.jsonl, TensorBoard and W&B with the same values. A server
+that fails does not delay the training."""
 
 import http.server
 import json
@@ -19,12 +20,51 @@ from common.run.run import Run
 from common.telemetry.summary import HOST_NUMBERS
 from export import write_curves
 from tests.cluster.test_engines_on_virtual_hosts import environment
-from tests.conftest import CNN, Job, metrics, mutate, python, result, run, wait_until
-from tests.run.conftest import FLAGS
+from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun, wait_until
 
+FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
 TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
+WANDB = {"WANDB_RUN_ID": "chosen1", "WANDB_NAME": "mine", "WANDB_ENTITY": "we", "WANDB_RUN_GROUP": "group"}
+WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, cache) -> Path:
+    """The folder of a run of two processes with both trackers, without a W&B key; W&B's variables are set."""
+    parent = tmp_path_factory.mktemp("shared") / "weights"
+    words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache]
+    output = run([*words, "--model_folder", parent], env=WANDB)
+    assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
+    assert not re.search("W&B does not|W&B has stopped|not have the pictures", output)
+    (found,) = (parent / "train_cnn_a").iterdir()
+    return found
+
+
+def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
+    assert folder.name == "ddp_64_2_1_2"  # strategy, batch, epochs, hosts, processes on each
+    found = result(folder)
+    expected = {"script": "train_cnn_a", "strategy": "ddp", "hosts": 1, "processes": 2, "batch_size": 64}
+    expected |= {"per_device_batch_size": 32, "accumulation_steps": 1, "epochs": 2, "steps": 30, "seed": 0}
+    expected |= {"val_images": 360, "status": "finished", "checkpoint": "checkpoints/step_00000030"}
+    assert expected.items() <= found.items()
+    for number in ("best_accuracy", "final_accuracy", "train_s", "wall_s", "images_per_s", "peak_memory_gib"):
+        assert found[number] > 0, number
+    assert found["wall_s"] > found["train_s"]
+    walls = [line["wall_s"] for line in metrics(folder)]
+    assert walls == sorted(walls)
+    assert found["train_s"] < walls[-1] < found["wall_s"]
+    about = json.loads((folder / "recipe.json").read_text())
+    assert about["recipe"]["batch_size"] == 64
+    assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()
+    # Both processes share one log and one sampler.
+    assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
+    (file,) = folder.glob("telemetry-*")
+    assert [host["samples"] for host in found["telemetry"]] == [len(lines(file)) - 1]
+    with Image.open(folder / "plots" / "curves.png") as image:
+        assert image.size[0] > 800
+        assert len(image.convert("RGB").getcolors(1 << 20)) > 50
 
 
 def test_tensorboard_has_what_metrics_jsonl_has(folder):
@@ -181,7 +221,7 @@ def test_trackio_has_what_metrics_jsonl_has(tmp_path, cache):
 
 
 def test_the_training_outlives_the_wandb_service(tmp_path, cache):
-    words = [*CNN, "--data", "digits", "--epochs", "20", "--log_every", "2", "--trackers", "wandb"]
+    words = [*CNN, "--data", "digits", "--epochs", "8", "--log_every", "2", "--trackers", "wandb"]
     job = Job([*words, *cache, "--output_dir", tmp_path / "run"])
     log = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: log.exists() and log.stat().st_size, job)

@@ -18,7 +18,7 @@ TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs" / "models.m
 QUICK = ("test_efficientnet",)  # with BatchNorm and three kinds of blocks
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
-FLAGS += ["--max_steps", "4"]
+FLAGS += ["--max_steps", "4", "--max_val_images", "64"]
 WHOLE = "has no blocks: it is gathered or compiled as a whole"
 
 # Convolutions of them have inputs or weights of one pixel or one image, whose memory format is ambiguous.

@@ -44,8 +44,9 @@ CASES = {  # launcher, script and flags, message; others are in test_mistakes.py
 }
 
 
-# Another row fails at the same place. Without a hub a process can't be forked, and takes 5 s.
-RARE = ("DeepSpeed config", "two strategies", "weights that are none", "pretrained without a hub")
+# Another row or test fails at the same place. Without a hub a process can't be forked, and takes 5 s.
+RARE = ("DeepSpeed config", "two strategies", "weights that are none", "batch")
+RARE += ("CIFAR-10 without a hub", "pretrained without a hub")
 
 
 @pytest.mark.parametrize("name", [full(name) if name in RARE else name for name in CASES])
@@ -91,12 +92,13 @@ def test_batch_norm_with_one_value_says_which_flags(tmp_path, cache):
 
 
 def test_mixup_of_one_image_is_said(tmp_path, cache):
-    words = [*torchrun(2), *VIT, *SMALL, *cache, "--output_dir", tmp_path / "run"]
+    words = [*torchrun(2), *VIT, *SMALL, "--max_val_images", "8", *cache, "--output_dir", tmp_path / "run"]
     said = "--mixup and --cutmix have no effect: each micro-batch is one image"
     assert run([*words, "--per_device_batch_size", "1", "--mixup", "0.5"]).count(said) == 1
 
 
-@pytest.mark.parametrize(("is_searched", "workers"), [(True, "0"), full(False, "0"), full(False, "2")])
+@pytest.mark.full
+@pytest.mark.parametrize(("is_searched", "workers"), [(True, "0"), (False, "0"), (False, "2")])
 def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp_path, cache):
     """Images of several sizes are decoded when they are needed, and once before, but of much data."""
     if not is_searched:

@@ -297,11 +297,12 @@ def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path)
     assert not any(canary in text for text in (output, *commands, *logs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("node1", "its agent was killed by signal 9"),  # where launch.py is
-        full("node2", "its agent was killed, or the connection is lost"),
+        ("node2", "its agent was killed, or the connection is lost"),
     ],
 )
 def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name, said, training):

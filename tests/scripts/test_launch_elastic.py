@@ -229,10 +229,10 @@ def test_a_process_that_fails_at_each_start_ends_the_job(cluster, tmp_path):
     """Before the first step nothing is tried again: it is a mistake, said once."""
     words = [sys.executable, "launch.py", "--mode", "multi-node", "--gpus-per-node", "1", "--min_hosts", "1"]
     words += ["--master-node", "node1", "--worker-nodes", "node2", "--log_dir", tmp_path / "logs"]
-    words += ["train_hello.py", "--batch_size", "64", "--per_device_batch_size", "48"]
+    words += ["train_hello.py", "--batch_sise", "64"]
     status, output = Job(hosts.inside("node4", words, ROOT)).wait(120)
     assert status == 1
-    assert "--batch_size 64 is no multiple of --per_device_batch_size 48" in output
+    assert "unknown flag --batch_sise: did you mean --batch_size?" in output
     wait_until_empty(hosts.names(), 5)
 
 

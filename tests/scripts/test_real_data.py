@@ -59,7 +59,8 @@ def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
     assert result(tmp_path / "run")["final_accuracy"] >= 0.73
 
 
-@pytest.mark.parametrize("launcher", [python(), full(accelerate("ddp_2gpu"))], ids=["one process", "two"])
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [python(), accelerate("ddp_2gpu")], ids=["one process", "two"])
 def test_photographs_of_differing_sizes(launcher, photographs, tmp_path, cache):
     """Workers decode them; the losses do not depend on the number of workers."""
     for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):

@@ -1,9 +1,8 @@
-"""What commands import: --help, a wrong flag and data that are not there need no torch, `make train` nothing
-that it does not use, and a script no module of common/ before it is needed."""
+"""What commands import: --help, a wrong flag and data that are not there need no torch, and a script no
+module of common/ before it is needed."""
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ import pytest
 from common.data import sources
 from common.data.sources import Source
 from common.recipe import ImageRecipe, from_flags
-from tests.conftest import BIN, ROOT, accelerate
+from tests.conftest import ROOT, accelerate
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
 SCRIPTS = tuple(path.name for path in sorted(ROOT.glob("train_*.py")))
@@ -87,17 +86,6 @@ def test_flags_are_parsed_once(monkeypatch, tmp_path):
     assert first.epochs == 3
 
 
-def test_make_train_imports_no_heavy_package_that_it_does_not_use(tmp_path, cache):
-    [command] = re.findall(r"^\t\$\(VENV\)/bin/(accelerate-launch .*)", (ROOT / "Makefile").read_text(), re.M)
-    small = ["--max_steps", "2", "--output_dir", str(tmp_path / "run"), *map(str, cache)]
-    status, packages, output = imported(*shlex.split(f"{BIN}/{command}"), *small)
-    assert status == 0, output
-    assert "were not passed" not in output
-    assert "│ speed" not in output  # of two steps
-    assert {"torch", "accelerate"} < packages
-    assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "unused"), [("fsdp_2gpu", "deepspeed"), ("zero2_2gpu", "torch._inductor.compile_fx")]
@@ -110,16 +98,29 @@ def test_a_strategy_imports_nothing_that_it_does_not_use(config, unused, tmp_pat
     assert unused not in modules
 
 
-@pytest.mark.parametrize(("script", "most"), MODULES.items())
-def test_a_script_loads_no_module_before_it_is_needed(script, most):
-    code = f"import sys, {script}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    names = done.stdout.split()
-    loaded = {name.removeprefix("common.") for name in names if name.startswith("common.")}
-    assert "run.run" in loaded, done.stderr
-    assert not loaded & OF_FLAGS
-    assert not HEAVY.intersection(names) - {"torch", "accelerate", "boto3"}  # accelerate imports boto3
-    assert len(loaded) <= most, sorted(loaded)
+EACH_IN_A_FORK = """
+import os, sys
+import torch, accelerate
+
+for script in sys.argv[1:]:
+    if os.fork() == 0:
+        __import__(script)
+        print(*sys.modules, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_script_loads_no_module_before_it_is_needed():
+    command = [sys.executable, "-c", EACH_IN_A_FORK, *MODULES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    for most, line in zip(MODULES.values(), done.stdout.splitlines(), strict=True):
+        names = line.split()
+        loaded = {name.removeprefix("common.") for name in names if name.startswith("common.")}
+        assert "run.run" in loaded, done.stderr
+        assert not loaded & OF_FLAGS
+        assert not HEAVY.intersection(names) - {"torch", "accelerate", "boto3"}  # accelerate imports boto3
+        assert len(loaded) <= most, sorted(loaded)
 
 
 def test_validate_imports_no_heavy_package_that_evaluate_does_not_need(tmp_path):

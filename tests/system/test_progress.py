@@ -16,7 +16,7 @@ NEW_FRAME = r"\r\x1b\[2K"
 
 def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppable):
     """The window grows during the run. The live line has a bar, the step once, and the time left."""
-    words = [*CNN, "--data", "digits", "--epochs", "6", "--log_every", "10", "--trackers", "none"]
+    words = [*CNN, "--data", "digits", "--epochs", "4", "--log_every", "10", "--trackers", "none"]
     words = [str(word) for word in (*words, *cache, "--output_dir", tmp_path / "run")]
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
     env |= {"TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "STEP_S": "0.05"}
@@ -32,8 +32,8 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
     assert narrow
     assert max(map(len, narrow)) <= 80 < max(map(len, later)) <= 120
     for frame in narrow + later:
-        assert re.match(r"[\u2501\u2578\u257a]+ +step \d+/66 .*\d:\d\d left", frame), frame
-    last = r"step 66/66  0:00 left  [\d,]+ images/s  loss \S+  val accuracy \S+  (MFU \S+ %  )?lr \S+$"
+        assert re.match(r"[\u2501\u2578\u257a]+ +step \d+/44 .*\d:\d\d left", frame), frame
+    last = r"step 44/44  0:00 left  [\d,]+ images/s  loss \S+  val accuracy \S+  (MFU \S+ %  )?lr \S+$"
     assert re.search(last, later[-1]), later[-1]
     assert re.sub(ESCAPES, "", child.before).splitlines()[-1].endswith(f" add {tmp_path / 'run'}")
 

@@ -8,7 +8,7 @@ import torch
 
 from common.order import Steps
 from common.telemetry.profiler import FOLDER, TABLE, TRACE, begin_profile
-from tests.conftest import CNN, STRATEGIES, VIT, full, metrics, python, run
+from tests.conftest import CNN, STRATEGIES, VIT, metrics, python, run
 from tests.support.compare import assert_same_tensors, without_times
 from tests.telemetry.conftest import DIGITS
 
@@ -35,9 +35,10 @@ def test_a_profile_changes_no_number(folder, cache, tmp_path):
     assert row[-1] == "12"  # calls: two layers, two accumulations, three steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "strategy"),
-    [(CNN, "ddp"), *(full(VIT, s) for s in STRATEGIES if s != "single")],
+    [(CNN, "ddp"), *((VIT, s) for s in STRATEGIES if s != "single")],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
 def test_one_process_of_two_is_profiled(script, strategy, cache, tmp_path):
