@@ -206,7 +206,7 @@ class Search:
             "lr": 0,  # the recipe's is for another batch, and the loss must not diverge
             "checkpoint_every": STEPS - 1,  # the last step runs while the checkpoint is written
             "log_every": 1,
-            "resume": "never",
+            "resume": "auto",
             "trackers": "none",
             "s3": "",
         }

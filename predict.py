@@ -42,7 +42,7 @@ from common.system.files import write_csv, write_text
 from common.system.text import plural, printable
 from tools.inference.inference import Inference, autocast, keep_features, own_words
 
-WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop: --crop auto resizes whole pictures
+WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop, for a model that does not say so
 SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
 PRINTED = 10
 
@@ -106,7 +106,8 @@ def build(
     load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
     model.eval()
     mean, std = normalisation(script, model)
-    is_cropped = flags.crop == "center" or (flags.crop == "auto" and recipe.data not in WHOLE)
+    evaluated_so = recipe.data not in WHOLE if trained.cropped is None else trained.cropped
+    is_cropped = evaluated_so if flags.crop == "auto" else flags.crop == "center"
     return model, Preprocessing(recipe.image_size, mean, std, is_cropped)
 
 

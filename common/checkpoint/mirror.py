@@ -197,8 +197,7 @@ def fetch(
     Raises Damaged or WrongSize if it does not verify, OSError if it can't be written.
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
-    content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
-    manifest = checkpoints.check_manifest(content, f"{store.url}/{remote}")
+    content, manifest = read_manifest(store, step)
     part = parent / f".{folder.name}.part"
     discard(part)
     part.mkdir(parents=True)
@@ -218,6 +217,13 @@ def fetch(
         sync(parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]:
+    """A checkpoint's manifest: as it is stored, and read. Raises Damaged."""
+    remote = f"checkpoints/{step_name(step)}"
+    content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
+    return content, checkpoints.check_manifest(content, f"{store.url}/{remote}")
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:

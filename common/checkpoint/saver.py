@@ -122,7 +122,7 @@ class Saver:
                 needed = self.mirror.needs()
             steps = {s for s in steps_in(parent) if s <= step}
             for old in steps - to_keep(steps, best, self.keep_every) - needed:
-                checkpoints.remove(parent / step_name(old))
+                _try_to_remove(parent / step_name(old))
         except OSError as error:
             self._fail(
                 step,
@@ -135,3 +135,11 @@ class Saver:
         latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
         since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
         self.problem = self.problem or f"the checkpoint of step {step:,} can't be {what}; {since}. {advice}"
+
+
+def _try_to_remove(folder: Path) -> None:
+    """Removes an old checkpoint. What stays, as a file that is open over NFS, goes with a later one."""
+    try:
+        checkpoints.remove(folder)
+    except OSError as error:
+        print(f"{folder} can't be removed: {error.strerror or error}", flush=True)

@@ -71,6 +71,7 @@ class TrainedModel:
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
     accuracy: float | None = None  # of the evaluation of these weights during the training
+    cropped: bool | None = None  # how its images were evaluated: cropped, or whole; None: not known
 
     @property
     def run_name(self) -> str:
@@ -153,7 +154,8 @@ def _exported(folder: Path) -> TrainedModel:
             f"{folder / EXPORTED} does not say what trained the model: export it again"
         ) from None
     reports = str(Path("validation") / folder.name)
-    return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, script, recipe, classes)
+    facts = script, recipe, classes, None, about.get("cropped")
+    return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, *facts)
 
 
 def open_script(
@@ -251,7 +253,8 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str) -> Traine
         accuracy = float(state["last"][name_of_it]) if state["evaluated"] else None
     classes = [printable(name) for name in classes]
     where = f"{name}/{file}"
-    return TrainedModel(weights, where, str(reports), found.step, script, recipe, classes, accuracy)
+    facts = script, recipe, classes, accuracy, manifest.get("cropped")
+    return TrainedModel(weights, where, str(reports), found.step, *facts)
 
 
 # --- Fine-tuning

@@ -46,9 +46,10 @@ class Images:
     flaws: tuple[str, ...] = ()
 
     @property
-    def identity(self) -> tuple[str, tuple[str, ...]]:
-        """Source and classes, which checkpoints record and a resume compares."""
-        return self.source, self.classes
+    def identity(self) -> tuple[str, tuple[str, ...], bool]:
+        """Source, classes, and if images are cropped when they are evaluated (those that did not fit into
+        memory decoded): checkpoints record them, and a resume compares them."""
+        return self.source, self.classes, self.val.cropped
 
     def class_weights(self, how: str, device: torch.device) -> Tensor | None:
         """For "balanced" scikit-learn's weights of the loss, float32 [classes]; else None.

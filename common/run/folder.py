@@ -17,15 +17,16 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import format as checkpoints
-from common.checkpoint.format import Checkpoint, step_of, steps_in
+from common.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
 from common.run.lease import AlreadyOwned, FolderRecord, Lease, PrefixRecord
+from common.system.env import job_round
 from common.system.files import json_lines, read_json, refuse_link, write_json, writing
 from common.system.processes import start_ticks
 from common.system.text import numbered
@@ -33,6 +34,7 @@ from common.system.threads import Heartbeat
 
 if TYPE_CHECKING:  # imported with --s3
     from common.checkpoint.mirror import Mirror
+    from common.system.s3 import ObjectStore
 
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
@@ -55,6 +57,11 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
+        if recipe.resume == "never" and (_most_restarts() or job_round()[1]):
+            raise ValueError(
+                "--resume never: the launcher may start the job again, which would begin anew each time:"
+                " leave it out, and choose a new --name or --output_dir"
+            )
         self.leases: list[Lease] = []  # on the folder, and then on the prefix in S3
         self.path = self._lease(name)
         try:
@@ -113,8 +120,10 @@ class RunFolder:
             self.is_new = self.checkpoint is None or not (has_begun or (path / "recipe.json").exists())
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
-            _check_recipe(self.checkpoint, self.recipe)
-            self.began_at = resume if self.is_new else (_recipe_json(path) or {}).get("resumed_from")
+            _check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
+            # On another machine, whose checkpoint comes from our own prefix, there is no recipe.json.
+            begun = {"resumed_from": None if resume in ("auto", "never") else resume}
+            self.began_at = resume if self.is_new else (_recipe_json(path) or begun).get("resumed_from")
 
     def _own_checkpoint(self) -> tuple[Checkpoint | None, bool]:
         """The newest checkpoint in the folder, after a download if S3 has a newer one; and if S3 has any."""
@@ -124,14 +133,18 @@ class RunFolder:
         except ValueError as error:
             problem = error  # raised below, unless S3 has an intact one
         if self.mirror:
-            from common.checkpoint.mirror import committed, fetch_log, fetch_newest
+            from common.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
+            from common.system.s3 import WrongSize
 
             store, is_never = self.mirror.store, self.recipe.resume == "never"
             here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
-            if there >= 0 and not steps_in(parent) and (is_never or there >= self.last_step):
+            result = partial(_stored_json, store, "result.json")
+            if there >= 0 and not steps_in(parent) and (is_never or _is_finished(result, self.last_step)):
                 what = "and --resume is never" if is_never else "which is finished"
                 raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
             if there > here:
+                with contextlib.suppress(checkpoints.Damaged, WrongSize):  # fetch_newest() finds another one
+                    _check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
                 fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
                 lost = self.leases[-1].check
                 if fetch_newest(store, parent, here, self.heartbeat, log, lost) is not None:
@@ -224,7 +237,7 @@ def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str
     """The one flag in which an unfinished run of this script differs from the recipe; else empty."""
     record = _recipe_json(folder) or {}
     is_ours = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
-    if not is_ours or _is_finished(folder, last_step):
+    if not is_ours or _is_finished(partial(read_json, folder / "result.json"), last_step):
         return ""
     differing = differences(record["recipe"], recipe)
     return differing[0] if len(differing) == 1 else ""
@@ -239,7 +252,8 @@ def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
         return reason
     if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
         return f", which did not begin at --resume {recipe.resume}"
-    return ", which is finished" if _is_finished(folder, last_step) else ""
+    is_finished = _is_finished(partial(read_json, folder / "result.json"), last_step)
+    return ", which is finished" if is_finished else ""
 
 
 def _has_trained(folder: Path) -> bool:
@@ -269,9 +283,10 @@ def _is_own(folder: Path, resume: str) -> bool:
     return path in (parent.parent, parent, *newest)
 
 
-def _is_finished(folder: Path, last_step: int | None) -> bool:
+def _is_finished(read: Callable[[], Any], last_step: int | None) -> bool:
+    """read(): the content of result.json."""
     try:
-        result = read_json(folder / "result.json")
+        result = read()
         done = result["status"] == "finished" and result.get("uploaded") is not False
         by_flag = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
         return done and (last_step is None or not by_flag or result["steps"] >= last_step)
@@ -299,12 +314,12 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
     return checkpoint
 
 
-def _check_recipe(checkpoint: Checkpoint, recipe: Recipe) -> None:
-    theirs = checkpoint.manifest.get("recipe")
+def _check_recipe(where: str, manifest: dict[str, Any], recipe: Recipe) -> None:
+    theirs = manifest.get("recipe")
     differing = "; ".join(differences(theirs, recipe)) if isinstance(theirs, dict) else "it has none"
     if differing:
         raise ValueError(
-            f"{checkpoint.folder} is of another recipe ({differing}): give the same flags, or name with"
+            f"{where} is of another recipe ({differing}): give the same flags, or name with"
             " --allow_changed what may differ"
         )
 
@@ -315,7 +330,7 @@ def count_restarts(folder: Path, step: int) -> None:
     A restart by the same launcher at the same step is one without progress, unless the process before it was
     told to stop, as when a host joins. ValueError at the fourth.
     """
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+    if _most_restarts() == 0:
         return
     launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"  # unique
     file, fruitless = folder / "restarts.json", 0
@@ -329,6 +344,14 @@ def count_restarts(folder: Path, step: int) -> None:
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
             " of the first failure says why; run the same command to resume when that is fixed"
         )
+
+
+def _stored_json(store: "ObjectStore", key: str) -> Any:
+    return json.loads(store.read(key, JSON_LIMIT_BYTES) or b"")
+
+
+def _most_restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def _was_preempted(folder: Path) -> bool:

@@ -177,6 +177,8 @@ class RunLog:
         return line | values
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
+        if file.closed:  # told to stop during the upload at the run's end
+            return
         try:
             file.write(json.dumps(line) + "\n")
         except OSError as error:

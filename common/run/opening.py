@@ -36,6 +36,7 @@ from common.system.processes import parents
 from common.system.threads import Heartbeat
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
+MEASURED = ("best_by", "holdout", "max_val_images")  # flags: what the best evaluation is measured by and on
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Opening:
     training: TrainingState
     source: str  # a name that changes with the data's content
     classes: tuple[str, ...]
+    cropped: bool | None = None  # images are cropped, because they did not fit into memory decoded
     place: RunFolder | None = None  # on the main process, as the next
     record: MainRecord | None = None
 
@@ -105,11 +107,20 @@ class Opening:
 
     def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
         """The checkpoint's state, and if its optimizer fits. is_new: it is another run's."""
-        recipe, steps, before = self.recipe, self.steps, checkpoint.manifest.get("data")
+        recipe, steps, about = self.recipe, self.steps, checkpoint.manifest
+        before, was_cropped = about.get("data"), about.get("cropped", self.cropped)
+        is_other = before != self.source or was_cropped != self.cropped
         if before != self.source and "data" not in recipe.allow_changed:  # ids must mean the same images
             raise ValueError(
                 f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {self.source}:"
                 " give what it was, or --allow_changed data"
+            )
+        if is_other and "data" not in recipe.allow_changed:
+            fitted = "did not fit" if was_cropped else "fitted"
+            raise ValueError(
+                f"{checkpoint.folder} was trained on images that {fitted} into the free memory decoded, and"
+                f" here they {'do not' if self.cropped else 'do'}, which changes crops and augmentation:"
+                " resume with as much free memory and a new --cache_dir, or --allow_changed data"
             )
         self.training.check(checkpoint)
         state = RunState.read(checkpoint)
@@ -120,9 +131,15 @@ class Opening:
             )
         for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
             print(change, flush=True)
-        if is_new:  # the best evaluation and the W&B run are another run's
+        ours = recipe_part(recipe)
+        is_other = is_other or any(about["recipe"].get(n, ours.get(n)) != ours.get(n) for n in MEASURED)
+        if is_new or is_other:  # the best evaluation is another run's, or not comparable
             anew: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
-            state = dataclasses.replace(state, evaluated=False, wandb_id=None, wandb_url=None, **anew)
+            state = dataclasses.replace(state, evaluated=False, **anew)
+        if is_new:
+            state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
+        elif is_other:
+            print("the best evaluation counts anew: its data or flags were others", flush=True)
         if at == steps.last or state.is_over(recipe.patience):
             # Only the run's end is missing, whose pictures need an evaluation.
             state = dataclasses.replace(state, evaluated=False)
@@ -160,7 +177,8 @@ class Opening:
         names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: about[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
         writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
-        manifest = {"recipe": recipe_part(self.recipe), "data": self.source, "classes": self.classes}
+        manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
+        manifest |= {"classes": self.classes} | ({} if self.cropped is None else {"cropped": self.cropped})
         return manifest | {"written_by": writer} | self.training.about()
 
     def _start_log(

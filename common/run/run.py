@@ -52,13 +52,13 @@ class Run:
         optimizer: AcceleratedOptimizer,
         steps: Steps,
         *,
-        data: tuple[str, tuple[str, ...]],
+        data: tuple[str, tuple[str, ...]] | tuple[str, tuple[str, ...], bool],
         ema: "EMA | None" = None,
     ) -> Steps:
         """Opens the run's folder and restores the newest checkpoint. Returns the steps left. Collective.
 
-        Call it after prepare() and before the first forward. data: a name that changes with its content, and
-        the names of the classes.
+        Call it after prepare() and before the first forward. data: a name that changes with its content, the
+        names of the classes, and of images if they are cropped.
         """
         from common.checkpoint.training import TrainingState
         from common.run.opening import Opening
@@ -294,9 +294,14 @@ class Run:
             record.log.scalars.update(values)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy."""
+        """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy.
+
+        Raises FloatingPointError on all processes when the loss is not finite.
+        """
         now.enter(TRAINING)
         self.ranks.meter.start_clock()
+        if not math.isfinite(metrics["loss"]):
+            raise FloatingPointError(f"the evaluation's loss is {metrics['loss']} at step {step}")
         self.ranks.state.add_evaluation(step, metrics, self.recipe.best_by)
         self.ranks.predictions.accept(f"step {step:,}")
         if record := self.ranks.record:

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
 from itertools import product
 from pathlib import Path
 
@@ -228,6 +229,25 @@ def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
     assert verify(latest(tmp_path / "run")).step == 4
     assert "continuing at step 4" in run(words)
     assert latest(tmp_path / "run").name == "step_00000012"
+
+
+@pytest.mark.needs("root")
+def test_an_old_checkpoint_that_can_not_be_removed_ends_nothing(tmp_path):
+    """As over NFS, where somebody reads it: its folder does not become empty."""
+    words = [*HELLO, "--checkpoint_every", "2", "--output_dir", tmp_path / "run", "--max_steps"]
+    run([*words, "6"])
+    index = json.loads((tmp_path / "run" / "checkpoints" / "index.json").read_text())
+    steps = {path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")}
+    old = min(steps - {index["best"]})
+    (busy := tmp_path / "run" / "checkpoints" / old / "read").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", busy], check=True)
+    try:
+        output = run([*words, "12"])
+    finally:
+        (moved,) = (tmp_path / "run" / "checkpoints").glob(f"*{old}*/read")
+        subprocess.run(["umount", "--lazy", moved], check=True)
+    assert f"{old} can't be removed: " in output
+    assert result(tmp_path / "run")["status"] == "finished"
 
 
 # --- A full disk

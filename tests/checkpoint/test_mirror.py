@@ -98,6 +98,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     status, output = bucket.start(tmp_path / "other", "--lr", "0.1").wait()
     assert status == 1
     assert "is of another recipe (--lr was 0.01, now 0.1)" in output
+    assert not (tmp_path / "other" / "checkpoints").exists(), "nothing of another run is downloaded"
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
@@ -184,6 +185,28 @@ def test_killed_in_the_last_upload(bucket, tmp_path):
     bucket.run(tmp_path / "run", *flags)
     assert bucket.steps()[-1] == 4
     assert result(tmp_path / "run")["uploaded"] is True
+
+
+def test_told_to_stop_in_the_last_upload_another_machine_ends_the_run(bucket, tmp_path):
+    flags, file = ("--max_steps", "4"), tmp_path / "run" / "result.json"
+
+    def tell() -> bool:
+        wait_until(file.exists)  # the log is closed before it is written
+        job.process.send_signal(signal.SIGTERM)
+        return job.process.wait(60) is None
+
+    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", tell)
+    job = bucket.start(tmp_path / "run", *flags)
+    status, output = job.wait()
+    assert status == 75, output
+    assert result(tmp_path / "run")["status"] == "preempted"
+    bucket.run(tmp_path / "run", *flags)
+    finished = bucket.store.read("result.json")
+    bucket.store.write("result.json", finished.replace(b'"finished"', b'"preempted"'))
+    assert "continuing at step 4" in bucket.run(tmp_path / "second", *flags)
+    assert result(tmp_path / "second")["uploaded"] is True
+    status, output = bucket.start(tmp_path / "third", *flags).wait()
+    assert (status, "holds a run already, which is finished" in output) == (1, True)
 
 
 @pytest.mark.full
@@ -393,6 +416,17 @@ def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one_and_another_run_res
     status, output = Job(words, env=bucket.env).wait()
     assert status == 1
     assert "holds no checkpoint" in output
+
+
+@pytest.mark.full
+def test_a_run_that_began_with_anothers_checkpoint_moves_to_another_machine(bucket, tmp_path):
+    bucket.run(tmp_path / "other", "--max_steps", "4")
+    words = [*HELLO, "--resume", bucket.url, "--s3", f"{bucket.url}/own", "--output_dir"]
+    run([*words, tmp_path / "first", "--max_steps", "8"], env=bucket.env)
+    for steps in ("12", "16"):
+        output = run([*words, tmp_path / "second", "--max_steps", steps], env=bucket.env)
+        assert f"continuing at step {int(steps) - 4}" in output
+    assert json.loads((tmp_path / "second" / "recipe.json").read_text())["resumed_from"] == bucket.url
 
 
 def test_no_secret_anywhere(bucket, tmp_path):

@@ -21,11 +21,14 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from common.checkpoint.format import Checkpoint
 from common.data import cache as image_cache
 from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
-from common.data.splits import ArraySplit, FileSplit
+from common.data.splits import ArraySplit, FileSplit, Part
+from common.recipe import ImageRecipe
+from common.run.opening import Opening
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
 from tests.support.data_sets import (
     PNG,
@@ -215,6 +218,7 @@ def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
     files = opened(root, tmp_path / "two")
     assert isinstance(files.val, FileSplit)
     assert (files.source, files.classes) == (array.source, array.classes)
+    assert (array.identity[2], files.identity[2]) == (False, True)
     assert (files.train.labels == array.train.labels).all()
     # size 28 resizes the shorter side to 32: the central crop of what was there
     pixels, labels = read(files.val, [(0, np.array([3, 1]))], train=False, size=28)
@@ -222,6 +226,19 @@ def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
     monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072)
     assert isinstance(opened(root, tmp_path / "three").val, ArraySplit)
+
+
+def test_a_run_is_not_resumed_where_its_images_do_not_fit_any_more():
+    opening = Opening(None, ImageRecipe(), None, None, None, "pets-1", ("a", "b"), True)
+    checkpoint = Checkpoint(Path("step_00000004"), {"data": "pets-1", "cropped": False, "step": 4})
+    with pytest.raises(ValueError, match="that fitted into the free memory decoded, and here they do not"):
+        opening._from_checkpoint(checkpoint, is_new=False)
+
+
+def test_images_much_taller_than_wide_are_shifted_within_themselves():
+    images = np.repeat(np.arange(4, dtype=np.uint8), 64 * 4 * 3).reshape(4, 64, 4, 3)
+    pixels, labels = read(ArraySplit(images, Part("train", np.arange(4))), [(0, np.arange(4))])
+    assert (pixels == labels[:, None, None, None]).all()
 
 
 def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):

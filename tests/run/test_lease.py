@@ -186,6 +186,13 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
         opened.release()
 
 
+def test_never_is_refused_where_the_launcher_starts_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ValueError, match="--resume never: the launcher may start the job again"):
+        place(tmp_path, resume="never")
+    place(tmp_path).release()
+
+
 def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
     """A run of another recipe begins and ends between the check of the folder and the record."""
 

@@ -1,10 +1,13 @@
 """state.json: written and read, refused when malformed, read from older versions."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 
 from common.checkpoint.format import Checkpoint
+from common.run.run import Run
 from common.run.state import NEEDED, RunState
 from common.system.files import fits, fitting
 
@@ -22,6 +25,14 @@ def test_a_state_comes_back_through_its_file(tmp_path):
     assert found.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
     with pytest.raises(ValueError, match="is no state of step 5: it is of step 4"):
         RunState.read(Checkpoint(tmp_path, {"step": 5}))
+
+
+def test_an_evaluation_that_is_not_finite_is_no_best_and_ends_the_run():
+    meter, state = SimpleNamespace(start_clock=lambda: 0.0), RunState()
+    run = SimpleNamespace(ranks=SimpleNamespace(meter=meter, state=state))
+    with pytest.raises(FloatingPointError, match="the evaluation's loss is nan at step 4"):
+        Run.log_evaluation(run, 4, {"loss": math.nan, "accuracy": 0.1})
+    assert state == RunState()
 
 
 WRONG = {name: [None] for name in NEEDED} | {

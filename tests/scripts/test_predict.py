@@ -3,17 +3,21 @@
 import csv
 import io
 import json
+import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 
 import predict
 from common.augment import to_float
+from common.checkpoint.weights import find
 from common.data.cache import prepare_data
 from common.data.class_folders import find_pictures
 from common.data.decode import central_crop
@@ -85,6 +89,16 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     assert logits.softmax(1).amax(1).tolist() == pytest.approx(surest, abs=1e-5)
 
 
+@pytest.mark.parametrize(("cropped", "expected"), [(False, False), (True, True), (None, True)])
+def test_pictures_are_prepared_as_the_run_evaluated_them(cropped, expected, trained, tmp_path):
+    """Whatever the data was called; a model of an earlier version does not say."""
+    found = find(str(trained), "best", tmp_path, lambda: None)
+    assert found.cropped is False
+    found = replace(found, recipe=found.recipe | {"data": "/data/pets"}, cropped=cropped)
+    _, preparation = predict.build(Accelerator(cpu=True), predict.Prediction(), found)
+    assert preparation.is_cropped == expected
+
+
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet"])
 def test_embeddings_are_timms_features_before_the_head(name):
     model, images = timm.create_model(name).eval(), torch.randn(2, 3, 160, 160)
@@ -103,6 +117,20 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
     (batch,) = picture_batches(Pictures([str(tmp_path / "a.png")], preparation), [0], 8, workers=0)
     expected = to_float(torch.from_numpy(central_crop(noise, 32).copy())[None], *preparation[1:3], 32)
     assert torch.equal(batch.inputs, expected)
+
+
+class Unsent(Pictures):
+    """Its worker can't open a file to send a batch."""
+
+    def __getitem__(self, i):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return i, torch.zeros(3, 32, 32)
+
+
+def test_a_worker_that_can_not_send_its_pictures_ends_the_command():
+    pictures = Unsent(["a.png"], Preprocessing(32, (0.5,) * 3, (0.2,) * 3, is_cropped=False))
+    with pytest.raises(ValueError, match="a decoding process was killed"):
+        next(picture_batches(pictures, [0], 8, workers=1))
 
 
 def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):

@@ -107,7 +107,8 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     data = exported.recipe.data
     data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
     recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
-    trained_by = {"script": exported.trained.script, "recipe": recipe, "classes": exported.classes}
+    trained_by: dict[str, Any] = {"script": exported.trained.script, "recipe": recipe}
+    trained_by |= {"classes": exported.classes, "cropped": exported.is_cropped}
     (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files for their owner alone
     return about
