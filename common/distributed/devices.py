@@ -53,9 +53,10 @@ def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> No
 
 
 def _check_kind() -> None:
-    """ValueError on a host with TPUs, XPUs or NPUs, on which Accelerate would train."""
+    """ValueError on a host with TPUs, XPUs, NPUs or AMD's GPUs, on which Accelerate would train."""
     device = torch.accelerator.current_accelerator(check_available=True)
     kind = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
+    kind = "ROCM" if kind == "CUDA" and torch.version.hip else kind
     if kind not in ("CPU", "CUDA", "MPS"):
         refuse(f"distributed_type: {kind}", "choose multi-GPU, or no distributed training")
 

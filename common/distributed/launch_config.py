@@ -150,11 +150,15 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         raise ValueError(f"{file} has no zero_optimization: take one of ds_configs/")
+    for key in ("bf16", "fp16", "offload_optimizer", "offload_param"):
+        if not isinstance(section := (zero if "offload" in key else config).get(key, {}), dict):
+            written = '{"device": "cpu"}' if "offload" in key else '{"enabled": true}'
+            raise ValueError(f"{file} has {key} {json.dumps(section)}: write {written}, or leave it out")
     problems = [*_unsupported(config, ""), *_unsupported(zero, "zero_optimization")]
     if (stage := zero.get("stage")) not in (1, 2, 3):
         problems.append(f"zero_optimization.stage {stage} (choose 1, 2 or 3)")
     for part in ("offload_optimizer", "offload_param"):
-        section = zero.get(part) or {}
+        section = zero.get(part, {})
         problems += _unsupported(section, part)
         device = section.get("device", "none")
         if device not in ("none", "cpu"):

@@ -114,7 +114,8 @@ def most_hosts() -> int:
 
     It comes from launch.py's LAUNCH_MOST_HOSTS, or from torchrun's --nnodes=MIN:MAX.
     """
-    return max(hosts(), int(os.environ.get(MOST_HOSTS) or _torchruns_most() or 0))
+    told = os.environ.get(MOST_HOSTS)  # of the first round: the run's name keeps it when further hosts join
+    return int(told) if told else max(hosts(), int(_torchruns_most() or 0))
 
 
 def most_processes() -> int:
@@ -135,11 +136,12 @@ def elastic_batch(job: Job) -> Batch:
         per_device = int(os.environ[PER_DEVICE])
     elif per_device is None and job.batch_size % most == 0:
         per_device = job.batch_size // most
-    if rank() == 0:
-        report("batch", batch_size=job.batch_size, per_device=per_device or 1)
     try:
-        return share_out(job.batch_size, per_device, processes, job.unit)
+        batch = share_out(job.batch_size, per_device, processes, job.unit)
+        _report_batch(job, batch.per_device)
+        return batch
     except ValueError as error:
+        _report_batch(job, per_device or 1)
         if not _torchruns_most():
             raise
         usable = usable_processes(job.batch_size, per_device, most, processes_per_host())
@@ -152,6 +154,12 @@ def elastic_batch(job: Job) -> Batch:
             )
         time.sleep(job.timeout_s)  # torchrun ends this process when a host joins or leaves
         raise ValueError(f"{error}; of the hosts {numbers} can train") from None
+
+
+def _report_batch(job: Job, per_device: int) -> None:
+    """Tells launch.py the micro-batch, which all rounds keep, and which decides how many hosts can train."""
+    if rank() == 0:
+        report("batch", batch_size=job.batch_size, per_device=per_device)
 
 
 def replacement_problem() -> str | None:

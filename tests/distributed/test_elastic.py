@@ -73,6 +73,17 @@ def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
     assert rendezvous.elastic_batch(job).per_device == 24
 
 
+def test_launch_py_is_told_the_micro_batch_that_is_trained(agent, monkeypatch):
+    """Of three hosts two can share the batch: the next rounds have their micro-batch."""
+    told = []
+    monkeypatch.setattr(rendezvous, "report", lambda _, **facts: told.append(facts["per_device"]))
+    for processes in ("3", "2"):
+        agent(LAUNCH_MOST_HOSTS="3", WORLD_SIZE=processes, LOCAL_WORLD_SIZE="1")
+        with contextlib.suppress(ValueError):
+            rendezvous.elastic_batch(Recipe(batch_size=256))
+    assert told == [1, 128]
+
+
 def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, monkeypatch):
     slept = []
     monkeypatch.setattr(rendezvous.time, "sleep", slept.append)

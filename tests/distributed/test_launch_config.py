@@ -141,6 +141,9 @@ JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with 
     ({"torch_autocast": ON}, "torch_autocast .choose --mixed_precision bf16"),
     ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, r"bf16\.bf16_o.*leave"),
     ({"gradient_cliping": 1.0}, r"gradient_cliping .did you mean gradient_clipping\?"),
+    ({"bf16": True}, r'has bf16 true: write {"enabled": true}, or leave it out'),
+    ({".offload_optimizer": "cpu"}, r'has offload_optimizer "cpu": write {"device": "cpu"}, or leave it out'),
+    ({".offload_optimizer": None}, "has offload_optimizer null: write"),
     ({".zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow .leave it out"),
     ({".offload_optimizer": {"super_offload": True}}, r"offload_optimizer\.super_offload .leave it out"),
     ({".offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device nvme .choose cpu"),
@@ -336,6 +339,10 @@ def test_another_kind_of_device(monkeypatch):
     """torch's answer on such a host is replaced: there is none here."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     with pytest.raises(ValueError, match="distributed_type: XPU, which is not supported: choose multi-GPU"):
+        check_devices()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's GPUs are "cuda" to torch
+    with pytest.raises(ValueError, match="distributed_type: ROCM, which is not supported"):
         check_devices()
 
 

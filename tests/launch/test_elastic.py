@@ -203,6 +203,11 @@ def test_a_changed_hostfile(hosts):
     found.job._read_hosts_again()
     assert found.logged[1:] == ["new in the hostfile: node3"]
     assert (len(found.job.hosts), found.job.most) == (3, 3)
+    found.train("node1")
+    found.names.append("node4")
+    found.slots["node4"] = 2
+    found.job._read_hosts_again()
+    assert (len(found.job.hosts), found.job.most) == (4, 3)  # the run's name has three
 
 
 @pytest.mark.parametrize(("began", "host", "line", "reason"), rows_of("bad newcomers"))

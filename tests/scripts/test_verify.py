@@ -19,6 +19,7 @@ from tests.support.data_sets import data_set, png
 from tools.logbook import verification
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
+from tools.logbook.replay import contradictions
 
 STEPS = 32  # of 4 epochs; each has 8 steps, an evaluation and a kept checkpoint
 FLAGS = ["--epochs", 4, "--batch_size", 8, "--per_device_batch_size", 4, "--holdout", 16, "--log_every", 2]
@@ -305,6 +306,14 @@ FORGERIES = {
     "other seed": (other_seed, "train/loss of step 2 is "),
     "damaged checkpoint": (damaged_checkpoint, "model.safetensors has changed since it was written (SHA"),
 }
+
+
+def test_a_run_that_ended_early_is_no_contradiction(finished, tmp_path):
+    folder = copy_of(finished, tmp_path)
+    run_cut(folder)
+    assert any(line.startswith("steps is 16") for line in contradictions(RunRecord(folder), [8, 16]))
+    in_result(stopped_by="--patience 1")(folder)
+    assert not [line for line in contradictions(RunRecord(folder), [8, 16]) if line.startswith("steps is")]
 
 
 # Replays are launched for each of these alone.

@@ -51,6 +51,12 @@ def test_tf32_counts_where_torch_may_use_it_and_the_longest_name(monkeypatch):
     assert find_device("NVIDIA L40S").name == "NVIDIA L40S"
     assert find_device("NVIDIA A100-SXM4-80GB").memory_gb == 80
     assert find_device("NVIDIA L4").memory_gb == 24
+    assert find_device("Tesla V100-PCIE-16GB").name == "Tesla V100-PCIE"
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H200 NVL"])
+def test_a_device_that_begins_like_another_is_not_that_one(name):
+    assert find_device(name) is None
 
 
 def test_devices_of_several_kinds(capsys):

@@ -161,7 +161,8 @@ class ElasticJob(Launcher):
             self.names += [name for name in new if name not in self.names]
         self.hosts = hosts
         self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in names}
-        self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
+        if not self.began:  # afterwards the run's name has it
+            self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
         return next((c for c in self.connections if c.host.name == name), None)

@@ -39,6 +39,7 @@ class LaunchPlan:
         hosts = len(self.hosts)
         # accelerate divides this number by the hosts, and torchrun's agents add up what each of them starts.
         own = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}".split()
+        own += ["--gpu_ids", "all"]  # of those that the agent lets it see, whatever a config file names
         if hosts > 1:
             own += f"--machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}".split()
         return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *own, *self.script]

@@ -86,8 +86,9 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     evaluated = ["best_step", *(f"{kind}_{name}" for kind in ("best", "final") for name in METRICS)]
     tested = next((line for line in run.metrics if "test/loss" in line), {})
     total = run.recipe.get("epochs", 1) * per_epoch
+    is_by_flag = (facts.get("stopped_by") or "--max_steps").startswith("--max_steps")
     expected = {
-        "steps": min(total, run.recipe.get("max_steps") or total),
+        **({"steps": min(total, run.recipe.get("max_steps") or total)} if is_by_flag else {}),
         **{name: run.derived.get(name) for name in evaluated},
         **{f"test_{name}": tested.get(f"test/{name}") for name in METRICS},
     }

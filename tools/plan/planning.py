@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.shards import MANIFEST, parse_manifest
-from common.recipe import parse
+from common.recipe import parse, share_out
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
 from common.system.processes import allowed_cores
@@ -115,8 +115,7 @@ class Planning:
         self.script, self.cluster = list(script), cluster
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
         self.images = _training_images(self.recipe.data)
-        if (size := self.recipe.batch_size) % cluster.processes:
-            raise ValueError(f"--batch_size {size} does not divide among {cluster.processes} devices")
+        share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
         kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]
         self.precision = self.recipe.mixed_precision or (kinds[0] if "bf16" in kinds else [*kinds, "no"][0])
         self.strategies = possible(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
