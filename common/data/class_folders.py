@@ -18,7 +18,7 @@ from common.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from common.system.text import printable, some_of
 
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
-IGNORED = ("__MACOSX", "@eaDir")  # made by a Mac's zip, and by network drives
+IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # made by a Mac's zip, network drives, and ext4
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
@@ -172,6 +172,10 @@ def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
         )
     if not found:
         _refuse(root)
+    if all(name.lower().startswith(("train", *VAL_NAMES)) for name in found) and (hint := _hint(root)):
+        raise ValueError(
+            f"--data {root}: {some_of(sorted(found))} are splits by their names, no classes{hint}"
+        )
     return classes
 
 

@@ -39,7 +39,10 @@ VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
 SHA256 = re.compile("[0-9a-f]{64}")
 HEADER_BYTES = 512  # of a tar's member
 MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
-UNFINISHED = "the preparation is not complete: the same prep_imagenet.py command continues it"
+UNFINISHED = (
+    "the preparation is not complete: the same prep_imagenet.py command continues it. (Other tars in"
+    " WebDataset's form need an index: prep_imagenet.py --from shards --format index)"
+)
 
 
 class ClassName(TypedDict):

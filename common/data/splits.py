@@ -136,7 +136,7 @@ class ArraySplit(Shuffled):
         What the host knows of the images of up to AHEAD micro-batches crosses to the device in one copy: 40
         bytes an image, which take 40 + 4 * (H + W) there.
         """
-        resident, pad = self._resident[device], self.size[0] // 8  # 4 pixels of 32
+        resident, pad = self._resident[device], min(self.size[0] // 8, self.size[1] - 1)  # 4 pixels of 32
         for epoch, items in groupby(plan, itemgetter(0)):
             while group := [ids for _, ids in islice(items, AHEAD)]:
                 ids, sizes = np.concatenate(group), [len(each) for each in group]

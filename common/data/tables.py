@@ -84,7 +84,7 @@ def parquet_files(root: Path) -> dict[str, list[Path]] | None:
 
     They lie in the folder, or one level below. None without any for training.
     """
-    below = [f for f in (root, *sorted(root.iterdir())) if f.is_dir()]
+    below = [root, *(root / name for name in folder_names(root))]
     for files_of in (_named_files, _files_in_folders):
         if folders := [f for f in below if files_of(f, "train")]:
             break

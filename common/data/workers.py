@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ class MicroBatch(NamedTuple):
     labels: Tensor  # int64 [b]
 
 
+Item = TypeVar("Item")
 Crops = tuple[Tensor, dict[int, str], str]  # uint8 [b, size, size, 3]; errors by sample id; the batch's error
 
 
@@ -102,7 +103,7 @@ def skipped() -> list[int]:
     return sorted(_skipped)
 
 
-def _while_workers_live(loader: Iterable[Crops]) -> Generator[Crops, None, None]:
+def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
     """Yields the loader's batches; closing it ends the workers. Raises ValueError when one is killed."""
     try:
         yield from loader
@@ -309,7 +310,9 @@ def picture_batches(
 ) -> Iterator[PictureBatch]:
     """Yields batches of up to `size` pictures, in the order of ids. workers: processes that decode."""
     batches = [list(ids[k : k + size]) for k in range(0, len(ids), size)]
-    yield from DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate)
+    options: dict[str, Any] = {"worker_init_fn": _start_worker} if workers else {}
+    loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)
+    yield from _while_workers_live(loader)
 
 
 def _collate(rows: list[tuple[int, Tensor | str]]) -> PictureBatch:

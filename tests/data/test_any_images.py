@@ -7,6 +7,7 @@ import shutil
 import socket
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pillow_heif
@@ -15,10 +16,11 @@ from PIL import Image, ImageOps
 
 from common.data import cache
 from common.data.cache import Prepared, prepare, prepare_data
-from common.data.class_folders import LeftOut, find_pictures, list_splits
+from common.data.class_folders import LeftOut, beside_splits, find_pictures, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
 from common.data.images import open_images, summary, warnings
 from common.data.splits import FileSplit
+from common.data.tables import parquet_files
 from common.recipe import ImageRecipe
 from common.system.files import read_json
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
@@ -34,6 +36,7 @@ from tests.support.data_sets import (
     put,
     write,
 )
+from tools.prepare.preparation import find_dataset
 
 # PIL's own way
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
@@ -396,3 +399,27 @@ def test_training_on_all_of_them_on_one_and_two_processes(kind, tmp_path):
     ids = [[line["samples"] for line in lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
     assert ids[0] == ids[1]
     assert max(map(max, ids[0])) == 19
+
+
+def test_folders_called_like_splits_beside_a_list_are_no_classes(tmp_path):
+    """Kaggle's: the labels are in the list."""
+    root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
+    (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
+    with pytest.raises(ValueError, match=rf"splits by their names, no classes.*give --data {root}/train.csv"):
+        list_splits(root, LeftOut())
+    (root / "train.csv").unlink()
+    assert list_splits(root, LeftOut())[1]["train"].keys() == {"train_images", "test_images"}
+
+
+def test_a_disks_own_folder_is_no_part_of_the_data(tmp_path):
+    """Root alone can read it."""
+    root = put(tmp_path / "disk", "train/a/1.png", "val/a/2.png", "lost+found/train/3.png")
+    (root / "lost+found" / "train-0.parquet").touch()
+    assert parquet_files(root) is None
+    assert beside_splits(root) == []
+
+
+def test_shards_are_made_of_the_same_held_out_split_as_is_evaluated(tmp_path):
+    root = put(tmp_path / "flowers", "Train/a/1.png", "validation/a/2.png", "test/a/3.png")
+    flags = SimpleNamespace(source="folder", data=str(root), train=None, val=None, devkit=None)
+    assert find_dataset(flags).parts == {"train": f"{root}/Train", "val": f"{root}/validation"}

@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from common.data.class_folders import split_folders, used_splits
 from common.data.decode import SPLITS
 from common.data.shards import FORMAT, index_name
 from common.system.progress import ReadingProgress
@@ -203,6 +204,10 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
     if flags.source == "parquet":
         return ParquetFolder(dict.fromkeys(SPLITS, str(Path(base).absolute())))
     names = NAMES[flags.source]
+    if flags.source == "folder" and Path(base).is_dir():
+        folders = split_folders(Path(base))
+        used = {part: folders.get(split) for part, split in used_splits(folders).items() if part in SPLITS}
+        names = names | {part: name for part, name in used.items() if name}
     beside = {part: f"{base.rstrip('/')}/{name}" for part, name in names.items() if base}
     parts = {part: path for part, path in (beside | given).items() if part in given or exists(path)}
     if not {"train", "val"} & parts.keys():
