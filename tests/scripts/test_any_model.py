@@ -16,6 +16,8 @@ from tests.support.compare import assert_same_training
 
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
 QUICK = ("test_efficientnet",)  # with BatchNorm and three kinds of blocks
+# BatchNorm over few values enlarges rounding beyond what is compared: these train with --deterministic.
+ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
 FLAGS += ["--max_steps", "4", "--max_val_images", "64"]
@@ -69,6 +71,7 @@ def test_a_model_trains_the_same_everywhere_and_is_exported(model, blocks, tmp_p
 
     def train(strategy: str, folder: str, stop_at: str = "-1") -> str:
         words = ["train_vit.py", "--model", model, *FLAGS, *cache, "--output_dir", tmp_path / folder]
+        words += ["--deterministic"] if model in ROUGH else []
         env = {"STOP_AT": stop_at} | (HALF_THE_CORES if strategy == "single" else {})
         _, output = Job([*STRATEGIES[strategy], *words], cwd=stoppable, env=env).wait()
         ended = "finished" if stop_at == "-1" else "preempted"
