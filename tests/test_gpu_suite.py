@@ -156,6 +156,7 @@ def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch):
     assert "did not fit" in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
     job, table = Job([*SUITE, "--out", tmp_path, "--only", "ceilings,scripts"]), tmp_path / "table.md"
     deadline = time.monotonic() + 120

@@ -155,6 +155,7 @@ def test_two_processes_with_one_gpu():
     assert "ranks 0 and 2 have the same GPU: start one process per GPU" in errors[0]
 
 
+@pytest.mark.full
 def test_start_lines_appear_once_where_local_rank_is_0_in_each_process(tmp_path, cache):
     """A rehearsal: torchrun divides the devices that it is told of."""
     words = [

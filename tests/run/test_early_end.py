@@ -121,7 +121,7 @@ FAILURES = {  # name: (launcher, environment)
 }
 
 
-@pytest.mark.parametrize("failure", [full(name) if name == "an error" else name for name in FAILURES])
+@pytest.mark.parametrize("failure", [full(name) if name == "of another rank" else name for name in FAILURES])
 def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
     launcher, env = FAILURES[failure]
     words = [*launcher, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
