@@ -48,8 +48,8 @@ def known_devices() -> tuple[Device, ...]:
 
 def find_device(name: str) -> Device | None:
     """The row of the device that torch calls so; None for a device that is not in the table."""
-    names = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
-    return max(names, key=lambda device: len(device.name), default=None)
+    rows = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
+    return max(rows, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:

@@ -32,6 +32,8 @@ from tests.conftest import (
     run,
     torchrun,
 )
+from tools.launch.hosts import Host
+from tools.launch.job import LaunchPlan
 
 QUESTIONNAIRE = {  # as `accelerate config` writes it when every default is taken
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
@@ -344,6 +346,14 @@ def test_another_kind_of_device(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's GPUs are "cuda" to torch
     with pytest.raises(ValueError, match="distributed_type: ROCM, which is not supported"):
         check_devices()
+
+
+def test_the_gpus_that_launch_py_chooses_win_over_the_files(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"gpu_ids": "0,1"}))
+    plan = LaunchPlan([Host("a", (2, 3))], ["--config_file", str(file)], ["x.py"], {}, None, 0, tmp_path)
+    args = launch.launch_command_parser().parse_args(plan.words(0, "")[3:])
+    assert launch._validate_launch_command(args)[0].gpu_ids == "all"
 
 
 def test_answers_without_a_meaning_here_are_changed_and_named(env):

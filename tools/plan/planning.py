@@ -115,6 +115,7 @@ class Planning:
         self.script, self.cluster = list(script), cluster
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
         self.images = _training_images(self.recipe.data)
+        # Refuses what the training would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
         kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]
         self.precision = self.recipe.mixed_precision or (kinds[0] if "bf16" in kinds else [*kinds, "no"][0])
