@@ -100,7 +100,7 @@ def uninterrupted(tmp_path_factory, cache, stoppable):
         full("vit", "single", ("--per_device_batch_size", "96")),
         *(full("vit", on, ("--mixed_precision", "bf16")) for on in ("zero2", "fsdp", "zero3")),
         *(full("vit", on, ()) for on in ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "offload")),
-        *(full("cnn_b", on, ()) for on in ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "offload")),
+        *(full("cnn_b", on, ()) for on in ("single", "ddp", "fsdp", "zero3")),
     ],
 )
 def test_a_run_that_was_stopped_four_times_is_bit_equal(
@@ -173,11 +173,9 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
 
 
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# Four micro-batches, on one, two and four processes. Of ResNet-18 two: the sum of two is the same in any
-# order, and one that is rounded otherwise now and then carries an activation over ReLU's edge.
+# Four micro-batches, on one, two and four processes. The ring has ResNet-18, with two: the sum of two is the
+# same in any order, and one that is rounded otherwise now and then carries an activation over ReLU's edge.
 MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
-PAIRS = [("vit", "24", *pair) for pair in [*EACH, *MORE]]
-PAIRS += [("cnn_b", "48", *pair) for pair in EACH]
 
 
 @pytest.fixture(scope="module")
@@ -185,24 +183,24 @@ def stopped(tmp_path_factory, cache, stoppable):
     """The folder of a run that was stopped inside the first epoch."""
     folders = {}
 
-    def folder_of(script: str, launcher: str, *flags):
-        if (script, launcher) not in folders:
-            folders[script, launcher] = tmp_path_factory.mktemp("stopped") / "run"
-            Training(script, folders[script, launcher], cache, stoppable, *flags).go(launcher, 9)
-        return folders[script, launcher]
+    def folder_of(launcher: str, *flags):
+        if launcher not in folders:
+            folders[launcher] = tmp_path_factory.mktemp("stopped") / "run"
+            Training("vit", folders[launcher], cache, stoppable, *flags).go(launcher, 9)
+        return folders[launcher]
 
     return folder_of
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("script", "per_device", "source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), [*EACH, *MORE])
 def test_each_strategy_continues_each_other(
-    script, per_device, source, target, uninterrupted, stopped, tmp_path, cache, stoppable
+    source, target, uninterrupted, stopped, tmp_path, cache, stoppable
 ):
-    flags = ("--per_device_batch_size", per_device)
-    training = Training(script, tmp_path / "run", cache, stoppable, *flags)
-    training.go(target, None, "--resume", stopped(script, source, *flags))
-    assert_same_training(tmp_path / "run", uninterrupted(script, "single", *flags), begin=9)
+    flags = ("--per_device_batch_size", "24")
+    training = Training("vit", tmp_path / "run", cache, stoppable, *flags)
+    training.go(target, None, "--resume", stopped(source, *flags))
+    assert_same_training(tmp_path / "run", uninterrupted("vit", "single", *flags), begin=9)
 
 
 def test_fp16_goes_on_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):

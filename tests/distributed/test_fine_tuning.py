@@ -6,7 +6,6 @@ parameter group for each layer.
 
 import functools
 import json
-from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -58,11 +57,7 @@ def training(kind: str, folder: Path, cache: list, project: Path, weights: Path)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "ring"),
-    [
-        *((kind, RING) for kind in FLAGS),
-        *(("frozen", (strategy,)) for strategy in STRATEGIES),
-        *((kind, pair) for kind in FLAGS for pair in permutations(STRATEGIES, 2)),
-    ],
+    [*((kind, RING) for kind in FLAGS), *(("frozen", (strategy,)) for strategy in STRATEGIES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_each_strategy_continues_the_other(kind, ring, alone, tmp_path, cache, stoppable, weights):

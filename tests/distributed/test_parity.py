@@ -99,7 +99,8 @@ def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, projec
 
 CHECKPOINTED, COMPILED, SMALLER = "grad_checkpointing", "compile", "per_device_batch_size"
 SETTINGS = [
-    *((script, s, CHECKPOINTED) for script in ("vit", "cnn_b") for s in ("single", *TWO_PROCESSES)),
+    *(("vit", strategy, CHECKPOINTED) for strategy in ("single", *TWO_PROCESSES)),
+    *(("cnn_b", strategy, CHECKPOINTED) for strategy in ("single", "fsdp")),
     *((script, "single", COMPILED) for script in ("cnn_a", "vit")),
     *(("cnn_a", "ddp", f"{COMPILED}, {SMALLER}"), ("vit", "zero1", COMPILED)),
     *(("vit", strategy, f"{COMPILED}, {CHECKPOINTED}") for strategy in ("ddp", "fsdp", "zero2")),

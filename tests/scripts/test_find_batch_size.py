@@ -171,8 +171,11 @@ def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", ["single_gpu", "ddp_2gpu", "fsdp_2gpu", "zero2_2gpu"])
-@pytest.mark.parametrize("script", [RESNET, VIT], ids=["resnet", "vit"])
+@pytest.mark.parametrize(
+    ("script", "config"),
+    [(RESNET, "single_gpu"), (VIT, "ddp_2gpu"), (VIT, "fsdp_2gpu"), (RESNET, "zero2_2gpu")],
+    ids=["resnet, one process", "vit, ddp", "vit, fsdp", "resnet, zero2"],
+)
 def test_scripts_and_strategies(script, config, tmp_path):
     found, _ = find(tmp_path, config, "--memory_limit_gib=1.7", *script)
     check(found)
