@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -45,7 +44,7 @@ class Outcome:
     survived: bool = False
     starts: int = 1
     lost_steps: int = 0
-    pause_s: float = math.nan  # from the fault to the first new step
+    pause_s: float = 0.0  # longest time without a new step, from the fault on; 0: none came
     difference: float = math.nan  # largest relative difference of a loss
     notes: str = ""
 
@@ -106,6 +105,24 @@ class Training:
             os.killpg(self.process.pid, signal.SIGKILL)
         for host in filter(cluster._is_up, cluster.names()):
             kill(_job_processes(host))
+
+
+class Steps:
+    """Watches a training for new steps: the last one that was logged, and the longest time between two."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.reached, self.at, self.longest_s = training.step(), time.monotonic(), 0.0
+
+    def watch(self, until: float) -> None:
+        """Returns when the command ends, or at `until`, in seconds of time.monotonic."""
+        is_over = False
+        while not is_over:
+            time.sleep(0.1)
+            is_over = not self.training.is_running or time.monotonic() > until
+            if (step := self.training.step()) > self.reached:
+                self.longest_s = max(self.longest_s, time.monotonic() - self.at)
+                self.reached, self.at = step, time.monotonic()
 
 
 # --- Faults: context managers, at whose end the fault is repaired, after the job has continued or ended
@@ -279,45 +296,42 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
                 outcome.notes = "ended before the fault"
                 return outcome
             time.sleep(0.1)
-        reached, last, at = training.step(), reference.step(), time.monotonic()
-        wait = partial(_wait_for_step, training, reached, at, outcome)
+        last, at, steps = reference.step(), time.monotonic(), Steps(training)
+        enough = min(steps.reached + ON * last, last)
         with FAULTS[fault](training):
-            wait(until=at + PAUSE_S)
-            while training.is_running and training.step() < min(reached + ON * last, last):
+            steps.watch(until=at + PAUSE_S)
+            while training.is_running and training.step() < enough:
                 if time.monotonic() > at + PATIENCE_S + took_s:
                     outcome.notes = "hangs"
                     return outcome
-                wait(until=time.monotonic() + 1)
-        wait(until=math.inf)
+                steps.watch(until=time.monotonic() + 1)
+        steps.watch(until=math.inf)
         while not training.is_finished and outcome.starts < STARTS:
             outcome.starts += 1
             training.start()
-            wait(until=math.inf)
+            steps.watch(until=math.inf)
         outcome.survived = training.is_finished and training.status() == 0
     finally:
         training.end()
-    log = training.folder.with_suffix(".log").read_text(errors="replace")
-    outcome.lost_steps = _repeated(log, reached)
+    outcome.pause_s = steps.longest_s
+    outcome.lost_steps = _repeated(training.folder.with_suffix(".log").read_text(errors="replace"))
     ours, theirs = training.losses(), reference.losses()
     if outcome.survived and set(ours) == set(theirs):
         outcome.difference = max(abs(ours[step] / theirs[step] - 1) for step in theirs)
     return outcome
 
 
-def _wait_for_step(training: Training, reached: int, at: float, outcome: Outcome, until: float) -> None:
-    """Waits until the command ends, or `until`. Records when the first step after `reached` came."""
-    is_over = False
-    while not is_over:
-        time.sleep(0.1)
-        is_over = not training.is_running or time.monotonic() > until
-        if math.isnan(outcome.pause_s) and training.step() > reached:
-            outcome.pause_s = time.monotonic() - at
+def _repeated(log: str) -> int:
+    """Steps that were trained again: those named before the job continued, beyond the one it continued at.
+
+    The log knows better than metrics.jsonl, which has a line for many steps.
+    """
+    reached = max(_numbers(r"\bstep ([\d,]+)", log.partition("continuing at")[0]), default=0)
+    return max(0, reached - min(_numbers(r"continuing at step ([\d,]+)(?: with|;)", log), default=reached))
 
 
-def _repeated(log: str, reached: int) -> int:
-    """Steps before `reached` that were trained again."""
-    begun = re.findall(r"continuing at step ([\d,]+)(?: with|;)", log)
-    return max(0, reached - min((int(step.replace(",", "")) for step in begun), default=reached))
+def _numbers(pattern: str, text: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(pattern, text)]
 
 
 def ranks_on(host: str) -> list[psutil.Process]:
@@ -355,11 +369,11 @@ def _say(what: str) -> None:
 
 def table(outcomes: list[Outcome]) -> str:
     """Markdown, a row for each fault."""
-    head = "| fault | survived | starts | steps repeated | seconds to a new step | losses differ by |"
+    head = "| fault | survived | starts | steps repeated | seconds without a new step | losses differ by |"
     rows = [head, "|---|---|---|---|---|---|"]
     for outcome in outcomes:
         survived = "yes" if outcome.survived else f"no {outcome.notes}".strip()
-        pause = "-" if math.isnan(outcome.pause_s) else f"{outcome.pause_s:.0f}"
+        pause = f"{outcome.pause_s:.0f}" if outcome.pause_s else "-"
         difference = "-" if math.isnan(outcome.difference) else f"{outcome.difference:.1g}"
         numbers = f"{outcome.starts} | {outcome.lost_steps} | {pause} | {difference}"
         rows.append(f"| {outcome.fault} | {survived} | {numbers} |")

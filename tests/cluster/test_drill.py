@@ -52,10 +52,12 @@ def test_a_row_for_each_fault():
 
 
 def test_repeated_steps_are_counted_from_the_log():
-    log = "node1 | continuing at step 1,024 with /x\nnode1 | continuing at step 1,088 with /x\n"
-    assert drill._repeated(log, 1100) == 76
-    assert drill._repeated("continuing at step 0; 1100 steps to repeat", 1100) == 1100  # no checkpoint
-    assert drill._repeated("", 1100) == 0
+    before = "epoch 5/9  step 1,088/2,000  loss 0.1\nfailed after step 1,100: node2\n"
+    log = f"{before}node1 | continuing at step 1,024 with /x\nepoch 5/9  step 1,104/2,000  loss 0.1\n"
+    assert drill._repeated(f"{log}continuing at step 1,024; 76 steps to repeat") == 76
+    assert drill._repeated(f"{log}node1 | continuing at step 1,088 with /x\n") == 76
+    assert drill._repeated(f"{before}continuing at step 0; 1,100 steps to repeat") == 1100  # no checkpoint
+    assert drill._repeated(before) == 0
 
 
 @pytest.mark.parametrize(("words", "said"), rows_of("wrong drills"))
