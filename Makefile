@@ -70,7 +70,7 @@ tensorboard: setup
 	$(VENV)/bin/tensorboard --logdir runs --host 127.0.0.1
 
 # Pages of all runs, or of those that RUNS names, in runs/logbook/.
-RUNS ?= $(patsubst %/recipe.json,%,$(wildcard runs/*/*/recipe.json runs/*/*/*/recipe.json))
+RUNS ?= $(patsubst %/recipe.json,%,$(wildcard $(foreach run,* */* */*/*,runs/$(run)/recipe.json)))
 logbook: setup
 	$(VENV)/bin/python logbook.py $(if $(RUNS),add $(RUNS),index)
 

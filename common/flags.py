@@ -198,9 +198,9 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
     values = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        name = "lr" if name == "learning_rate" else name
         if name not in by_name:
-            name = name.strip("_")
-            meant = did_you_mean("lr" if name == "learning_rate" else name, by_name)
+            meant = did_you_mean(name.strip("_"), by_name)
             raise ValueError(f"--config {path}: unknown key {key}" + (meant and f", {meant}"))
         if value is None and by_name[name].default is None:
             continue

@@ -48,7 +48,8 @@ def flags_page() -> str:
         "<!-- `python -m docs.generate` writes this page from the recipes. -->",
         "# Flags",
         "`--config FILE` sets any of them from a YAML or JSON file; flags on the command line win."
-        " `--batch-size` and\n`--batch_size` are the same. An empty default means unset.",
+        " `--batch-size` and\n`--batch_size` are the same, `--learning_rate` is `--lr`, and `--no_nesterov`"
+        " switches off `--nesterov`. An\nempty default means unset.",
         "## All scripts",
         flag_table(Recipe),
         "## Image scripts",

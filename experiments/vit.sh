@@ -51,7 +51,7 @@ for way in $ways; do
         $(hosts_of "$config") "--output=$search" "${limit[@]}" "${script[@]}"
     choose_sizes "$search" "$processes"
     train "$name" "$config" "${script[@]}" "${sizes[@]}"
-    step "all metrics, $name" "$report/report.json" validate.py "$FOLDER/$name" "--output_dir=$report"
+    [ -n "$FOLDS" ] || step "all metrics, $name" "$report/report.json" validate.py "$FOLDER/$name" "--output_dir=$report"
     searches+=("$search")
 done
 pages --batch_search "${searches[@]}"

@@ -75,6 +75,9 @@ from common.system.paths import ROOT
 from common.system.phase import record_collectives
 from common.system.processes import deaf_launcher
 
+# Settings that are no part of the recipe, but by which ranks would go different ways.
+ALIKE = ("per_device_batch_size", "max_steps", "patience", "checkpoint_every", "log_every", "log_samples")
+
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     """The Accelerator and this job's batch arithmetic. clip_norm is for DeepSpeed's engine; 0 does not clip.
@@ -137,7 +140,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     blocks |= {"deterministic": job.deterministic}
     if job.deterministic:  # a CPU's sums within a gradient depend on them
         blocks |= {"threads": torch.get_num_threads()}
-    agree(accelerator, {**code, "recipe": recipe_part(job), **blocks})
+    alike = {name: getattr(job, name) for name in ALIKE if hasattr(job, name)}
+    agree(accelerator, {**code, "recipe": recipe_part(job) | alike, **blocks})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     for remark in (*remarks, replacement_problem(), deaf_launcher()):

@@ -35,8 +35,9 @@ def assert_refused(jobs: list[tuple[int, str]], message: str) -> None:
 
 
 def test_another_recipe_on_one_host(tmp_path, cache):
-    jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=([], ["--lr", "0.5", "--widths", "8,8,32"]))
-    assert_refused(jobs, "recipe is lr=0.5, widths=[8, 8, 32]")
+    other = ["--lr", "0.5", "--widths", "8,8,32", "--log_every", "7"]
+    jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=([], other))
+    assert_refused(jobs, "recipe is log_every=7, lr=0.5, widths=[8, 8, 32]")
     assert not list(tmp_path.glob("run*"))
 
 

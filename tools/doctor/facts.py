@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -240,10 +240,10 @@ def _contents(data: str) -> dict[str, Any]:
         root = Path(data)
         if root.is_file():  # a list, whose files may be anywhere
             return answer | {"digest": _digest(root.read_bytes())}
-        files = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
+        files = sorted(_files(root))
         if not files:
             raise ValueError("the folder of --data is not there, or empty")
-        lines = "".join(f"{path.relative_to(root)} {path.lstat().st_size}\n" for path in files)
+        lines = "".join(f"{path.relative_to(root)} {_size(path)}\n" for path in files)
         answer["digest"] = _digest(lines.encode(errors="surrogateescape"))
         if (root / "manifest.json").is_file():
             from common.data.shards import find_local
@@ -252,6 +252,23 @@ def _contents(data: str) -> dict[str, Any]:
     except ValueError as error:
         answer["problem"] = str(error)
     return answer
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Files below a folder, also behind links, but for links to a folder that holds them."""
+    for folder, folders, names in os.walk(root, followlinks=True):
+        yield from (Path(folder) / name for name in names)
+        here = os.path.realpath(folder)
+        folders[:] = [n for n in folders if not _is_above(os.path.join(folder, n), here)]
+
+
+def _is_above(link: str, folder: str) -> bool:
+    return os.path.islink(link) and Path(folder).is_relative_to(os.path.realpath(link))
+
+
+def _size(file: Path) -> int:
+    """In bytes; 0 if it is a link to nothing."""
+    return file.stat().st_size if file.exists() else 0
 
 
 def _resolved(name: str) -> str | None:
