@@ -24,6 +24,7 @@ from torch import Tensor
 COLOR, ERASING, RAND_AUGMENT = slice(44, 48), slice(48, 53), slice(53, 69)
 DRAWS = RAND_AUGMENT.stop  # columns altogether
 
+REPEATED_PIXELS = 2**19  # in a larger image the loop is long enough, and its factors would take much memory
 ALIGNMENT = 8  # bytes; a view of another type must begin at a multiple of its size
 Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # ITU-R 601-2, as in PIL and torchvision
@@ -134,8 +135,9 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     The bicubic resize runs on the device, so that only 3 kB per CIFAR image are copied to it, not 602 kB.
     """
     b, h, w, c = images.shape
-    scale, shift = _normalization(mean, std, h * w, images.device)
-    floats = images.reshape(b, -1).float().mul_(scale).add_(shift)  # [B, H * W * 3]
+    pixels = h * w if h * w <= REPEATED_PIXELS else 1
+    scale, shift = _normalization(mean, std, pixels, images.device)
+    floats = images.reshape(b, -1, pixels * c).float().mul_(scale).add_(shift)
     if (h, w) != (size, size):
         rows, columns = _bicubic(h, w, size, images.device)
         floats = rows @ (floats.view(b * h, w * c) @ columns).view(b, h, size * c)  # [B, size, size * 3]
@@ -143,7 +145,7 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     return floats.view(b, h, w, c).permute(0, 3, 1, 2)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def _normalization(
     mean: tuple[float, ...], std: tuple[float, ...], pixels: int, device: torch.device
 ) -> Tensor:
@@ -156,7 +158,7 @@ def _normalization(
     return factors.to(device, non_blocking=True).repeat(1, pixels)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def _bicubic(h: int, w: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
     """The bicubic resize of rows, [size, H], and of interleaved columns, [W * 3, size * 3], as matrices.
 

@@ -31,10 +31,11 @@ from common.system.text import printable
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 6  # part of the place's key: raised when the pixels of some images change, or what meta.json has
+DECODING = 7  # part of the place's key: raised when the pixels of some images change, or what meta.json has
 HASH_LIMIT_BYTES = 4 * 2**30
 BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
 PART_BYTES = 16 * 2**20
+DECODED_BYTES = 8 * 2**30  # more stay encoded: not what memory is free, so that all machines do the same
 SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK, BROKEN = ".lock", "broken.json"
 NAMED = 10  # broken images in an error; BROKEN has all
@@ -177,7 +178,6 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             "test_name": source.test_name,
             "mirror": source.mirror,
             "shards": source.shards,
-            "store": source.store,
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         run_with_heartbeat(lambda: list(map(sync, (*work.iterdir(), work))), beat)
@@ -257,12 +257,12 @@ class _OddSize(Exception):
 def _decode_all(work: Path, name: str, encoded: Mapping[str, Encoded], beat: Heartbeat) -> bool:
     """Replaces encoded images by decoded arrays.
 
-    Returns False, and changes nothing, if sizes differ or all splits together need more than a quarter of
-    the memory. Raises ValueError that lists images which can't be decoded.
+    Returns False, and changes nothing, if sizes differ or all splits together need more than DECODED_BYTES.
+    Raises ValueError that lists images which can't be decoded.
     """
     count = sum(map(len, encoded.values()))
     shape = run_with_heartbeat(lambda: _common_shape(encoded.values()), beat)
-    if shape is None or count * math.prod(shape) > _memory_bytes() // 4:
+    if shape is None or count * math.prod(shape) > DECODED_BYTES:
         return False
     chunk = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
     chunks: list[Chunk] = []
@@ -373,13 +373,3 @@ def _remove(work: Path, *endings: str) -> None:
     for split in STORED:
         for ending in endings:
             (work / f"{split}_{ending}").unlink(missing_ok=True)
-
-
-def _memory_bytes() -> int:
-    """Memory available on this host, or the limit of this container."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return available if text == "max" else min(available, int(text))

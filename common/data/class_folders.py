@@ -7,6 +7,7 @@ circle, need seconds to import at each start, and don't tell what they leave out
 import contextlib
 import glob
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -18,6 +19,8 @@ from common.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from common.system.text import printable, some_of
 
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
+SPELLINGS = {"training": "train", "testing": "test"}  # of a split's folder, as some of Kaggle's have
+SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")  # as in train_images
 IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # made by a Mac's zip, network drives, and ext4
 DANGLING = "dangling links"
 SPECIAL = "special files"
@@ -76,7 +79,7 @@ def split_folders(root: Path) -> dict[str, str]:
     """Finds the folders of splits below root: their names by the split's, as {"train": "Train"}."""
     folders, found = folder_names(root), {}
     for split in ("train", *VAL_NAMES):
-        if alike := [name for name in folders if name.lower() == split]:
+        if alike := [n for n in folders if SPELLINGS.get(n.lower(), n.lower()) == split]:
             found[split] = split if split in alike else alike[0]
     return found
 
@@ -85,8 +88,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     """The folders of `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, and their
     classes.
 
-    For `<class>/` alone the folder is "". A test/ beside val/ may lack classes; without any of train/ it has
-    no labels, and its images are left out. Raises ValueError for folders that can't be trained on.
+    For `<class>/` alone the folder is "". A test/ without class folders has no labels, and its images are left
+    out; so are those of one beside val/ that has none of train/'s classes (others may lack some). Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
     if not folders or _is_class(root, folders):
@@ -97,7 +100,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
             f" split; rename it if it is a class{_hint(root)}"
         )
     splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
-    if len(splits) == 3 and not splits["test"].keys() & splits["train"].keys():
+    known = splits["train"].keys() if len(splits) == 3 else splits.get("test", {}).keys()
+    if "test" in splits and not splits["test"].keys() & known:
         for name, paths in splits.pop("test").items():
             for path in paths:
                 left_out.add(LOOSE, str(root / folders["test"] / name / path))
@@ -172,9 +176,11 @@ def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
         )
     if not found:
         _refuse(root)
-    if all(name.lower().startswith(("train", *VAL_NAMES)) for name in found) and (hint := _hint(root)):
+    words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in found}
+    if "train" in words and "" not in words:
+        advice = _hint(root) or ": call them train/, val/ and test/, with a folder for each class in them"
         raise ValueError(
-            f"--data {root}: {some_of(sorted(found))} are splits by their names, no classes{hint}"
+            f"--data {root}: {some_of(sorted(found))} are splits by their names, no classes{advice}"
         )
     return classes
 

@@ -47,8 +47,8 @@ class Images:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
-        """Source, classes, and if images are cropped when they are evaluated (those that did not fit into
-        memory decoded): checkpoints record them, and a resume compares them."""
+        """Source, classes, and if images are cropped when they are evaluated (those that stay encoded):
+        checkpoints record them, and a resume compares them."""
         return self.source, self.classes, self.val.cropped
 
     def class_weights(self, how: str, device: torch.device) -> Tensor | None:

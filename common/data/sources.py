@@ -59,7 +59,6 @@ class Source:
     mirror: bool = True
     root: Path | None = None  # the folder of the image files, for images stored as paths
     shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix
-    store: str | None = None  # the place in S3 of other people's shards
     fold: str = ""  # has its own cache folder; the data's name is the same for all folds
     hashes: tuple[str, ...] = ()  # hashes of the content beyond the files'
     is_table: bool = False  # it has columns to choose from
@@ -227,9 +226,7 @@ def _of_shards(manifest: "Manifest", place: str, read: Callable[[str], bytes]) -
         return manifest.classes
 
     val_name = "val" if "val" in manifest.splits else None
-    return Source(
-        manifest.name, (), write, val_name, shards=place, store=manifest.store, hashes=(manifest.sha256,)
-    )
+    return Source(manifest.name, (), write, val_name, shards=place, hashes=(manifest.sha256,))
 
 
 # Tables

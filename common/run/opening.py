@@ -50,7 +50,7 @@ class Opening:
     training: TrainingState
     source: str  # a name that changes with the data's content
     classes: tuple[str, ...]
-    cropped: bool | None = None  # images are cropped, because they did not fit into memory decoded
+    cropped: bool | None = None  # images are cropped, as they stay encoded
     place: RunFolder | None = None  # on the main process, as the next
     record: MainRecord | None = None
 
@@ -116,11 +116,10 @@ class Opening:
                 " give what it was, or --allow_changed data"
             )
         if is_other and "data" not in recipe.allow_changed:
-            fitted = "did not fit" if was_cropped else "fitted"
+            kinds = ("cropped", "whole") if was_cropped else ("whole", "cropped")
             raise ValueError(
-                f"{checkpoint.folder} was trained on images that {fitted} into the free memory decoded, and"
-                f" here they {'do not' if self.cropped else 'do'}, which changes crops and augmentation:"
-                " resume with as much free memory and a new --cache_dir, or --allow_changed data"
+                f"{checkpoint.folder} was trained on images that were {kinds[0]}, as an earlier version chose by"
+                f" the free memory. Now they are {kinds[1]}: give --allow_changed data to go on with these"
             )
         self.training.check(checkpoint)
         state = RunState.read(checkpoint)

@@ -401,14 +401,35 @@ def test_training_on_all_of_them_on_one_and_two_processes(kind, tmp_path):
     assert max(map(max, ids[0])) == 19
 
 
-def test_folders_called_like_splits_beside_a_list_are_no_classes(tmp_path):
+def test_folders_called_like_splits_are_no_classes(tmp_path):
     """Kaggle's: the labels are in the list."""
     root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
     (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
     with pytest.raises(ValueError, match=rf"splits by their names, no classes.*give --data {root}/train.csv"):
         list_splits(root, LeftOut())
     (root / "train.csv").unlink()
-    assert list_splits(root, LeftOut())[1]["train"].keys() == {"train_images", "test_images"}
+    with pytest.raises(ValueError, match="splits by their names, no classes: call them train/, val/ and test/"):
+        list_splits(root, LeftOut())
+    land = put(tmp_path / "land", "seg_train/seg_train/sea/1.png", "seg_test/seg_test/sea/2.png")
+    with pytest.raises(ValueError, match="seg_test, seg_train are splits by their names"):
+        list_splits(land, LeftOut())
+    toys = put(tmp_path / "toys", "trains/1.png", "trams/2.png", "test tubes/3.png")
+    assert list_splits(toys, LeftOut())[1]["train"].keys() == {"trains", "trams", "test tubes"}
+
+
+def test_training_and_testing_are_splits(tmp_path):
+    root = put(tmp_path / "scans", "Training/a/1.png", "Training/b/2.png", "Testing/a/3.png", "Testing/b/4.png")
+    folders, splits = list_splits(root, LeftOut())
+    assert folders == {"train": "Training", "test": "Testing"}
+    assert splits["test"] == {"a": ["3.png"], "b": ["4.png"]}
+
+
+def test_flat_test_images_without_labels_are_left_out(tmp_path):
+    """Kaggle's: what is held out comes from training."""
+    root = put(tmp_path / "plants", "train/a/1.png", "train/b/2.png", "test/3.png", "test/4.png")
+    left_out = LeftOut()
+    assert list_splits(root, left_out)[0] == {"train": "train"}
+    assert str(left_out) == "2 outside class folders"
 
 
 def test_a_disks_own_folder_is_no_part_of_the_data(tmp_path):

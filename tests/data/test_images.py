@@ -209,12 +209,12 @@ def test_labels_of_other_kinds_are_refused(labels, message, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folders"])
-def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
+def test_large_data_stay_encoded(tmp_path, monkeypatch, kind):
     make = parquet_folder if kind == "parquet" else class_folders
     root = make(tmp_path / "data")
     array = opened(root, tmp_path / "one")
     images = len(array.train) + len(array.val)
-    monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072 - 1)
+    monkeypatch.setattr(image_cache, "DECODED_BYTES", images * 3072 - 1)
     files = opened(root, tmp_path / "two")
     assert isinstance(files.val, FileSplit)
     assert (files.source, files.classes) == (array.source, array.classes)
@@ -224,14 +224,14 @@ def test_data_too_large_for_memory_stays_encoded(tmp_path, monkeypatch, kind):
     pixels, labels = read(files.val, [(0, np.array([3, 1]))], train=False, size=28)
     assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
-    monkeypatch.setattr(image_cache, "_memory_bytes", lambda: 4 * images * 3072)
+    monkeypatch.setattr(image_cache, "DECODED_BYTES", images * 3072)
     assert isinstance(opened(root, tmp_path / "three").val, ArraySplit)
 
 
-def test_a_run_is_not_resumed_where_its_images_do_not_fit_any_more():
+def test_a_run_of_an_earlier_version_is_not_resumed_with_images_of_another_kind():
     opening = Opening(None, ImageRecipe(), None, None, None, "pets-1", ("a", "b"), True)
     checkpoint = Checkpoint(Path("step_00000004"), {"data": "pets-1", "cropped": False, "step": 4})
-    with pytest.raises(ValueError, match="that fitted into the free memory decoded, and here they do not"):
+    with pytest.raises(ValueError, match="were whole, as an earlier version chose.* Now they are cropped"):
         opening._from_checkpoint(checkpoint, is_new=False)
 
 

@@ -57,6 +57,7 @@ class Exported:
             "mean": self.mean,
             "std": self.std,
             "crop_pct": 1 / RESIZE if self.is_cropped else 1.0,
+            "crop_mode": "center" if self.is_cropped else "squash",
             "interpolation": "bilinear" if self.is_cropped else "bicubic",
         }
 
@@ -81,7 +82,8 @@ def open_trained(
     mean, std = normalisation(script, model)
     first = pixels_of(images.val, np.arange(min(count, len(images.val)), dtype=np.int64), recipe)
     sample = to_float(first, mean, std, recipe.image_size).contiguous()
-    return Exported(trained, script, recipe, model, classes, mean, std, images.val.cropped, sample)
+    is_cropped = images.val.cropped if trained.cropped is None else trained.cropped
+    return Exported(trained, script, recipe, model, classes, mean, std, is_cropped, sample)
 
 
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
