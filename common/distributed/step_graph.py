@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor
 
+from common.distributed.layout import owner
 from common.distributed.strategy import precision, strategy
 
 WARM_UP_STEPS = 3  # of each shape: compilation, cuDNN's autotuning, and the optimizer's state
@@ -44,14 +45,27 @@ def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Cal
     """Decorates a step, which becomes a StepGraph if the flags and the device say so. Use it after Run.begin.
 
     The step must launch the same kernels each time, and read no number of the host but the learning rates: of
-    optimizers torch's own do, which are `capturable`, and SGD. With others the step stays as it is.
+    optimizers torch's own do, which are `capturable`, and SGD. With others, as Lookahead around one of them,
+    the step stays as it is.
     """
-    counts = any("capturable" not in group for group in optimizer.param_groups)
-    if accelerator.step_graph and counts and type(optimizer.optimizer) is not torch.optim.SGD:
-        name = type(optimizer.optimizer).__name__
+    inner = optimizer.optimizer
+    counts = any("capturable" not in group for group in inner.param_groups) or owner(inner) is not inner
+    if accelerator.step_graph and counts and type(inner) is not torch.optim.SGD:
+        name = type(inner).__name__
         accelerator.print(f"the step is no CUDA graph: {name} may count its steps on the host")
         accelerator.step_graph = False
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Has the optimizer count its steps on the device, also those that a checkpoint had on the CPU."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+            for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
+                device = next((v.device for v in state.values() if isinstance(v, Tensor) and v.ndim), None)
+                counts = {n: v for n, v in state.items() if isinstance(v, Tensor) and not v.ndim}
+                state |= {name: count.to(device) for name, count in counts.items()}
 
 
 @dataclass
@@ -78,9 +92,8 @@ class StepGraph:
         # A fused optimizer's on a GPU; else as exact as now
         kind = torch.float32 if self.on_gpu else torch.float64
         self.rates = [torch.zeros((), dtype=kind, device=accelerator.device) for _ in self.groups]
-        for group in self.groups if self.on_gpu else ():
-            if "capturable" in group:
-                group["capturable"] = True
+        if self.on_gpu:
+            make_capturable(optimizer.optimizer)
         self.stream = torch.cuda.Stream() if self.on_gpu else None
         self.buffers: Buffers | None = None  # of one shape: --train_sizes has each size once
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from timm.optim import Lookahead
 from torch import nn
 
 from common.distributed import step_graph
 from common.distributed.blocks import Compilation
 from common.distributed.exact_sum import ExactSum
-from common.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph
+from common.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
 from common.order import reseed
 from common.recipe import parse
 from tests.conftest import CNN, RESNET, VIT_WITH_ALL, full, latest, metrics, python, result, run, tensors
@@ -208,3 +209,25 @@ def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits):
     else:
         with pytest.raises(ValueError, match="--step_graph is for one process"):
             chosen("--step_graph")
+
+
+def test_an_optimizer_around_another_counts_on_the_host():
+    """Lookahead counts in Python: a graph would never take its slow steps."""
+    inner = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], capturable=False)
+    said: list[str] = []
+    for optimizer, stays in ((inner, True), (Lookahead(inner), False)):
+        accelerator = SimpleNamespace(step_graph=True, print=said.append)
+        step_graph.step_graph(accelerator, SimpleNamespace(optimizer=optimizer))
+        assert accelerator.step_graph == stays
+    assert said == ["the step is no CUDA graph: Lookahead may count its steps on the host"]
+
+
+def test_a_restored_count_of_steps_moves_to_the_device():
+    """`meta` stands for a GPU: the checkpoint of NAdam had its step on the CPU."""
+    parameter = torch.zeros(2, device="meta", requires_grad=True)
+    optimizer = torch.optim.NAdam([parameter])
+    moments = {name: torch.zeros(2, device="meta") for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[parameter] = moments | {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.9)}
+    make_capturable(optimizer)
+    assert optimizer.param_groups[0]["capturable"]
+    assert {value.device.type for value in optimizer.state[parameter].values()} == {"meta"}
