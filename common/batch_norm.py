@@ -6,6 +6,7 @@ processes, nor on recomputation by activation checkpointing.
 """
 
 from functools import cache
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ class RunningStatistics:
                 layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
                 assert isinstance(layer, _Layer)
                 self.layers.append(layer)
+        self.updated = [layer for layer in self.layers if not layer.is_frozen]
         self.begun_with = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
@@ -48,16 +50,16 @@ class RunningStatistics:
             if module.training and accelerator.step % accelerator.gradient_accumulation_steps == first:
                 self._update()
 
-        if self.layers:
+        if self.updated:
             prepared.register_forward_hook(update)
 
     @torch.no_grad()
     def _update(self) -> None:
-        for momentum in {layer.momentum for layer in self.layers}:
-            layers = [layer for layer in self.layers if layer.momentum == momentum]
+        for momentum in {layer.momentum for layer in self.updated}:
+            layers = [layer for layer in self.updated if layer.momentum == momentum]
             torch._foreach_lerp_([x.running_mean for x in layers], [x.batch_mean for x in layers], momentum)
             torch._foreach_lerp_([x.running_var for x in layers], [x.batch_var for x in layers], momentum)
-        torch._foreach_add_([layer.num_batches_tracked for layer in self.layers], 1)
+        torch._foreach_add_([layer.num_batches_tracked for layer in self.updated], 1)
 
 
 class _Layer(_BatchNorm):
@@ -75,6 +77,14 @@ class _Layer(_BatchNorm):
     num_batches_tracked: Tensor  # []
     drop: nn.Module  # timm's BatchNormAct2d has these
     act: nn.Module
+
+    @property
+    def is_frozen(self) -> bool:
+        """True where the weights are not trained, as with --freeze: then the statistics are not, either."""
+        return self.affine and not self.weight.requires_grad
+
+    def train(self, mode: bool = True) -> Self:
+        return super().train(mode and not self.is_frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)

@@ -73,6 +73,21 @@ def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed
     torch.testing.assert_close(model.eval()(images), plain.eval()(images), rtol=1e-3, atol=1e-3)
 
 
+def test_a_frozen_layer_keeps_its_statistics(accelerator):
+    """In training it computes what it does in evaluation, whatever the micro-batch is."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+    model[:2].requires_grad_(False)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model, optimizer = prepare(accelerator, model, torch.optim.SGD(model[3].parameters(), lr=0.1))
+    images = torch.randn(4, 3, 8, 8) + 3
+    torch.testing.assert_close(model(images)[:2], model(images[:2]))
+    accelerator.backward(model(images).square().mean())
+    optimizer.step()
+    for name, buffer in before.items():
+        assert torch.equal(model.state_dict()[name], buffer), name
+    torch.testing.assert_close(model(images), model.eval()(images))
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
