@@ -52,8 +52,10 @@ class TrainingState:
     def allocate(self, expected: dict[str, Specs]) -> None:
         """Allocates the snapshots before the first take(), because that takes longer than the copy.
 
-        In any thread.
+        In any thread; the saver's begins with it.
         """
+        if self.accelerator.device.type == "cuda":  # a thread begins with the host's first GPU
+            torch.cuda.set_device(self.accelerator.device)
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 

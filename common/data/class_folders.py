@@ -88,8 +88,9 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     """The folders of `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, and their
     classes.
 
-    For `<class>/` alone the folder is "". A test/ without class folders has no labels, and its images are left
-    out; so are those of one beside val/ that has none of train/'s classes (others may lack some). Raises ValueError for folders that can't be trained on.
+    For `<class>/` alone the folder is "". A test/ without class folders has no labels, and its images are
+    left out; so are those of one beside val/ that has none of train/'s classes (others may lack some).
+    Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
     if not folders or _is_class(root, folders):

@@ -64,6 +64,7 @@ from common.distributed.strategy import (
     precision,
     refuse_missing_gradients,
     refuse_skipped_steps,
+    sharding,
     share_initial_weights,
     strategy,
     versions,
@@ -134,11 +135,12 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if accelerator.device.type == "cpu":
         use_all_cores(job.deterministic)
         keep_freed_memory()
-    blocks = {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
+    blocks: dict[str, Any] = {"strategy": strategy(accelerator), "sharding": sharding(accelerator)}
+    blocks |= {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
     blocks |= vars(accelerator.precision)
     code = {"script and common/": _code_hash(), **versions()}
     blocks |= {"deterministic": job.deterministic}
-    if job.deterministic:  # a CPU's sums within a gradient depend on them
+    if job.deterministic and accelerator.device.type == "cpu":  # its sums within a gradient depend on them
         blocks |= {"threads": torch.get_num_threads()}
     alike = {name: getattr(job, name) for name in ALIKE if hasattr(job, name)}
     agree(accelerator, {**code, "recipe": recipe_part(job) | alike, **blocks})
@@ -270,6 +272,8 @@ def wrap(
         keep_strides(prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # The engine has clipped; Accelerate 1.15 would wait for the device, to return the norm.
+        accelerator.clip_grad_norm_ = lambda *_, **__: None
         if accelerator.precision.half_precision == "weights":
             plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))
         if precision(accelerator) == "fp16":

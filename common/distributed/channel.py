@@ -131,6 +131,17 @@ class Poll:
         dist.all_gather_object(everyones, mine, group=self.group)
         return everyones
 
+    def collect(self, mine: Any) -> list[Any]:
+        """Every process's object, by rank, on the main process; [] on others. Collective.
+
+        For large ones: gather() would send all of them to all.
+        """
+        if self.group is None:
+            return [mine]
+        everyones = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, everyones, group=self.group)
+        return everyones or []
+
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
         """Waits until done(1.0), which waits up to a second, is true on the main process. Collective.
 

@@ -333,10 +333,10 @@ def _to_local(value: Any) -> Any:
 
 
 def _distributed_like(p: Any, whole: Tensor) -> Any:
-    """The whole tensor as a DTensor, sharded as the DTensor p is."""
+    """The whole tensor as a DTensor, sharded as the DTensor p is, on its device: a CPU, if p is offloaded."""
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to(p.to_local().device)
 
 
 def _has_shape(value: Any, key: Tensor) -> bool:

@@ -52,6 +52,11 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
+def offloads() -> bool:
+    """True where FSDP2 keeps parameters and gradients on the CPU: gloo adds their norm over processes."""
+    return os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+
+
 def join_agents_store(timeout_s: int) -> None:
     """Creates the process group in the store of torchrun's agent, below a prefix for this attempt.
 
@@ -65,7 +70,8 @@ def join_agents_store(timeout_s: int) -> None:
     store, number, processes = next(dist.rendezvous("env://", timeout=timeout))
     name = _name_attempt(store, processes) if number == 0 else _learn_attempt(store, number, timeout_s)
     store = dist.PrefixStore(name, store)
-    dist.init_process_group(backend(), store=store, rank=number, world_size=processes, timeout=timeout)
+    kind = "cuda:nccl,cpu:gloo" if offloads() and backend() == "nccl" else backend()
+    dist.init_process_group(kind, store=store, rank=number, world_size=processes, timeout=timeout)
 
 
 def _name_attempt(store: dist.Store, processes: int) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -17,7 +18,7 @@ from common.order import Steps
 from common.recipe import Recipe
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
-from common.system.files import read_lines, write_json, write_text
+from common.system.files import check_regular, read_lines, write_json, write_text
 from common.system.progress import TrainingProgress
 
 if TYPE_CHECKING:  # imported where they are needed
@@ -87,8 +88,8 @@ class RunLog:
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
-        if recipe.log_samples:
-            _keep_lines(samples, state)
+        if recipe.log_samples and samples.exists():
+            _cut(samples, state.step)
         marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
         self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
         if "none" not in recipe.trackers:
@@ -208,6 +209,19 @@ def _keep_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
     kept = [line for line in read_lines(file) if _was_before(line, state)]
     write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
+
+
+def _cut(file: Path, step: int) -> None:
+    """Ends a file of lines, in the order of their steps, after those of this step. It may have gigabytes."""
+    check_regular(file)
+    with open(file, "r+b") as lines:
+        end = 0
+        for line in lines:
+            begin = re.match(rb'{"step": (\d+),', line)
+            if not (begin and int(begin[1]) <= step and line.endswith(b"\n")):
+                lines.truncate(end)
+                break
+            end += len(line)
 
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import resource
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from common.run.state import RunState
 from common.system.env import report
 from common.system.files import read_json, read_lines, sync, write_json, writing
 from common.system.paths import ROOT, python_command, shortest
-from common.system.threads import Heartbeat
+from common.system.threads import Heartbeat, run_with_heartbeat
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.telemetry.flops import Utilisation
@@ -112,7 +113,7 @@ class MainRecord:
             # of an unfinished one makes them.
             from common.telemetry.summary import energy_wh
 
-            summaries = telemetry.summaries()
+            summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
             content = self.result("finished")
             content |= {"telemetry": summaries, "energy_wh": energy_wh(summaries)}
             content |= {"uploaded": False} if mirror else {}
@@ -158,7 +159,7 @@ class MainRecord:
         content = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": self.state.wall_now_s()}
         if content["uploaded"]:
             try:
-                mirror.send_last_files(content)
+                run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)
             except (OSError, ValueError) as error:  # StoreError is one
                 content["uploaded"] = False
                 print(f"the result is not in {mirror.store.url} ({error}): run the same command to send it")

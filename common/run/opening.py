@@ -118,8 +118,8 @@ class Opening:
         if is_other and "data" not in recipe.allow_changed:
             kinds = ("cropped", "whole") if was_cropped else ("whole", "cropped")
             raise ValueError(
-                f"{checkpoint.folder} was trained on images that were {kinds[0]}, as an earlier version chose by"
-                f" the free memory. Now they are {kinds[1]}: give --allow_changed data to go on with these"
+                f"{checkpoint.folder} was trained on images that were {kinds[0]}, as an earlier version chose"
+                f" by the free memory. Now they are {kinds[1]}: give --allow_changed data to go on with these"
             )
         self.training.check(checkpoint)
         state = RunState.read(checkpoint)

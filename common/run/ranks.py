@@ -83,11 +83,11 @@ class Exchange:
 
     def gather(self, own: Any) -> list[Any]:
         """The value of each process. The main process also gets telemetry and the ids of skipped images."""
-        everyones = self.poll.gather((own, self.telemetry.take(), self.skipped()))
+        reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
-            self.telemetry.append([piece for _, pieces, _ in everyones for piece in pieces])
-            self.record.state.add_bad_images({i for *_, ids in everyones for i in ids})
-        return [own for own, *_ in everyones]
+            self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
+            self.record.state.add_bad_images({i for _, ids in reports for i in ids})
+        return self.poll.gather(own)
 
 
 class Meter:

@@ -1,8 +1,7 @@
 """Sums up the telemetry of a host: means, maxima, energy."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,44 @@ HOST_NUMBERS = (
 GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz")
 
 
+@dataclass
+class Numbers:
+    """The mean and the maximum of numbers that are not kept, as a run of weeks has many; None is none."""
+
+    count: int = 0
+    total: float = 0.0
+    largest: float | None = None
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.count, self.total = self.count + 1, self.total + value
+            self.largest = value if self.largest is None else max(self.largest, value)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass
+class Energy:
+    """The energy of one GPU in one start: by its counter, else as the integral of its power."""
+
+    counted_wh: float | None = None
+    joules: float = 0.0
+    last: tuple[float, float] | None = None  # time in s, and power in W
+
+    def add(self, t: float, counted_wh: float | None, power_w: float | None) -> None:
+        self.counted_wh = self.counted_wh if counted_wh is None else counted_wh
+        if power_w is not None:
+            if self.last:
+                self.joules += (t - self.last[0]) * (power_w + self.last[1]) / 2
+            self.last = t, power_w
+
+    @property
+    def wh(self) -> float | None:
+        return self.counted_wh if self.counted_wh is not None else self.last and self.joules / 3600
+
+
 def summarize(file: Path) -> dict[str, Any]:
     """Sums up one telemetry-<host>.jsonl over all starts: means, but maxima of memory and temperature.
 
@@ -27,9 +64,9 @@ def summarize(file: Path) -> dict[str, Any]:
     reasons. ValueError for a file with lines that are no telemetry.
     """
     samples, gpus, starts = 0, 0, 0
-    values: dict[str, list[float | None]] = defaultdict(list)
+    values: dict[str, Numbers] = defaultdict(Numbers)
     reasons: set[str] = set()
-    energies: dict[tuple[int, int], list[Any]] = defaultdict(list)  # by start and GPU
+    energies: dict[tuple[int, int], Energy] = defaultdict(Energy)  # by start and GPU
     try:
         for line in json_lines(file):
             if "host" in line:
@@ -37,29 +74,29 @@ def summarize(file: Path) -> dict[str, Any]:
                 continue
             samples += 1
             for name in HOST_NUMBERS:
-                values[name].append(line[name])
+                values[name].add(line[name])
             for gpu in line.get("gpus", []):
                 for name in GPU_NUMBERS:
-                    values[f"gpu_{name}"].append(gpu[name])
-                values["throttled"].append(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
+                    values[f"gpu_{name}"].add(gpu[name])
+                values["throttled"].add(None if gpu["throttle"] is None else 100 * bool(gpu["throttle"]))
                 reasons.update(gpu["throttle"] or ())
-                energies[starts, gpu["index"]].append((line["t"], gpu["energy_wh"], gpu["power_w"]))
+                energies[starts, gpu["index"]].add(line["t"], gpu["energy_wh"], gpu["power_w"])
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} has lines that are no telemetry") from None
     return {
         "host": file.stem.removeprefix("telemetry-"),
         "samples": samples,
         "gpus": gpus,
-        "utilisation_pct": _mean(values["gpu_utilisation_pct"]),
-        "gpu_memory_gib": max(_known(values["gpu_memory_gib"]), default=None),
-        "power_w": _mean(values["gpu_power_w"]),
-        "temperature_c": max(_known(values["gpu_temperature_c"]), default=None),
-        "sm_clock_mhz": _mean(values["gpu_sm_clock_mhz"]),
-        "throttled_pct": _mean(values["throttled"]),
+        "utilisation_pct": values["gpu_utilisation_pct"].mean,
+        "gpu_memory_gib": values["gpu_memory_gib"].largest,
+        "power_w": values["gpu_power_w"].mean,
+        "temperature_c": values["gpu_temperature_c"].largest,
+        "sm_clock_mhz": values["gpu_sm_clock_mhz"].mean,
+        "throttled_pct": values["throttled"].mean,
         "throttle": sorted(reasons),
-        "energy_wh": _total([*map(_energy_wh, energies.values())]),
-        **{name: _mean(values[name]) for name in HOST_NUMBERS},
-        "memory_gib": max(_known(values["memory_gib"]), default=None),
+        "energy_wh": _total([energy.wh for energy in energies.values()]),
+        **{name: values[name].mean for name in HOST_NUMBERS},
+        "memory_gib": values["memory_gib"].largest,
     }
 
 
@@ -70,26 +107,5 @@ def energy_wh(summaries: list[dict[str, Any]]) -> float | None:
 
 def _total(numbers: list[float | None]) -> float | None:
     """The sum; None for an empty list or one with a None."""
-    known = _known(numbers)
+    known = [number for number in numbers if number is not None]
     return sum(known) if known and len(known) == len(numbers) else None
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = _known(values)
-    return sum(known) / len(known) if known else None
-
-
-def _energy_wh(measured: list[tuple[float, float | None, float | None]]) -> float | None:
-    """The energy of one GPU in one start: by its counter, else as the integral of its power.
-
-    measured: time, counted Wh, and power in W.
-    """
-    if counted := _known(wh for _, wh, _ in measured):
-        return counted[-1]
-    powers = [(t, w) for t, _, w in measured if w is not None]
-    joules = sum((t - before) * (w + w_before) / 2 for (before, w_before), (t, w) in pairwise(powers))
-    return joules / 3600 if powers else None

@@ -220,7 +220,7 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
     """Two launches with a folder each, as on two hosts: only rank 0's is made; it sends the checkpoint."""
     words = [*CNN, *FLAGS]
     for env, statuses in (({"STOP_AT": "9"}, {1}), ({}, {0})):
-        jobs = two_hosts(tmp_path, cache, words, projects=(stoppable, stoppable), env=env)
+        jobs = two_hosts(tmp_path, cache, words, projects=(stoppable, stoppable), envs=(env, env))
         assert {status for status, _ in jobs} == statuses, jobs
     assert "continuing at step 9" in jobs[0][1]
     assert [line["step"] for line in metrics(tmp_path / "run0") if "val/loss" in line] == [14, 28, 32]

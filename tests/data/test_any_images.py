@@ -408,7 +408,9 @@ def test_folders_called_like_splits_are_no_classes(tmp_path):
     with pytest.raises(ValueError, match=rf"splits by their names, no classes.*give --data {root}/train.csv"):
         list_splits(root, LeftOut())
     (root / "train.csv").unlink()
-    with pytest.raises(ValueError, match="splits by their names, no classes: call them train/, val/ and test/"):
+    with pytest.raises(
+        ValueError, match="splits by their names, no classes: call them train/, val/ and test/"
+    ):
         list_splits(root, LeftOut())
     land = put(tmp_path / "land", "seg_train/seg_train/sea/1.png", "seg_test/seg_test/sea/2.png")
     with pytest.raises(ValueError, match="seg_test, seg_train are splits by their names"):
@@ -418,7 +420,9 @@ def test_folders_called_like_splits_are_no_classes(tmp_path):
 
 
 def test_training_and_testing_are_splits(tmp_path):
-    root = put(tmp_path / "scans", "Training/a/1.png", "Training/b/2.png", "Testing/a/3.png", "Testing/b/4.png")
+    root = put(
+        tmp_path / "scans", "Training/a/1.png", "Training/b/2.png", "Testing/a/3.png", "Testing/b/4.png"
+    )
     folders, splits = list_splits(root, LeftOut())
     assert folders == {"train": "Training", "test": "Testing"}
     assert splits["test"] == {"a": ["3.png"], "b": ["4.png"]}

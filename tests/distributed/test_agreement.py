@@ -15,13 +15,15 @@ from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchr
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
 
-def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env=None):
+def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), envs=(None, None)):
     """Two launches with one process each, as on two hosts. Returns [(status, output), ...]."""
     port, jobs = free_port(), []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
         options = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
-        jobs.append(Job([*torchrun(1, *address), *words, *options], cwd=projects[node] or ROOT, env=env))
+        jobs.append(
+            Job([*torchrun(1, *address), *words, *options], cwd=projects[node] or ROOT, env=envs[node])
+        )
     return [job.wait() for job in jobs]
 
 
@@ -39,6 +41,18 @@ def test_another_recipe_on_one_host(tmp_path, cache):
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=([], other))
     assert_refused(jobs, "recipe is log_every=7, lr=0.5, widths=[8, 8, 32]")
     assert not list(tmp_path.glob("run*"))
+
+
+@pytest.mark.full
+def test_another_strategy_on_one_host(tmp_path, cache):
+    """As where a config file was edited on one host alone: the ranks would enter other collectives."""
+    fsdp = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    }
+    jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], envs=(None, fsdp))
+    assert_refused(jobs, "the processes do not agree: strategy is fsdp")
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
