@@ -210,6 +210,8 @@ class Search:
             "trackers": "none",
             "s3": "",
         }
+        if sizes := getattr(self.recipe, "train_sizes", ()):
+            flags["train_sizes"] = max(sizes)
         return [f"--{name}={value}" for name, value in flags.items()]
 
     def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:

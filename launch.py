@@ -25,9 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.flags import underscores
 from common.recipe import Job
-from common.system.cli import check_positive, command_parser, run_command, split_at_script
+from common.system.cli import check_positive, command_parser, run_command, split_at_script, underscores
 from common.system.files import read_accelerate_config, write_text
 from common.system.paths import ROOT
 from common.system.text import did_you_mean
@@ -74,7 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--dry_run", action="store_true", help="print each host's command, and exit")
     add("--write_deepspeed_env", action="store_true", help="write .deepspeed_env for DeepSpeed, and exit")
     mine, script = split_at_script(argv)
-    flags, rest = parser.parse_known_args([underscores(word) for word in mine])
+    flags, rest = parser.parse_known_args(mine)
     check_positive(parser, flags, "gpus", "gpus_per_node")
     if script and rest:
         meant = did_you_mean(rest[0], parser._option_string_actions)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import check_positive, run_command
+from common.system.cli import CommandParser, check_positive, run_command
 from common.system.files import parse_json, write_text
 from common.system.paths import python_command, shortest
 from common.system.text import natural, numbered
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="logbook.py", allow_abbrev=False)
+    parser = CommandParser(prog="logbook.py", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{add,compare,index}")
 
     def command(name: str, make: Command, help: str) -> Callable[..., argparse.Action]:

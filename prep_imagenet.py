@@ -37,7 +37,6 @@ import argparse
 import signal
 import sys
 
-from common.flags import underscores
 from common.system.cli import command_parser, run_command
 from common.system.text import printable_lines
 from tools.prepare.preparation import NAMES, Preparation
@@ -78,7 +77,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     skipped = "skip the check of ImageNet's MD5 sums, and of other JPEGs for missing parts"
     add("--no_verify", action="store_true", help=skipped)
     add("--subset", action="store_true", help="accept other counts than 1,000 classes of 50 val images")
-    flags = parser.parse_args([underscores(word) for word in words])
+    flags = parser.parse_args(words)
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
             parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")

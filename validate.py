@@ -40,9 +40,9 @@ from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.distributed.watch import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
-from common.flags import underscores
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from common.script import normalisation
+from common.system.cli import underscores
 from common.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
 from tools.inference.inference import Inference, autocast, own_words, pixels_of

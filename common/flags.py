@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import tell_torchrun
+from common.system.cli import CommandParser, tell_torchrun, underscores
 from common.system.env import is_hosts_first
 from common.system.files import parse_json
 from common.system.paths import ROOT
@@ -61,7 +61,7 @@ def help_of(field: dataclasses.Field, name: str = "") -> str:
     return field.metadata["help"] or _texts()[name or field.name]
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(CommandParser):
     def error(self, message: str) -> typing.NoReturn:
         """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
         if message.startswith("unrecognized arguments"):
@@ -96,14 +96,6 @@ def _of_others(unknown: str) -> str:
                 text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", one).replace("`", "")
                 return f": here it is {text} (docs/coming_from.md)"
     return ""
-
-
-def underscores(word: str) -> str:
-    """--batch-size=8 -> --batch_size=8: both spellings are accepted."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
 
 
 def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.flags import Parser, add_flag, as_text, flag, read_config, setting, typed, underscores
+from common.flags import Parser, add_flag, as_text, flag, read_config, setting, typed
 from common.system.text import plural
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     add("--print_config", action="store_true", help="print the recipe as YAML for --config, and exit")
     add("-h", "--help", action="help", help="show this, and exit")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
-    given = vars(parser.parse_args([underscores(word) for word in (sys.argv[1:] if argv is None else argv)]))
+    given = vars(parser.parse_args(argv))
     try:
         values = read_config(Path(given["config"]), fields) if given["config"] else {}
         for field in fields:

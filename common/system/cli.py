@@ -53,11 +53,27 @@ def _text(error: Exception) -> str:
     return str(error)
 
 
-def command_parser(doc: str | None, usage: str | None = None) -> argparse.ArgumentParser:
+def underscores(word: str) -> str:
+    """--batch-size=8 -> --batch_size=8: both spellings are accepted."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Takes flags in both spellings."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args([underscores(word) for word in words], namespace)
+
+
+def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
     """A parser whose help shows a script's docstring: its first paragraph, the flags, the rest."""
     assert doc
     description, _, epilog = doc.partition("\n\n")
-    return argparse.ArgumentParser(
+    return CommandParser(
         description=description,
         epilog=epilog,
         usage=usage,

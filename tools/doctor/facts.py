@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from common.system.files import sha256_of
 from common.system.gpus import devices, torch_cuda, visible_devices
 from common.system.paths import ROOT
 from common.system.processes import interface_problem, interface_to, listening_process, use_interface
@@ -238,8 +239,8 @@ def _contents(data: str) -> dict[str, Any]:
 
             return answer | {"digest": find_stored(ObjectStore(data))[0].sha256[:12]}
         root = Path(data)
-        if root.is_file():  # a list, whose files may be anywhere
-            return answer | {"digest": _digest(root.read_bytes())}
+        if root.is_file():  # a table, or a list, whose files may be anywhere
+            return answer | {"digest": sha256_of(root)[:12]}
         files = sorted(_files(root))
         if not files:
             raise ValueError("the folder of --data is not there, or empty")
@@ -255,11 +256,13 @@ def _contents(data: str) -> dict[str, Any]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Files below a folder, also behind links, but for links to a folder that holds them."""
+    """Files below a folder, but hidden ones, also behind links; not behind one to a folder that holds it."""
+    from common.data.class_folders import is_hidden
+
     for folder, folders, names in os.walk(root, followlinks=True):
-        yield from (Path(folder) / name for name in names)
+        yield from (Path(folder) / name for name in names if not is_hidden(name))
         here = os.path.realpath(folder)
-        folders[:] = [n for n in folders if not _is_above(os.path.join(folder, n), here)]
+        folders[:] = [n for n in folders if not is_hidden(n) and not _is_above(os.path.join(folder, n), here)]
 
 
 def _is_above(link: str, folder: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.data.shards import MANIFEST, parse_manifest
-from common.recipe import parse, share_out
+from common.recipe import parse, parse_fold, share_out
 from common.script import load_script, recipe_class, training_images
 from common.system.paths import ROOT
 from common.system.processes import allowed_cores
@@ -98,12 +98,15 @@ def named_device(name: str) -> Device:
     return found[0]
 
 
-def _training_images(data: str) -> int | None:
+def _training_images(data: str, holdout: float | str | None) -> int | None:
     """The number of images to train on; None where it is not known without reading a store."""
     manifest = Path(data) / MANIFEST
-    if not manifest.is_file():
-        return training_images(data)
-    return sum(s.images for s in parse_manifest(manifest.read_bytes(), data).splits["train"].shards)
+    if manifest.is_file():
+        count = sum(s.images for s in parse_manifest(manifest.read_bytes(), data).splits["train"].shards)
+    elif not (count := training_images(data) or 0):
+        return None
+    share = 1 / parse_fold(holdout)[1] if isinstance(holdout, str) else holdout or 0
+    return count - round(share * count if share < 1 else share)
 
 
 class Planning:
@@ -114,7 +117,7 @@ class Planning:
             raise ValueError(f"{script[0]}: no such script")
         self.script, self.cluster = list(script), cluster
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
-        self.images = _training_images(self.recipe.data)
+        self.images = _training_images(self.recipe.data, getattr(self.recipe, "holdout", None))
         # Refuses what the training would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
         kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]

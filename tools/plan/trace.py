@@ -111,7 +111,8 @@ class Training:
         self.averaged = EMA(self.model, self.optimizer, decay) if decay else None
 
     def shape(self, size: int) -> tuple[int, ...]:
-        return size, 3, self.recipe.image_size, self.recipe.image_size
+        edge = max(getattr(self.recipe, "train_sizes", ()) or (self.recipe.image_size,))
+        return size, 3, edge, edge
 
     def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
         """An optimizer step of one micro-batch. It calls at_gradients() when they are there."""

@@ -160,6 +160,8 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
             has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
+            if key in keys:  # of 1.jpg and 1.png the second has its extension
+                key = f"{key}_{name.rpartition('.')[2]}"
             if key in keys:
                 raise ValueError(
                     f"{where}: {name} gets the key {key}, which another image has: rename one of them"
