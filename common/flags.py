@@ -189,10 +189,10 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
     by_name = {name: field for field in fields for name in (field.name, field.metadata["also"][0]) if name}
     values = {}
     for key, value in content.items():
-        name = str(key).replace("-", "_")
+        name = str(key).replace("-", "_").strip("_")
         name = "lr" if name == "learning_rate" else name
         if name not in by_name:
-            meant = did_you_mean(name.strip("_"), by_name)
+            meant = did_you_mean(name, by_name)
             raise ValueError(f"--config {path}: unknown key {key}" + (meant and f", {meant}"))
         if value is None and by_name[name].default is None:
             continue

@@ -88,6 +88,8 @@ class RunLog:
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
+        if samples.is_symlink():  # to a file that is not the run's
+            samples.unlink()
         if recipe.log_samples and samples.exists():
             _cut(samples, state.step)
         marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]

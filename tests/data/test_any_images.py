@@ -428,14 +428,6 @@ def test_training_and_testing_are_splits(tmp_path):
     assert splits["test"] == {"a": ["3.png"], "b": ["4.png"]}
 
 
-def test_flat_test_images_without_labels_are_left_out(tmp_path):
-    """Kaggle's: what is held out comes from training."""
-    root = put(tmp_path / "plants", "train/a/1.png", "train/b/2.png", "test/3.png", "test/4.png")
-    left_out = LeftOut()
-    assert list_splits(root, left_out)[0] == {"train": "train"}
-    assert str(left_out) == "2 outside class folders"
-
-
 def test_a_disks_own_folder_is_no_part_of_the_data(tmp_path):
     """Root alone can read it."""
     root = put(tmp_path / "disk", "train/a/1.png", "val/a/2.png", "lost+found/train/3.png")
