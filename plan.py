@@ -41,7 +41,7 @@ def main() -> int:
 
     try:
         while candidate := run_with_heartbeat(lambda: next(found, None), tell):
-            lines.append(plan.line(candidate))
+            lines.append(plan.line(*candidate))
             display.print(str(lines[-1]), out)
     finally:
         display.stop()

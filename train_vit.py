@@ -92,7 +92,7 @@ from common.optim import EMA, named_optimizer
 from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import rand_augment
 from common.run.run import Run
-from common.timm_models import block_classes, fitting, head_names, mean_and_std, share_graphs, speed_up
+from common.timm_models import block_classes, fitting, head_names, mean_and_std, speed_up
 
 # --- Model ------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,6 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
             model = timm.create_model(recipe.model, num_classes=classes, **options)
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(f"--model {recipe.model} can't be built with these flags: {error}") from error
-    share_graphs(model)
     speed_up(model)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = block_classes(model)  # type: ignore[assignment]

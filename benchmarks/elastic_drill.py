@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from cluster import virtual_cluster as cluster
-from cluster.drill import ranks_on
+from cluster.drill import ranks_on, say
 from common.data.cache import prepare_data
 from common.run.plots import Panel, panels
 from common.system.cli import command_parser
@@ -388,10 +388,6 @@ def show(rows: list[dict[str, Any]]) -> None:
     values = [[*map(row.get, names), holds(row)] for row in rows]
     shown = [[f"{v:.2g}" if isinstance(v, float) else v for v in cells] for cells in values]
     print(table(shown, [*names, "holds"], numbers=False))
-
-
-def say(what: str) -> None:
-    print(f"drill: {what}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from cluster import virtual_cluster as cluster
+from common.system.files import read_lines
 from common.system.processes import kill
 
 VICTIM = "node2"
@@ -83,12 +84,7 @@ class Training:
 
     def lines(self) -> list[dict[str, float]]:
         """The lines of metrics.jsonl that have a training loss."""
-        found = []
-        with contextlib.suppress(OSError):
-            for line in (self.folder / "metrics.jsonl").read_text().splitlines():
-                with contextlib.suppress(ValueError):  # it is being written
-                    found.append(json.loads(line))
-        return [line for line in found if "train/loss" in line]
+        return [line for line in read_lines(self.folder / "metrics.jsonl") if "train/loss" in line]
 
     def step(self) -> int:
         return int(max((line["step"] for line in self.lines()), default=0))
@@ -247,7 +243,7 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
         buckets = re.findall(r"s3://([^/ ]+)", " ".join(words))
         env = _start_store(control, buckets[0], folder) if buckets else {}
         reference = Training(words, folder / "undisturbed", control, env)
-        _say("undisturbed")
+        say("undisturbed")
         began = time.monotonic()
         reference.start()
         reference.status()
@@ -287,7 +283,7 @@ def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
 
 def _try(fault: str, training: Training, reference: Training, took_s: float) -> Outcome:
     """Runs the training with one fault. took_s: time of the undisturbed run."""
-    _say(fault)
+    say(fault)
     outcome = Outcome(fault)
     training.start()
     try:
@@ -363,7 +359,7 @@ def _keep(folder: Path) -> None:
     shutil.rmtree(kept)
 
 
-def _say(what: str) -> None:
+def say(what: str) -> None:
     print(f"drill: {what}", file=sys.stderr, flush=True)
 
 

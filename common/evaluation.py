@@ -131,13 +131,9 @@ def predictions(
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
     evaluated = evaluated_ids(split, recipe)
     mine = list(evaluation_plan(count, batch.per_device, batch.processes, accelerator.process_index))
+    plan = ((0, evaluated[places]) for places, _ in mine)
     batches = split.batches(
-        ((0, evaluated[places]) for places, _ in mine),
-        device=device,
-        train=False,
-        size=size,
-        seed=recipe.seed,
-        workers=recipe.workers,
+        plan, device=device, train=False, size=size, seed=recipe.seed, workers=recipe.workers
     )
     for i, ((_, ids, pixels, labels), (_, valid)) in enumerate(zip(batches, mine, strict=True)):
         show_progress(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")

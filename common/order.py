@@ -7,7 +7,7 @@ its samples [k*b : (k+1)*b]. With A accumulations rank r computes the micro-batc
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +15,6 @@ import torch
 from common.recipe import Batch, Recipe
 
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
-
-
-class Samples(Protocol):
-    """The number and order of a data set's training samples."""
-
-    def __len__(self) -> int: ...
-
-    def check(self, batch: Batch) -> None:
-        """Raises ValueError when this batch can't be divided among the processes."""
-
-    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
-        """The samples of one epoch: int64, at least floor(N / B) * B of them."""
 
 
 class Shuffled:
@@ -66,6 +54,9 @@ class Streamed:
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
         return stream_order(seed, epoch, self.counts, self.streams, self.window, batch.total)
+
+
+Samples = Shuffled | Streamed  # the number and order of a data set's training samples
 
 
 def order(seed: int, epoch: int, count: int) -> np.ndarray:

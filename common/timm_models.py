@@ -179,11 +179,14 @@ class Attention:
 
 
 def speed_up(model: nn.Module) -> None:
-    """Changes how timm's patch embeddings and attentions are computed. Parameters keep their names."""
+    """Changes how timm's patch embeddings, attentions and DropPath compute. Parameters keep their names."""
     import timm.layers
 
     attention = type("Attention", (Attention, timm.layers.Attention), {})
-    for module in model.modules():
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, timm.layers.DropPath):
+                module.add_module(name, DropPath(child.drop_prob))
         if isinstance(module, timm.layers.PatchEmbed) and type(module.proj) is nn.Conv2d:
             module.proj.__class__ = PatchConv2d
         elif type(module) is timm.layers.Attention and module.fused_attn and _is_plain(module):
@@ -194,13 +197,3 @@ def _is_plain(attention: nn.Module) -> bool:
     """False for one with other parts, as a gate."""
     parts = attention.named_children()
     return all(name in Attention.PARTS or isinstance(part, nn.Identity) for name, part in parts)
-
-
-def share_graphs(model: nn.Module) -> None:
-    """Replaces timm's DropPath in the model."""
-    import timm.layers
-
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, timm.layers.DropPath):
-                module.add_module(name, DropPath(child.drop_prob))

@@ -144,11 +144,8 @@ def _exported(folder: Path) -> TrainedModel:
     """The model in a folder of export.py. Of its files the weights and config.json are read; no code runs."""
     try:
         about = read_json(folder / EXPORTED)["trained_by"]
-        script, recipe, classes = (
-            str(about["script"]),
-            dict(about["recipe"]),
-            list(map(printable, about["classes"])),
-        )
+        script, recipe = str(about["script"]), dict(about["recipe"])
+        classes = list(map(printable, about["classes"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder / EXPORTED} does not say what trained the model: export it again"

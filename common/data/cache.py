@@ -363,9 +363,8 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Creates a memory-mapped uint8 array and reserves its space: a full disk is an error here, no SIGBUS
     later."""
     pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-    if hasattr(os, "posix_fallocate"):  # not on macOS
-        with open(path, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     return pixels
 
 

@@ -23,6 +23,7 @@ from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from common.system.env import is_on
 from common.system.processes import accelerate_config
 
 # Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
@@ -137,7 +138,7 @@ def compile_blocks(
 
 def _arguments_in_launchers_file() -> dict[str, Any]:
     """TorchDynamoPlugin's arguments where `accelerate launch` (1.15) sets no variables: for DeepSpeed."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true" or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
+    if not is_on("ACCELERATE_USE_DEEPSPEED") or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
     answers = accelerate_config().get("dynamo_config") or {}
     keys = {"backend": "backend", "mode": "mode", "fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}

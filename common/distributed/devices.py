@@ -5,7 +5,6 @@ A rehearsal: several processes on the CPU, over gloo, from the config files mean
 
 import ctypes
 import os
-import platform
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from accelerate.utils import DistributedType, is_torch_xla_available
 from common.distributed.channel import Channel
 from common.distributed.launch_config import refuse
 from common.distributed.precision import on_gpu
-from common.system.env import LOCAL_NUMBER, launched, launched_with, local_rank, processes_per_host
+from common.system.env import LOCAL_NUMBER, is_on, launched, local_rank, processes_per_host
 from common.system.processes import allowed_cores
 
 REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
@@ -63,7 +62,7 @@ def _check_kind() -> None:
 
 def _check_that_no_gpu_is_left_out() -> None:
     """ValueError if torch can't use this host's GPUs: with an old driver it would train on the CPU."""
-    if _gpus_are_hidden() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+    if _gpus_are_hidden() or is_on("ACCELERATE_USE_CPU"):
         return
 
     from common.system.gpus import devices, driver_problem, needed_driver
@@ -144,7 +143,7 @@ def rehearse_on_cpu() -> None:
     Accelerate 1.15 looks for a GPU only in these two methods. Without one, each process would be a job of its
     own.
     """
-    if launched_with("DEEPSPEED"):
+    if is_on("ACCELERATE_USE_DEEPSPEED"):
         import deepspeed
 
         # gloo instead of the shared-memory op, which is compiled at first use, and leaves a lock when killed
@@ -152,7 +151,7 @@ def rehearse_on_cpu() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         # torch computes fp16 on every CPU; DeepSpeed refuses CPUs where it is slow
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    sharded = launched_with("FSDP") or launched_with("DEEPSPEED")
+    sharded = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
 
     def prepare_backend(self: PartialState, *_: Any, **__: Any) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
@@ -195,9 +194,8 @@ def keep_freed_memory() -> None:
     """Lets glibc keep freed activations for the next step instead of returning them to the kernel.
 
     CNN-A at batch 256, one thread: 57 instead of 82 ms of CPU time per step, and no page faults instead of
-    14,000. Other C libraries are not changed.
+    14,000.
     """
     libc = ctypes.CDLL(None)
-    if platform.libc_ver()[0] == "glibc":
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: blocks up to 1 GiB come from the heap
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap is not trimmed
+    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: blocks up to 1 GiB come from the heap
+    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap is not trimmed

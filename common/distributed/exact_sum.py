@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from common.distributed.layout import to_local
 from common.distributed.strategy import sharding, strategy
 
 UNIT = 2.0**40  # Adam's epsilon, 1e-8, is 11,000 units
@@ -142,7 +143,7 @@ class ExactSum:
         assert norm_type == 2
         self.accelerator.unscale_gradients()
         # A small parameter has no shard on some processes, and a small model none at all.
-        grads = [_local(p.grad) for p in parameters if p.grad is not None]
+        grads = [to_local(p.grad) for p in parameters if p.grad is not None]
         grads = [gradient for gradient in grads if gradient.numel()] or [self.one.new_zeros(1)]
         norm = self._norm(grads)
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).float().to(grads[0].device))
@@ -292,10 +293,6 @@ class ExactSum:
         """Combines what the processes have; of DDP's gradients each has the whole."""
         if self.accelerator.num_processes > 1 and (not self.buckets or how == dist.ReduceOp.MIN):
             dist.all_reduce(values, how)
-
-
-def _local(gradient: Any) -> Tensor:
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def _flat(tensor: Tensor) -> Tensor:

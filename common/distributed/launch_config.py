@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.system.env import is_on
 from common.system.files import parse_json
 from common.system.paths import ROOT
 from common.system.text import did_you_mean
@@ -51,16 +52,16 @@ def check_launch_config(
     for switch, answers in supported()["answers"].items():
         for key, (variable, *limits) in answers.items():
             value = env.get(variable)
-            is_asked = switch == "always" or _is_on(env, switch)
+            is_asked = switch == "always" or is_on(switch, env)
             if value is None or not is_asked or not limits or (key == "mixed_precision" and precision):
                 continue
             pattern, advice = limits
             if not re.fullmatch(pattern, value, re.IGNORECASE):
                 refuse(key if ": " in key else f"{key}: {value}", advice)
     _check_processes(env)
-    if _is_on(env, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if is_on("ACCELERATE_USE_PARALLELISM_CONFIG", env):
         _check_sizes(env, processes)
-    by_config = _is_on(env, "ACCELERATE_USE_DEEPSPEED")
+    by_config = is_on("ACCELERATE_USE_DEEPSPEED", env)
     if (deepspeed_config or by_config) and importlib.util.find_spec("deepspeed") is None:
         raise ValueError(
             "ZeRO needs DeepSpeed, which is not installed: take one of fsdp_*.yaml, or install it"
@@ -73,10 +74,6 @@ def check_launch_config(
         _check_deepspeed_answers(env, file)
         return None if file == "none" else _read_deepspeed("deepspeed_config_file", file, precision)
     return None
-
-
-def _is_on(env: Mapping[str, str], variable: str) -> bool:
-    return env.get(variable, "").lower() == "true"
 
 
 def refuse(answer: str, advice: str) -> NoReturn:
@@ -100,7 +97,7 @@ def _check_processes(env: Mapping[str, str]) -> None:
     advice = "choose multi-GPU, which is also how several processes rehearse on a CPU"
     if any(int(env.get(name) or 1) > 1 for name in MPI_SIZES):
         refuse("mpirun_config: yes", advice)
-    if _is_on(env, "ACCELERATE_USE_CPU") and "MASTER_PORT" in env:
+    if is_on("ACCELERATE_USE_CPU", env) and "MASTER_PORT" in env:
         refuse("distributed_type: MULTI_CPU", f"it starts one process only; {advice}")
 
 
@@ -121,7 +118,7 @@ def _check_launcher(env: Mapping[str, str], deepspeed_config: str) -> None:
             f"--deepspeed_config {deepspeed_config} needs a launcher:"
             f" deepspeed --num_gpus 2 {sys.argv[0]} ..."
         )
-    if _is_on(env, "ACCELERATE_USE_FSDP") or _is_on(env, "ACCELERATE_USE_DEEPSPEED"):
+    if is_on("ACCELERATE_USE_FSDP", env) or is_on("ACCELERATE_USE_DEEPSPEED", env):
         raise ValueError(
             "--deepspeed_config stands beside an accelerate config that names a strategy: give one of them"
         )
@@ -221,10 +218,10 @@ def _check_precisions(config: dict[str, Any], file: str, precision: str | None) 
         )
     if all(enabled.get(kind) for kind in ("bf16", "fp16")):
         raise ValueError(f"{file} enables both bf16 and fp16: choose one")
-    for kind, is_on in enabled.items():
-        if precision and is_on != (kind == precision):
+    for kind, is_enabled in enabled.items():
+        if precision and is_enabled != (kind == precision):
             raise ValueError(
-                f"{file} has {kind}.enabled {json.dumps(is_on)} beside --mixed_precision {precision}:"
+                f"{file} has {kind}.enabled {json.dumps(is_enabled)} beside --mixed_precision {precision}:"
                 ' write "auto"'
             )
 
@@ -257,7 +254,7 @@ def disable_meaningless(rehearsal: bool) -> list[str]:
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     remarks = []
     for key, why in meaningless.items():
-        if _is_on(os.environ, key.upper()):
+        if is_on(key.upper()):
             os.environ[key.upper()] = "false"
             remarks.append(f"{key} is off: {why}")
     return remarks
@@ -266,7 +263,7 @@ def disable_meaningless(rehearsal: bool) -> list[str]:
 def check_wrapped_classes(model: Any) -> None:
     """ValueError when the config names a class for FSDP to wrap that the model does not have."""
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
-    if not names or not _is_on(os.environ, "ACCELERATE_USE_FSDP"):
+    if not names or not is_on("ACCELERATE_USE_FSDP"):
         return
     classes = {type(module).__name__ for module in model.modules()}
     for name in names.split(","):

@@ -52,7 +52,7 @@ class Layout:
         everything: dict[str, Any] = dict(self.module.named_parameters())
         self.parameters = {name: p for name, p in everything.items() if p.requires_grad}
         self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
-        self.local = [_to_local(key.detach()) for key in self._keys()]  # fp32, in the order of self.states()
+        self.local = [to_local(key.detach()) for key in self._keys()]  # fp32, in the order of self.states()
         self.inner = self._inner()  # the script's own optimizer
         self.pieces = {name: self._piece(p) for name, p in everything.items()}
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
@@ -89,7 +89,7 @@ class Layout:
     def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
         """(name, this process's piece) of each frozen parameter."""
         for name, p in self.frozen.items():
-            yield name, _to_local(p.detach())
+            yield name, to_local(p.detach())
 
     def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
         """Fills this process's pieces with whole(name), a tensor on the device. All use the same order."""
@@ -114,7 +114,7 @@ class Layout:
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
             name: [
-                _to_local(state[name] if _has_shape(state.get(name), key) else None)
+                to_local(state[name] if _has_shape(state.get(name), key) else None)
                 for key, state in zip(keys, states, strict=True)
             ]
             for name in sorted(names)
@@ -143,7 +143,7 @@ class Layout:
         for key, members in zip(self._keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
             new = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))
-            made.append(_to_local(new))
+            made.append(to_local(new))
         return made
 
     def put_state(self, parameter: str, name: str, value: Any) -> None:
@@ -328,7 +328,7 @@ def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[
     ]
 
 
-def _to_local(value: Any) -> Any:
+def to_local(value: Any) -> Any:
     return value.to_local() if hasattr(value, "to_local") else value
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, convert_outputs_to_fp32, parse_fla
 from torch import Tensor, nn
 
 from common.distributed.strategy import strategy
-from common.system.env import launched_with, rank
+from common.system.env import is_on, rank
 from common.system.processes import parents
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -92,7 +92,7 @@ def chosen_precision(flag: str | None) -> str:
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     if typed == "no":
         flag = typed
-    elif launchers == "no" and launched_with("DEEPSPEED") and "mixed_precision" not in fields:
+    elif launchers == "no" and is_on("ACCELERATE_USE_DEEPSPEED") and "mixed_precision" not in fields:
         # accelerate launch (1.15) passes "no" if a DeepSpeed config leaves precision to the JSON's "auto".
         launchers = None
         if typed is None and has_native_bf16():

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 
 from common.recipe import Batch, Job, share_out, usable_processes
-from common.system.env import MOST_HOSTS, PER_DEVICE, PROCESSES, processes_per_host, rank, report, world_size
+from common.system.env import (
+    MOST_HOSTS,
+    PER_DEVICE,
+    PROCESSES,
+    is_on,
+    processes_per_host,
+    rank,
+    report,
+    world_size,
+)
 from common.system.processes import interface_problem, interface_to, parents
 from common.system.text import plural
 
@@ -52,11 +61,6 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def offloads() -> bool:
-    """True where FSDP2 keeps parameters and gradients on the CPU: gloo adds their norm over processes."""
-    return os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
-
-
 def join_agents_store(timeout_s: int) -> None:
     """Creates the process group in the store of torchrun's agent, below a prefix for this attempt.
 
@@ -70,7 +74,8 @@ def join_agents_store(timeout_s: int) -> None:
     store, number, processes = next(dist.rendezvous("env://", timeout=timeout))
     name = _name_attempt(store, processes) if number == 0 else _learn_attempt(store, number, timeout_s)
     store = dist.PrefixStore(name, store)
-    kind = "cuda:nccl,cpu:gloo" if offloads() and backend() == "nccl" else backend()
+    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo adds the norm of gradients there
+    kind = "cuda:nccl,cpu:gloo" if offloads else backend()
     dist.init_process_group(kind, store=store, rank=number, world_size=processes, timeout=timeout)
 
 

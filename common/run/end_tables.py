@@ -91,11 +91,8 @@ def _results(result: dict[str, Any], unit: str, chance: float | None) -> "Table"
 
 def _luck(result: dict[str, Any], chance: float | None) -> dict[str, str]:
     """What an accuracy stands beside: the interval that so few samples allow, and chance."""
-    split = "test" if result.get("test_name") else "best"
-    accuracy, count = (
-        result.get(f"{split}_accuracy"),
-        result["test_images" if split == "test" else "val_images"],
-    )
+    split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
+    accuracy, count = result.get(f"{split}_accuracy"), result[images]
     if accuracy is None or not count:
         return {}
     low, high = interval(accuracy, count)

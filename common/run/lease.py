@@ -16,11 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from common.system.env import job_round
 from common.system.files import parse_json, read_regular, write_text
-from common.system.processes import start_ticks
+from common.system.processes import is_running, start_ticks
 from common.system.text import redacted
 
 if TYPE_CHECKING:  # imported where it is needed
@@ -165,7 +163,7 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[
         f"{store.name} is in use by {_who(theirs)}. Stop that run, or choose another {store.flag}", theirs
     )
     if theirs.get("machine") == _machine():
-        if _is_alive(theirs):
+        if is_running(theirs.get("pid", 0), theirs.get("start_ticks")):
             raise refusal
     elif theirs.get("job") != job or theirs.get("round") not in range(number):
         warn(f"{store.name} is leased by {_who(theirs)}: waiting {WATCH_S} s for its next heartbeat")
@@ -201,16 +199,6 @@ def _machine() -> str:
     space = Path("/proc/self/ns/pid")
     booted = boot.read_text().strip() if boot.exists() else ""
     return f"{booted} {os.readlink(space) if space.exists() else ''}"
-
-
-def _is_alive(record: dict[str, Any]) -> bool:
-    """True for a running process with the record's start, counted in ticks, which no set clock changes."""
-    try:
-        process = psutil.Process(int(record["pid"]))
-        is_same = record["start_ticks"] == start_ticks(process.pid)
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.NoSuchProcess, KeyError, TypeError, ValueError, OverflowError):
-        return False
 
 
 def _who(record: dict[str, Any]) -> str:

@@ -304,12 +304,9 @@ def _command() -> list[str]:
 def _git_commit() -> str | None:
     """The commit of the code, followed by + if files differ from it; None outside of a repository."""
     try:
-        commit, changed = (
-            subprocess.run(
-                ["git", "-C", ROOT, *words], capture_output=True, text=True, timeout=10, check=True
-            ).stdout
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
-        )
+        git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
+        commit = git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
+        changed = git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.strip() + ("+" if changed.strip() else "")

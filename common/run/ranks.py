@@ -86,7 +86,8 @@ class Exchange:
         reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
             self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
-            self.record.state.add_bad_images({i for _, ids in reports for i in ids})
+            state = self.record.state
+            state.bad_images = sorted({*state.bad_images, *(i for _, ids in reports for i in ids)})
         return self.poll.gather(own)
 
 

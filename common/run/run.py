@@ -150,7 +150,7 @@ class Run:
 
         All processes call it at the same step. Schedules stay those of all epochs.
         """
-        self.ranks.state.stop()
+        self.ranks.state.stopped = True
 
     def _end(self) -> None:
         """Writes the checkpoints that are not on the disk yet, and prints why an end is early. Collective."""
@@ -161,7 +161,7 @@ class Run:
         if self.feeding:
             self.feeding.close()  # decoders would go on with the next steps
         if ranks.state.step < ranks.steps.last and not ranks.is_over():
-            ranks.state.stop()  # the script has left its loop
+            ranks.state.stopped = True  # the script has left its loop
         ranks.flush()
         if ranks.record and not self.ended and (early := early_end(ranks.end_facts())):
             print(early, flush=True)
@@ -263,7 +263,7 @@ class Run:
         spent_s = meter.start_clock()
         images_per_s = (step - max(state.logged_step, steps.first)) * self.batch.total / spent_s
         ranks.write_samples()
-        state.add_line(spent_s)
+        state.train_s, state.logged_step = state.train_s + spent_s, step
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} at step {step} with learning rate {lr:g}")
         if record:

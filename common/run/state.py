@@ -94,17 +94,6 @@ class RunState:
         if not self.best or score(metrics, by) > score(self.best, by):
             self.best, self.stale = metrics | {"step": step}, 0
 
-    def add_line(self, spent_s: float) -> None:
-        """Adds the time since the last line of the log, which is written at this step."""
-        self.train_s += spent_s
-        self.logged_step = self.step
-
-    def add_bad_images(self, ids: set[int]) -> None:
-        self.bad_images = sorted(ids | {*self.bad_images})
-
-    def stop(self) -> None:
-        self.stopped = True
-
     def is_over(self, patience: int | None) -> bool:
         """True when the run ends at the next evaluation, or at the one of this step. patience: --patience."""
         return self.stopped or (patience is not None and self.stale >= patience)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,9 @@ def job_round() -> tuple[str | None, int]:
     return os.environ.get(JOB), int(os.environ.get(ROUND, "0"))
 
 
-def launched_with(plugin: str) -> bool:
-    """True when the accelerate config names this plugin: FSDP or DEEPSPEED."""
-    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
+def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
+    """True for a switch of Accelerate that is on."""
+    return env.get(variable, "").lower() == "true"
 
 
 def report(event: str, **facts: Any) -> None:

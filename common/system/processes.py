@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -165,7 +164,7 @@ def is_under_nohup() -> bool:
 
 def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Cores that this process may use: by its affinity, and by the CPU quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return max(1, int(min([cores, *_quotas(groups, root)])))
 
 
@@ -186,9 +185,8 @@ def _quotas(groups: Path, root: Path) -> Iterator[float]:
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to send SIGTERM to this process when its parent dies, also by SIGKILL. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Asks the kernel to send SIGTERM to this process when its parent dies, also by SIGKILL."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans(adopt: bool = True) -> None:

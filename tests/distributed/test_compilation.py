@@ -21,7 +21,7 @@ from common.distributed.blocks import (
     compile_blocks,
 )
 from common.optim import EMA
-from common.timm_models import DropPath, share_graphs, speed_up
+from common.timm_models import DropPath, speed_up
 from tests.conftest import full, rows_of
 from train_cnn_b import ResNet18
 
@@ -38,7 +38,6 @@ def vit(depth: int = 12) -> nn.Module:
     torch.manual_seed(0)
     options = dict(img_size=32, patch_size=8, num_classes=10, depth=depth, embed_dim=48, num_heads=3)
     model = timm.create_model("vit_tiny_patch16_224", drop_path_rate=0.1, drop_rate=0.1, **options)
-    share_graphs(model)
     speed_up(model)
     model._no_split_modules = ["Block"]
     return model

@@ -134,15 +134,14 @@ def test_the_largest_size_is_a_line_through_two():
     ],
 )
 def test_what_limits_a_step(trace, cluster, limit, seconds):
-    found = step_time(trace, cluster, EAGER)
-    assert (found.limit, found.seconds) == (limit, pytest.approx(seconds))
+    assert step_time(trace, cluster, EAGER) == (pytest.approx(seconds), limit)
 
 
 def test_an_exchange_hides_behind_the_backward_pass():
     computing = [("float32", 0, 10**12)] * 10
-    alone = step_time(made(operations=computing), Cluster(2, 1, H200, 1), EAGER).seconds
+    alone = step_time(made(operations=computing), Cluster(2, 1, H200, 1), EAGER)
     hidden = made(operations=computing, collectives=[("all_reduce", 10**9, 2)])
-    assert step_time(hidden, Cluster(2, 1, H200, 1), EAGER).seconds == alone
+    assert step_time(hidden, Cluster(2, 1, H200, 1), EAGER) == alone
 
 
 def planned(batch_size: int, file: Path, monkeypatch) -> tuple[list[dict], str]:

@@ -6,11 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from common.system.files import fitting, read_json
 from common.system.paths import public_path
 from common.system.text import plural
 from tools.logbook import seeds
 from tools.logbook.markdown import code, render
-from tools.logbook.record import KINDS, RunRecord, as_flag, complete, read_output
+from tools.logbook.record import KINDS, RunRecord, as_flag, complete
 
 SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
@@ -76,7 +77,14 @@ class Comparison:
 
 def read_search(file: Path) -> dict[str, Any]:
     """Reads a result of find_batch_size.py. ValueError for any other file."""
-    return read_output(file, SEARCH, ("script", "strategy", "processes", "recipe", "trials"))
+    try:
+        found, wrong = fitting(read_json(file), KINDS[SEARCH])
+    except OSError as error:
+        raise ValueError(f"{file} can't be read: {error.strerror}") from None
+    needed = ("script", "strategy", "processes", "recipe", "trials")
+    if wrong := [*wrong, *(name for name in needed if name not in found and name not in wrong)]:
+        raise ValueError(f"{file} is no {SEARCH} ({', '.join(wrong)} missing or wrong)")
+    return found
 
 
 # --- Comparing

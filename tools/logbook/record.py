@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 
 from common.recipe import METRICS, parse_fold
-from common.system.files import Kind, fitting, parse_json, read_json, read_own, sha256_of
+from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from common.system.paths import public_path
 from common.system.text import plural
 
@@ -191,10 +191,6 @@ class RunRecord:
         return f"{kind}, {HALF_PRECISION[how]}" if how in HALF_PRECISION else kind
 
     @property
-    def script(self) -> str:
-        return self.facts.get("script", "unknown")
-
-    @property
     def model(self) -> str:
         """The recipe's model, or without one the script's name."""
         return str(self.recipe.get("model") or self.facts.get("script", "unknown script"))
@@ -202,11 +198,6 @@ class RunRecord:
     @property
     def data(self) -> str:
         return Path(self.facts.get("data", "unknown data")).name
-
-    @property
-    def epoch(self) -> float:
-        """The last one in the log."""
-        return max((line["epoch"] for line in self.metrics), default=0)
 
     def evaluated_images(self, which: str = "val") -> str:
         """The images that the run was evaluated on: during the training ("val"), or at its end ("test")."""
@@ -225,7 +216,8 @@ class RunRecord:
             images = self.evaluated_images("test" if which == "test" else "val")
             found = f"reaches {measure} {facts[key]:.4f} on the {images} of {self.data}"
             found += f" with the best weights on the {self.evaluated_images()}" if which == "test" else ""
-        epochs = f"{self.epoch:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
+        last = max((line["epoch"] for line in self.metrics), default=0)
+        epochs = f"{last:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
         took = f", {facts['wall_s']:,.0f} s" if "wall_s" in facts else ""
         return f"{self.model} {found} in {epochs}{took}, {self.where}"
 
@@ -316,18 +308,6 @@ def as_flag(value: Any) -> str:
 def complete(found: dict[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
     """The values with None for each that is missing."""
     return dict.fromkeys(kinds) | found
-
-
-def read_output(file: Path, kind: str, needed: Iterable[str]) -> dict[str, Any]:
-    """The values of another command's file. ValueError for any other file."""
-    try:
-        found, wrong = fitting(read_json(file), KINDS[kind])
-    except OSError as error:
-        raise ValueError(f"{file} can't be read: {error.strerror}") from None
-    wrong += [name for name in needed if name not in found and name not in wrong]
-    if wrong:
-        raise ValueError(f"{file} is no {kind} ({', '.join(wrong)} missing or wrong)")
-    return found
 
 
 def read_picture(file: Path) -> Image.Image:

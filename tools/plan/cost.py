@@ -82,14 +82,6 @@ class Execution:
         return replace(found, forward_s=1.1e-3, operation_s=0.0) if is_graph else found
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimizer step with all its accumulations, and what limits it."""
-
-    seconds: float
-    limit: str
-
-
 def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
     """The largest images per forward that fit, by the line through the last two sizes traced.
 
@@ -103,8 +95,11 @@ def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
 
 def step_time(
     trace: Trace, cluster: Cluster, how: Execution, least_launches: int = 0, accumulations: int = 1
-) -> StepTime:
-    """An optimizer step with its exchange. least_launches: so many operations at least a forward."""
+) -> tuple[float, str]:
+    """Seconds of an optimizer step with its exchange, and what limits it.
+
+    least_launches: so many operations at least a forward.
+    """
     of_kernels = _kernel_times(trace, cluster.device)
     kernels_s = sum(of_kernels.values()) / how.reached
     host_s = how.forward_s + max(least_launches, len(trace.operations)) * how.operation_s
@@ -119,7 +114,7 @@ def step_time(
     exposed_s = max(0.0, max(times.values()) - HIDDEN * computing_s)
     if exposed_s > LARGE_PART * computing_s:
         limit = max(times, key=lambda name: times[name])
-    return StepTime(computing_s + exposed_s, limit)
+    return computing_s + exposed_s, limit
 
 
 def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:

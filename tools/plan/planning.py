@@ -30,14 +30,7 @@ HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A strategy on the cluster, with `share` images per forward."""
-
-    strategy: str
-    trace: Trace
-    share: int  # 0: not even a few fit
-    largest: int
+Candidate = tuple[str, Trace, int, int]  # strategy, its trace, images per forward, and how many would fit
 
 
 @dataclass(frozen=True)
@@ -170,7 +163,7 @@ class Planning:
         if (largest := cost.largest_size(trace.peaks, self.cluster.device.memory_gb * 1e9)) < share:
             share = max((n for n in range(1, largest + 1) if batch_size % (n * processes) == 0), default=0)
             trace = self._trace(strategy, share) if share else trace
-        return Candidate(strategy, compressed(trace, self.recipe.grad_compression), share, largest)
+        return strategy, compressed(trace, self.recipe.grad_compression), share, largest
 
     def _trace(self, strategy: str, size: int) -> Trace:
         """Traces a micro-batch of this size, and of twice as many images, without this machine's GPUs."""
@@ -191,31 +184,33 @@ class Planning:
     def _processes(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.cluster.processes
 
-    def line(self, found: Candidate) -> Line:
-        """The line of a strategy. The first one is what the others' efficiency refers to."""
-        strategy, processes = found.strategy, self._processes(found.strategy)
-        memory = memory_of(strategy, found.trace)
-        line = Line(strategy, config_file(strategy), memory, found.share, found.largest, "does not fit")
-        if not found.share:
+    def line(self, strategy: str, trace: Trace, share: int, largest: int) -> Line:
+        """The line of a strategy. The first one is what the others' efficiency refers to.
+
+        share: 0 where not even a few images fit.
+        """
+        processes, memory = self._processes(strategy), memory_of(strategy, trace)
+        line = Line(strategy, config_file(strategy), memory, share, largest, "does not fit")
+        if not share:
             return line
-        self.least_launches = self.least_launches or len(found.trace.operations)
+        self.least_launches = self.least_launches or len(trace.operations)
         cluster = self.cluster if processes > 1 else replace(self.cluster, hosts=1, gpus=1)
-        accumulations = self.recipe.batch_size // (found.share * processes)
-        link, network = cost.traffic(found.trace, cluster, accumulations)
+        accumulations = self.recipe.batch_size // (share * processes)
+        link, network = cost.traffic(trace, cluster, accumulations)
         line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
         how = self.execution(processes, accumulations)
-        step = cost.step_time(found.trace, cluster, how, self.least_launches, accumulations)
-        speed = self.recipe.batch_size / step.seconds
+        step_s, limit = cost.step_time(trace, cluster, how, self.least_launches, accumulations)
+        speed = self.recipe.batch_size / step_s
         self.first_speed = self.first_speed or speed / processes
         hours = None  # where the number of images is not known
         if self.images:
-            hours = self.images // self.recipe.batch_size * self.recipe.epochs * step.seconds / 3600
+            hours = self.images // self.recipe.batch_size * self.recipe.epochs * step_s / 3600
         return replace(
             line,
-            limit=self.cluster.device.link if step.limit == "link" else step.limit,
-            step_s=step.seconds,
+            limit=self.cluster.device.link if limit == "link" else limit,
+            step_s=step_s,
             images_per_s=speed,
             efficiency=speed / processes / self.first_speed,
             hours=hours,

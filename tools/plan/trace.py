@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from common.distributed.accelerator import wrap
-from common.distributed.layout import layout_of
+from common.distributed.layout import layout_of, to_local
 from common.distributed.strategy import precision, strategy
 from common.optim import EMA
 from common.order import reseed
@@ -192,7 +192,7 @@ def trace(
 
 
 def _local_bytes(tensor: Any) -> int:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
+    return to_local(tensor).nbytes
 
 
 def main() -> None:
