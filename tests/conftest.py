@@ -111,9 +111,8 @@ def pytest_sessionfinish(session: pytest.Session):
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
     lacking = [name for r in reasons if r.startswith(NEEDS) for name in r.removeprefix(NEEDS).split(", ")]
     if counts := [f"{name} ({lacking.count(name)})" for name in sorted(set(lacking))]:
-        reporter.write_line(
-            f"Skipped tests, by what is missing: {', '.join(counts)}. To install packages: make packages"
-        )
+        found = ", ".join(counts)
+        reporter.write_line(f"Skipped tests, by what is missing: {found}. To install packages: make packages")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -177,9 +176,7 @@ class Job:
 
     warm = True  # as the test that runs says
 
-    def __init__(
-        self, words: list, cwd: Path = ROOT, env: dict[str, str] | None = None, warm: bool | None = None
-    ):
+    def __init__(self, words: list, cwd: Path = ROOT, env: dict | None = None, warm: bool | None = None):
         # No test reaches the W&B account of whoever runs it.
         mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
@@ -264,6 +261,13 @@ def cifar10() -> Path:
 @pytest.fixture(scope="session")
 def photographs() -> Path:
     return real_data() / "imagenet_sample"
+
+
+@pytest.fixture(scope="session")
+def ilsvrc(tmp_path_factory):
+    from tests.support.imagenet import make_ilsvrc
+
+    return make_ilsvrc(tmp_path_factory.mktemp("ilsvrc"))
 
 
 def real_data() -> Path:

@@ -28,9 +28,7 @@ def project(tmp_path_factory):
         (copying,) = (command for command in commands(example) if command.startswith("sed "))
         subprocess.run(copying, shell=True, cwd=folder, check=True)
         for change in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
-            old, new = (
-                "".join(line[1:] + "\n" for line in change.splitlines() if line[0] == sign) for sign in "-+"
-            )
+            old, new = ("".join(x[1:] + "\n" for x in change.splitlines() if x[0] == sign) for sign in "-+")
             mutate(folder, f"train_{example}.py", old, new)
     (folder / "recipes" / "convnext_digits.yaml").write_text(RECIPE)
     return folder

@@ -30,18 +30,11 @@ def small_timm_model(name: str) -> nn.Module:
     return timm.create_model(name, num_classes=10, drop_path_rate=0.5, drop_rate=0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "checkpointed"),
-    [
-        ("test_resnet", True),
-        ("test_byobnet", False),
-        ("test_efficientnet", False),
-        *(
-            full(*row)
-            for row in (("test_resnet", False), ("test_byobnet", True), ("test_efficientnet", True))
-        ),
-    ],
-)
+MODELS = [("test_resnet", True), ("test_byobnet", False), ("test_efficientnet", False)]
+MODELS += [full(name, not checkpointed) for name, checkpointed in MODELS]
+
+
+@pytest.mark.parametrize(("name", "checkpointed"), MODELS)
 def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed, accelerator):
     plain, model = small_timm_model(name), small_timm_model(name)
     names = list(model.state_dict())
@@ -112,12 +105,8 @@ def timm_script(tmp_path_factory):
     timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
     mutate(project, "train_cnn_b.py", own, timms)
     # FSDP and ZeRO can't have this layout, whose sums round otherwise: 1.1e-5 of the loss by step 4.
-    mutate(
-        project,
-        "common/distributed/accelerator.py",
-        'if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:',
-        "if False:",
-    )
+    of_one = 'if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:'
+    mutate(project, "common/distributed/accelerator.py", of_one, "if False:")
     return project
 
 
@@ -128,18 +117,12 @@ def one_process(timm_script, tmp_path_factory, cache):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("config", "flags"),
-    [
-        ("ddp_2gpu", ["--grad_checkpointing"]),
-        full("fsdp_2gpu", []),
-        full("zero2_2gpu", []),
-        full("zero3_4gpu", ["--grad_checkpointing"]),
-    ],
-)
-def test_a_timm_model_trains_on_two_processes_as_on_one(
-    config, flags, timm_script, one_process, tmp_path, cache
-):
+CHECKPOINTED = ["--grad_checkpointing"]
+CONFIGS = [("ddp_2gpu", CHECKPOINTED), *(full(*row) for row in (("fsdp_2gpu", []), ("zero2_2gpu", [])))]
+
+
+@pytest.mark.parametrize(("config", "flags"), [*CONFIGS, full("zero3_4gpu", CHECKPOINTED)])
+def test_a_timm_model_trains_on_two_as_on_one(config, flags, timm_script, one_process, tmp_path, cache):
     launcher = accelerate(config, "--num_processes", "2")
     run([*launcher, *TIMM, *cache, *flags, "--output_dir", tmp_path / "run"], cwd=timm_script)
     assert_same_training(tmp_path / "run", one_process)

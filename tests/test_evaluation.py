@@ -92,9 +92,8 @@ def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, 
 def test_a_part_of_the_images_is_of_all_classes():
     """The images are sorted by class: the first 20 are zeros."""
     labels = np.arange(97) // 49
-    ids = evaluated_ids(
-        ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), Part("val", labels)), ImageRecipe(max_val_images=20)
-    )
+    split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), Part("val", labels))
+    ids = evaluated_ids(split, ImageRecipe(max_val_images=20))
     assert np.bincount(labels[ids]).sum() == 20 == len(set(ids))
     assert np.bincount(labels[ids]).min() >= 5
 

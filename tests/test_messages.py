@@ -14,7 +14,6 @@ import yaml
 from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.sources import find_source
-from common.distributed.strategy import without_gradient
 from common.recipe import ImageRecipe, parse, share_out
 from tests.conftest import ROOT
 from tools.prepare.archives import open_stream
@@ -134,10 +133,3 @@ for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode(file)):
     remedy = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
     assert said[0].endswith(f"; left out: 2 .heic, 1 .heif ({remedy})")
     assert said[1] == f"its format is HEIC: {remedy}"
-
-
-def test_a_missing_gradient_has_this_message():
-    assert without_gradient(["head.bias"]) == (
-        "under DDP every trained parameter needs a gradient in each step, and head.bias had none: set its"
-        " requires_grad to False, or train with FSDP or ZeRO"
-    )

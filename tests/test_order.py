@@ -25,11 +25,8 @@ def test_orders_never_change():
     """Numbers of the first version: another order would make old runs impossible to continue."""
     assert order(0, 0, 8).tolist() == [3, 7, 4, 0, 2, 6, 5, 1]
     assert order(7, 3, 8).tolist() == [5, 3, 1, 6, 7, 4, 2, 0]
-    assert uniforms(7, 3, np.array([5]), 3)[0].tolist() == [
-        0.7494258473294089,
-        0.2957477098503827,
-        0.04762140972786788,
-    ]
+    draws = [0.7494258473294089, 0.2957477098503827, 0.04762140972786788]
+    assert uniforms(7, 3, np.array([5]), 3)[0].tolist() == draws
 
 
 def test_a_choice_by_hash_never_changes():
@@ -71,9 +68,7 @@ def test_each_sample_comes_once_an_epoch_on_any_number_of_processes(job, begin):
         assert ids == samples.order(5, epoch, batch)[: len(ids)].tolist()
     for rank, plan in enumerate(plans):
         rest = training_plan(samples, batch, rank, 5, begin, 13)
-        assert [(e, ids.tolist()) for e, ids in plan[begin * size :]] == [
-            (e, ids.tolist()) for e, ids in rest
-        ]
+        assert [(e, i.tolist()) for e, i in plan[begin * size :]] == [(e, i.tolist()) for e, i in rest]
     if isinstance(samples, Streamed):
         shard_of = np.repeat(np.arange(len(samples.counts)), samples.counts)
         mine = [{shard_of[i] for e, ids in plan if e == 0 for i in ids} for plan in plans]

@@ -41,9 +41,7 @@ def moved(image: Image.Image, *affine: float) -> Image.Image:
     a, b, c, d, e, f = affine
     affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
     grey = (GREY,) * 3
-    return image.transform(
-        image.size, Image.Transform.AFFINE, affine, Image.Resampling.NEAREST, fillcolor=grey
-    )
+    return image.transform(image.size, Image.Transform.AFFINE, affine, fillcolor=grey)  # by the nearest pixel
 
 
 def enhanced(kind):

@@ -6,15 +6,8 @@ import pytest
 
 from common.recipe import parse
 from common.script import load_script, recipe_class
-from docs.generate import (
-    ARCHITECTURE,
-    FLAGS,
-    TROUBLE,
-    architecture_page,
-    flags_page,
-    train_scripts,
-    trouble_page,
-)
+from docs import generate
+from docs.generate import FLAGS, train_scripts
 from tests.conftest import ROOT
 
 DOCUMENTS = [
@@ -25,9 +18,9 @@ DOCUMENTS = [
 
 
 def test_the_pages_made_from_the_code_are_up_to_date():
-    assert FLAGS.read_text() == flags_page(), "run: python -m docs.generate"
-    assert TROUBLE.read_text() == trouble_page(), "run: python -m docs.generate"
-    assert ARCHITECTURE.read_text() == architecture_page(), "run: python -m docs.generate"
+    assert FLAGS.read_text() == generate.flags_page(), "run: python -m docs.generate"
+    assert generate.TROUBLE.read_text() == generate.trouble_page(), "run: python -m docs.generate"
+    assert generate.ARCHITECTURE.read_text() == generate.architecture_page(), "run: python -m docs.generate"
 
 
 def test_every_recipe_is_one_of_its_script():

@@ -16,20 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from common.checkpoint.format import (
-    FORMAT_VERSION,
-    MANIFEST_FILE,
-    TensorFile,
-    _digest,
-    commit,
-    newest,
-    remove,
-    remove_temporary,
-    sha256_of,
-    steps_in,
-    to_keep,
-    verify,
-)
+from common.checkpoint import format as checkpoints
+from common.checkpoint.format import FORMAT_VERSION, MANIFEST_FILE, newest, steps_in, verify
 from common.system.files import sync
 from common.system.processes import is_alive
 from tests.conftest import (
@@ -336,9 +324,12 @@ HOW = ("truncated", "emptied", "one bit flipped", "deleted", "a folder", "a pipe
 @pytest.mark.parametrize("file", FILES)
 def test_damage_is_found_and_the_one_before_is_chosen(file, how, straight, tmp_path):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
-    with_ema(tmp_path / "checkpoints" / LAST)
+    last = tmp_path / "checkpoints" / LAST
+    shutil.copy(last / "model.safetensors", last / "ema.safetensors")  # as a recipe with an EMA has
+    files = json.loads((last / MANIFEST_FILE).read_text())["files"]
+    forge(last, files=files | {"ema.safetensors": files["model.safetensors"]})
     assert newest(tmp_path / "checkpoints", lambda: None, pytest.fail).step == 24
-    damage(tmp_path / "checkpoints" / LAST / file, how)
+    damage(last / file, how)
     said = []
     found = newest(tmp_path / "checkpoints", lambda: None, said.append)
     assert found.step == 20
@@ -348,13 +339,6 @@ def test_damage_is_found_and_the_one_before_is_chosen(file, how, straight, tmp_p
     assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()  # set aside: never counted or chosen again
     assert newest(tmp_path / "checkpoints", lambda: None, said.append).step == 20
     assert len(said) == 1
-
-
-def with_ema(folder: Path) -> None:
-    """Adds ema.safetensors, as a recipe with an EMA does."""
-    shutil.copy(folder / "model.safetensors", folder / "ema.safetensors")
-    files = json.loads((folder / MANIFEST_FILE).read_text())["files"]
-    forge(folder, files=files | {"ema.safetensors": files["model.safetensors"]})
 
 
 def test_all_ranks_go_back_and_end_as_the_undisturbed_run(straight, tmp_path):
@@ -389,9 +373,9 @@ def forge(folder: Path, **changes) -> None:
     del manifest["digest"]
     for name in manifest["files"]:
         path = folder / name
-        manifest["files"][name] = {"size": path.stat().st_size, "sha256": sha256_of(path)}
+        manifest["files"][name] = {"size": path.stat().st_size, "sha256": checkpoints.sha256_of(path)}
     manifest |= changes
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"digest": checkpoints._digest(manifest)}))
 
 
 class Trap:
@@ -466,7 +450,7 @@ def test_a_giant_header_is_refused(size, hostile):
     (hostile / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{" + b" " * 1000)
     forge(hostile)
     with pytest.raises(ValueError, match="is not a safetensors file"):
-        TensorFile(verify(hostile).folder / "model.safetensors")
+        checkpoints.TensorFile(verify(hostile).folder / "model.safetensors")
 
 
 # --- Retention
@@ -480,18 +464,16 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
     kept = sorted(elsewhere.rglob("*"))
     for name in (".step_00000004.old", ".step_00000008.tmp", "step_00000004"):
         (parent / name).symlink_to(elsewhere)
-    remove_temporary(parent)
-    remove(parent / "step_00000004")
+    checkpoints.remove_temporary(parent)
+    checkpoints.remove(parent / "step_00000004")
     said = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
     assert said in capsys.readouterr().out
-    assert sorted(path.name for path in parent.iterdir()) == sorted(
-        path.name for path in (straight[0] / "checkpoints").iterdir()
-    )
+    assert sorted(os.listdir(parent)) == sorted(os.listdir(straight[0] / "checkpoints"))
     (parent / f".{LAST}.tmp").symlink_to(elsewhere)
     (parent / f"damaged_{LAST}").symlink_to(elsewhere)
     damage(parent / LAST / "state.json", "emptied")
     assert newest(parent, lambda: None, print).step == 20
-    commit(parent, 24, {}, {}, {})
+    checkpoints.commit(parent, 24, {}, {}, {})
     assert (parent / LAST / MANIFEST_FILE).exists()
     assert sorted(elsewhere.rglob("*")) == kept
 
@@ -504,7 +486,7 @@ def test_best_the_last_two_and_every_so_many_are_kept_at_each_save(saves, data):
     for place, step in enumerate(saved):
         kept.add(step)
         best = data.draw(st.sampled_from([step, best])) if best else step
-        kept = to_keep(data.draw(st.permutations(sorted(kept))), best, every)
+        kept = checkpoints.to_keep(data.draw(st.permutations(sorted(kept))), best, every)
         multiples = {s for s in saved[:place] if every and s % every == 0}
         assert kept == {*saved[max(0, place - 1) : place + 1], best} | multiples
 

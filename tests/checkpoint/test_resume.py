@@ -21,9 +21,9 @@ from tests.conftest import (
     run,
 )
 from tests.distributed.test_agreement import two_hosts
+from tests.support import compare
 from tests.support.compare import (
     assert_same_end,
-    assert_same_losses,
     assert_same_state,
     assert_same_tensors,
     assert_same_training,
@@ -103,9 +103,7 @@ def uninterrupted(tmp_path_factory, cache, stoppable):
         *(full("cnn_b", on, ()) for on in ("single", "ddp", "fsdp", "zero3")),
     ],
 )
-def test_a_run_that_was_stopped_four_times_is_bit_equal(
-    script, launcher, flags, uninterrupted, tmp_path, cache, stoppable
-):
+def test_stopped_four_times_is_bit_equal(script, launcher, flags, uninterrupted, tmp_path, cache, stoppable):
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
     for stop in STOPS:
         training.go(launcher, stop)
@@ -136,9 +134,7 @@ def test_compiled_and_eager_continue_one_another(launcher, uninterrupted, tmp_pa
 @pytest.mark.parametrize(
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )
-def test_on_three_processes_it_is_equal_within_1e_6(
-    script, launcher, uninterrupted, tmp_path, cache, stoppable
-):
+def test_three_processes_are_equal_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
     """Few of the model's sizes divide by three: shards are uneven, and ZeRO pads the last ones.
 
     DDP lays its buckets out anew after the first step, so a resumed run adds three ranks in another order.
@@ -158,7 +154,7 @@ def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(uninterrupted,
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
     training.go("single", 9)
     training.go("single", None, "--per_device_batch_size", "24")
-    assert_same_losses(metrics(tmp_path / "run"), metrics(uninterrupted("cnn_a", "single")))
+    compare.assert_same_losses(metrics(tmp_path / "run"), metrics(uninterrupted("cnn_a", "single")))
 
 
 RING = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "single")
@@ -194,9 +190,7 @@ def stopped(tmp_path_factory, cache, stoppable):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("source", "target"), [*EACH, *MORE])
-def test_each_strategy_continues_each_other(
-    source, target, uninterrupted, stopped, tmp_path, cache, stoppable
-):
+def test_each_strategy_continues_another(source, target, uninterrupted, stopped, tmp_path, cache, stoppable):
     flags = ("--per_device_batch_size", "24")
     training = Training("vit", tmp_path / "run", cache, stoppable, *flags)
     training.go(target, None, "--resume", stopped(source, *flags))

@@ -26,9 +26,7 @@ class Cudart:
         assert address % mmap.PAGESIZE == 0
         assert size > 0
         assert size % mmap.PAGESIZE == 0
-        assert all(
-            start + length <= address or address + size <= start for start, length in self.locked.items()
-        )
+        assert all(start + n <= address or address + size <= start for start, n in self.locked.items())
         if self.status == 0:
             self.locked[address] = size
         return self.status
@@ -66,9 +64,7 @@ def test_a_pinned_snapshot_takes_its_own_pages_and_no_power_of_two(cudart, tmp_p
 def test_a_write_leaves_most_of_its_core_to_the_training(tmp_path):
     waits, gathering = [], Gather.__new__(Gather)
     gathering.hurry = SimpleNamespace(wait=waits.append)  # ends at once when the training waits
-    Snapshot({"three": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(
-        tmp_path / "file"
-    )
+    Snapshot({"x": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(tmp_path / "file")
     assert [wait > 0 for wait in waits] == [True] * 3
 
 
@@ -81,9 +77,7 @@ def test_memory_is_locked_on_a_host_with_cuda_and_where_there_is_some(cudart):
 def test_memory_that_can_not_be_locked_is_an_error(monkeypatch):
     made = Cudart(status=2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    with pytest.raises(
-        RuntimeError, match="bytes for checkpoints can't be page-locked: CUDA's error 2"
-    ) as error:
+    with pytest.raises(RuntimeError, match="for checkpoints can't be page-locked: CUDA's error 2") as error:
         Snapshot(SPECS, pinned=True)
     assert not is_out_of_memory(error.value), "a smaller batch would not help"
     gc.collect()

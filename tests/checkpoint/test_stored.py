@@ -8,7 +8,8 @@ import pytest
 
 from common.checkpoint.format import FORMAT_VERSION
 from common.system.paths import project_version
-from tests.conftest import latest, metrics, run, tensors
+from tests.conftest import latest, metrics, run
+from tests.support.compare import assert_same_losses, assert_same_tensors
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 
@@ -29,18 +30,8 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
     argv = json.loads((stored / "recipe.json").read_text())["argv"]
     output = run([*argv[:-1], folder, *cache])
     assert "continuing at step 16" in output
-    assert latest(folder).name == LATER
-    ours, theirs = metrics(folder), metrics(stored)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.get("train/lr") == their.get("train/lr")
-        for name in {"train/loss", "val/loss"} & their.keys():
-            assert our[name] == pytest.approx(their[name], abs=1e-5), (name, our["step"])
-    expected = tensors(stored / "checkpoints" / LATER)
-    found = tensors(latest(folder))
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name] - tensor).abs().max() < 1e-5, name
+    assert_same_losses(metrics(folder), metrics(stored))
+    assert_same_tensors(folder, stored, tolerance=1e-5)
 
 
 def test_runs_and_checkpoints_carry_the_version(tmp_path):

@@ -28,9 +28,7 @@ MUTANTS = {
         ("tools/launch/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
         ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
-    "power-off": [
-        ("common/order.py", "s = samples.order(seed,", "s = samples.order(seed + batch.processes,")
-    ],
+    "power-off": [("common/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")],
     "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [("common/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL)],
     "preempt": [("common/run/ending.py", "        ranks.flush()", "        pass")],
@@ -62,9 +60,7 @@ def test_repeated_steps_are_counted_from_the_log():
 
 @pytest.mark.parametrize(("words", "said"), rows_of("wrong drills"))
 def test_mistakes(words, said, cluster_tools):
-    status, output = Job(
-        [sys.executable, "cluster/virtual_cluster.py", "drill", *words.split()], cwd=ROOT
-    ).wait()
+    status, output = Job([sys.executable, "cluster/virtual_cluster.py", "drill", *words.split()]).wait()
     assert status == 1
     assert said in output
 

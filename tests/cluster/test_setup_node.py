@@ -17,9 +17,7 @@ from tests.conftest import ROOT, Job, needs, rows_of, wait_until
 
 SCRIPT = ROOT / "cluster" / "setup_node.sh"
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-HOSTS = (
-    "127.0.0.1 localhost\n127.0.1.1 node1.lan node1 # as installed\n::1 localhost\n\n192.168.7.7 printer\n"
-)
+HOSTS = "127.0.0.1 localhost\n127.0.1.1 node1.lan node1 # as installed\n::1 localhost\n\n192.168.7.7 fax\n"
 CLUSTER = ["--host", "node1=10.9.0.1", "--host", "node2=10.9.0.2"]
 BLOCK = """\
 # BEGIN hosts of the training cluster (setup_node.sh)

@@ -138,9 +138,8 @@ def slurm(tmp_path_factory):
     (folder / "munge.key").chmod(0o600)
     cluster = Slurm(folder)
     # setpriv: a test that is killed takes the cluster along
-    daemons = Job(
-        ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "bash", "-c", START, "start", folder], env=cluster.env
-    )
+    words = ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "bash", "-c", START, "start", folder]
+    daemons = Job(words, env=cluster.env)
     try:
         nodes = ["sinfo", "-h", "-N", "-p", "low", "-o", "%T"]
         wait_until(lambda: Job(nodes, env=cluster.env).wait()[1] == "idle\n" * 4, daemons)

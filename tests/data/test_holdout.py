@@ -2,7 +2,6 @@
 once, at the end, with the best weights."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -10,21 +9,7 @@ import pytest
 import validate
 from common.data.splits import held_out
 from common.system.files import read_json
-from tests.conftest import (
-    CNN,
-    ROOT,
-    Job,
-    copy_project,
-    full,
-    lines,
-    metrics,
-    mutate,
-    python,
-    result,
-    run,
-    torchrun,
-)
-from tests.data.test_any_images import PLAIN
+from tests.conftest import CNN, ROOT, Job, copy_project, full, metrics, mutate, python, result, run, torchrun
 from tests.support.compare import assert_same_tensors
 from tests.support.data_sets import data_set, opened, pixels, png, put, write
 from tests.support.imagenet import prep
@@ -138,27 +123,6 @@ def test_a_broken_image_keeps_its_name(kind, tmp_path):
     with pytest.raises(ValueError, match="1 of 20 images can't be decoded") as error:
         opened(root, tmp_path / "cache", holdout=0.2)
     assert f"  {name}: not an image" in str(error.value)
-
-
-@pytest.mark.full
-def test_the_same_images_on_two_processes_and_after_a_resume(tmp_path):
-    """Images of several sizes, on one process, then on two. Another --holdout is another recipe."""
-    root = data_set(tmp_path / "pets", whole=20)
-    write(root, {"a/large.png": png(77, 60, 50), "notes/readme.txt": b"no image"})
-    words = [*CNN, "--data", root, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4, *PLAIN]
-    words += ["--cache_dir", tmp_path / "cache", "--checkpoint_s", 0, "--holdout"]
-    run([*python(), *words, 5, "--output_dir", tmp_path / "straight"])
-    run([*python(), *words, 5, "--max_steps", 3, "--output_dir", tmp_path / "resumed"])
-    shutil.rmtree(tmp_path / "cache")
-    output = run([*torchrun(2), *words, 5, "--output_dir", tmp_path / "resumed"])
-    found = f"data {root}: 16 training images, 5 holdout images, 2 classes; left out: 1 .txt"
-    assert output.count(found) == 1
-    straight, resumed = (tmp_path / name for name in ("straight", "resumed"))
-    ours, theirs = (lines(folder / "samples.jsonl") for folder in (resumed, straight))
-    assert [line["samples"] for line in ours] == [line["samples"] for line in theirs]
-    assert result(resumed)["val_images"] == 5
-    last = [metrics(folder)[-1]["val/loss"] for folder in (resumed, straight)]
-    assert last[0] == pytest.approx(last[1], abs=1e-5)
 
 
 # The end of a run whose data has a split of its own

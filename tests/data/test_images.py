@@ -30,16 +30,9 @@ from common.data.splits import ArraySplit, FileSplit, Part
 from common.recipe import ImageRecipe
 from common.run.opening import Opening
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
-from tests.support.data_sets import (
-    PNG,
-    class_folders,
-    encode,
-    opened,
-    parquet_folder,
-    picture,
-    png,
-    write_parquet,
-)
+from tests.support.data_sets import class_folders, encode, opened, parquet_folder, picture, png, write_parquet
+
+PNG = png()
 
 
 def in_cache(folder: Path) -> list[Path]:

@@ -23,22 +23,9 @@ from common.distributed.watch import Preempted
 from common.order import evaluation_plan, stream_order, training_plan
 from common.recipe import ImageRecipe, share_out
 from common.system.s3 import ObjectStore
-from tests.conftest import (
-    ROOT,
-    Job,
-    accelerate,
-    free_port,
-    full,
-    latest,
-    lines,
-    python,
-    result,
-    run,
-    small_disk,
-    torchrun,
-    wait_until,
-)
+from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, run, small_disk, wait_until
 from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples
+from tests.distributed.test_agreement import two_hosts
 from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
@@ -184,19 +171,6 @@ def test_a_resume_reads_the_rest_and_not_the_epoch(url, through_proxy, tmp_path)
 
 
 # Faults
-
-
-def test_cuts_and_bursts_of_errors_are_retried(local, url, through_proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between boto's retries
-    through_proxy.fail(503, times=3, path="manifest")
-    through_proxy.fail(503, times=3, method="GET", path=r"train-00003\.tar")
-    through_proxy.fail(500, "InternalError", times=2, method="HEAD", path=r"train-00007\.tar")
-    through_proxy.cut_download(1000, times=2, path=r"train-00005\.tar")
-    through_proxy.cut_download(1000, times=1, path="val_index")
-    ours = read_epoch(training_split(url, tmp_path / "cache"))
-    theirs = read_epoch(training_split(local, tmp_path / "here"))
-    assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
-    assert sum(through_proxy.faults.values()) == 3 + 3 + 2 + 2 + 1, through_proxy.faults
 
 
 def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_proxy, s3, tmp_path):  # noqa: F811
@@ -363,15 +337,11 @@ def test_two_processes_of_a_host_fetch_each_shard_once(workers, url, s3_proxy, t
 @pytest.mark.full
 def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
     """Two hosts with a cache each, and each with a proxy before the store that counts its bytes."""
-    other, port, jobs = FaultProxy(s3), free_port(), []
-    proxies = [s3_proxy, other]
-    for node, proxy in enumerate(proxies):
-        address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
-        words = [*torchrun(1, *address), *TRAINING, *cache_of(ROOM), "--data", url, "--epochs", "1"]
-        words += [*NO_WORKERS, "--cache_dir", tmp_path / f"cache{node}"]
-        words += ["--output_dir", tmp_path / f"run{node}"]
-        jobs.append(Job(words, env=aws_env(proxy.endpoint)))
-    ended = [job.wait() for job in jobs]
+    proxies = [s3_proxy, other := FaultProxy(s3)]
+    words = [*TRAINING, *cache_of(ROOM), *NO_WORKERS, "--data", url, "--epochs", "1"]
+    caches = [["--cache_dir", tmp_path / f"cache{node}"] for node in (0, 1)]
+    envs = [aws_env(proxy.endpoint) for proxy in proxies]
+    ended = two_hosts(tmp_path, [], words, flags=caches, envs=envs)
     assert [status for status, _ in ended] == [0, 0], ended
     assert samples(tmp_path / "run0") == expected(1).tolist()
     per_step = expected(1).reshape(STEPS, 2, 12)
@@ -408,7 +378,7 @@ def test_stopped_and_continued_from_s3(processes, workers, room, url, s3_proxy, 
 
     def kill() -> None:
         job.kill()
-        killed.append(latest(tmp_path / "run").name)
+        killed.append(max(os.listdir(tmp_path / "run" / "checkpoints")))
 
     s3_proxy.on("GET", r"val-00001\.tar", kill)
     job = Job(words, env=env)

@@ -72,9 +72,7 @@ def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
         opened(tmp_path, cache, label_column="x")
     with pytest.raises(ValueError, match=r"--label_column z: .* has only: a, b, x, y"):
         opened(tmp_path, cache, label_column="z")
-    one, two = (
-        opened(tmp_path, cache, image_column=image, label_column=label) for image, label in ("ax", "by")
-    )
+    one, two = (opened(tmp_path, cache, image_column=i, label_column=k) for i, k in ("ax", "by"))
     assert (one.train.labels.tolist(), two.train.labels.tolist()) == ([0, 1], [1, 0])
     assert (two.train.images[0] == np.asarray(picture(9))).all()
     assert one.source != two.source
@@ -306,10 +304,8 @@ def test_the_hubs_metadata_in_the_folder_of_each_split(ending, tmp_path):
 )
 def test_paths_of_a_list_from_another_system(listed, stored, tmp_path):
     put(tmp_path / "data", stored, "b.png")
-    (tmp_path / "data" / "pets.csv").write_text(
-        f"file,label\n{listed},cat\nb.png,dog\n{listed},cat\nb.png,dog"
-    )
-    prepared = prepare_with(tmp_path / "data" / "pets.csv", tmp_path / "cache", holdout=0.5)
+    (tmp_path / "data" / "a.csv").write_text(f"file,label\n{listed},cat\nb.png,dog\n{listed},cat\nb.png,dog")
+    prepared = prepare_with(tmp_path / "data" / "a.csv", tmp_path / "cache", holdout=0.5)
     images = open_images(Path(prepared.folder))
     assert (len(images.train), len(images.val), images.classes) == (2, 2, ("cat", "dog"))
 

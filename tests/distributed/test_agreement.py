@@ -20,10 +20,8 @@ def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env
     port, jobs = free_port(), []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
-        options = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
-        jobs.append(
-            Job([*torchrun(1, *address), *words, *options], cwd=projects[node] or ROOT, env=envs[node])
-        )
+        own = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
+        jobs.append(Job([*torchrun(1, *address), *words, *own], cwd=projects[node] or ROOT, env=envs[node]))
     return [job.wait() for job in jobs]
 
 
@@ -46,11 +44,8 @@ def test_another_recipe_on_one_host(tmp_path, cache):
 @pytest.mark.full
 def test_another_strategy_on_one_host(tmp_path, cache):
     """As where a config file was edited on one host alone: the ranks would enter other collectives."""
-    fsdp = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    }
+    fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    fsdp |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], envs=(None, fsdp))
     assert_refused(jobs, "the processes do not agree: strategy is fsdp")
 

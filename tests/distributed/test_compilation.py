@@ -12,14 +12,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+from common.distributed import blocks
 from common.distributed.accelerator import prepare
-from common.distributed.blocks import (
-    Compilation,
-    blocks_of,
-    checkpoint_activations,
-    chosen_compilation,
-    compile_blocks,
-)
+from common.distributed.blocks import Compilation, chosen_compilation, compile_blocks
 from common.optim import EMA
 from common.timm_models import DropPath, speed_up
 from tests.conftest import full, rows_of
@@ -52,7 +47,7 @@ def test_twelve_blocks_with_twelve_rates_share_two_graphs(checkpointed):
     counter = CompileCounterWithBackend("eager")
     compile_blocks(model, Compilation(counter))
     if checkpointed:
-        checkpoint_activations(model)
+        blocks.checkpoint_activations(model)
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for step in range(2):
         losses = []
@@ -84,7 +79,7 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes_or_the_whole_mode
     inner = nn.Sequential(nn.Linear(1, 1))
     model = nn.ModuleDict({"a": nn.Sequential(inner), "b": nn.ModuleList([nn.Linear(1, 1)])})
     model._no_split_modules = ("Sequential", "Linear")
-    assert list(blocks_of(model)) == [model["a"], model["b"][0]]
+    assert list(blocks.blocks_of(model)) == [model["a"], model["b"][0]]
     counter = CompileCounterWithBackend("eager")
     compile_blocks(inner, Compilation(counter))
     for _ in range(3):

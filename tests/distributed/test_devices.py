@@ -130,10 +130,8 @@ def test_each_process_sees_its_own_gpu_alone(launcher, monkeypatch):
 
 def test_hosts_with_unequal_numbers_of_gpus(monkeypatch):
     """The first process of a host with two, after a host with one."""
-    for name, value in (
-        ON_ONE_HOST | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}
-    ).items():
-        monkeypatch.setenv(name, value)
+    for name, text in (ON_ONE_HOST | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, text)
     assert is_hosts_first()
 
 
@@ -158,14 +156,8 @@ def test_two_processes_with_one_gpu():
 @pytest.mark.full
 def test_start_lines_appear_once_where_local_rank_is_0_in_each_process(tmp_path, cache):
     """A rehearsal: torchrun divides the devices that it is told of."""
-    words = [
-        *torchrun(2, "--standalone", "--virtual-local-rank"),
-        *CNN,
-        "--data",
-        "digits",
-        "--max_steps",
-        "1",
-    ]
+    words = [*torchrun(2, "--standalone", "--virtual-local-rank"), *CNN]
+    words += ["--data", "digits", "--max_steps", "1"]
     output = run([*words, *cache, "--output_dir", tmp_path / "run"], env={VISIBLE: "-1,-1"})
     assert output.count("rehearsal on CPU: 2 gloo processes") == 1
     assert output.count("ddp, batch") == 1

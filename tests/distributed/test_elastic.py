@@ -93,9 +93,8 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
     with pytest.raises(ValueError, match=r"--batch_size.*of the hosts 1 or 2 or 4 can train"):
         rendezvous.elastic_batch(job)
     assert slept == [7]
-    assert capsys.readouterr().out == (
-        "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
-    )
+    said = "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
+    assert capsys.readouterr().out == said
     agent(PET_NNODES="3", WORLD_SIZE="6")
     with pytest.raises(ValueError, match="--batch_size"):
         rendezvous.elastic_batch(job)

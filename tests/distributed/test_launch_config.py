@@ -20,18 +20,7 @@ from common.distributed import launch_config
 from common.distributed.accelerator import start
 from common.distributed.devices import check_devices
 from common.recipe import Recipe
-from tests.conftest import (
-    CNN,
-    RESNET,
-    ROOT,
-    accelerate,
-    deepspeed,
-    free_port,
-    result,
-    rows_of,
-    run,
-    torchrun,
-)
+from tests.conftest import CNN, RESNET, ROOT, accelerate, deepspeed, free_port, result, rows_of, run, torchrun
 from tools.launch.hosts import Host
 from tools.launch.job import LaunchPlan
 
@@ -289,9 +278,7 @@ def test_what_a_json_leaves_open(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "launcher", [torchrun(2), deepspeed("--num_gpus", "2")], ids=["torchrun", "deepspeed"]
-)
+@pytest.mark.parametrize("launcher", [torchrun(2), deepspeed("--num_gpus=2")], ids=["torchrun", "deepspeed"])
 def test_what_a_json_leaves_open_trains(launcher, tmp_path, cache):
     (tmp_path / "ds.json").write_text(json.dumps(OPEN))
     words = [*launcher, *CNN, "--data", "digits", "--max_steps", "2", "--trackers", "none", *cache]

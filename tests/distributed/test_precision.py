@@ -125,12 +125,8 @@ def test_a_step_that_deepspeed_leaves_out_is_an_error():
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, tmp_path, cache):
     """Gradients of one rank that are not finite, with finite losses, end the job."""
-    mutate(
-        project_copy,
-        "train_cnn_a.py",
-        "accelerator.backward(loss)",
-        "accelerator.backward(loss * (1 if accelerator.is_main_process or step < 2 else float('inf')))",
-    )
+    infinite = "loss * (1 if accelerator.is_main_process or step < 2 else float('inf'))"
+    mutate(project_copy, "train_cnn_a.py", "accelerator.backward(loss)", f"accelerator.backward({infinite})")
     words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--mixed_precision", precision, *cache]
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy).wait(90)
     assert status != 0
@@ -142,9 +138,8 @@ def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, t
 def test_a_resume_in_other_types_says_what_changes():
     types = vars(Precision("bf16", "autocast", "fp32"))
     writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
-    assert changed_types(writer, types) == (
-        "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
-    )
+    said = "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
+    assert changed_types(writer, types) == said
     assert changed_types(types, types) == changed_types({}, types) == ""
 
 

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from tests.conftest import STRATEGIES, Job, accelerate, full
+from tests.checkpoint.test_resume import LAUNCHERS
+from tests.conftest import STRATEGIES, Job, full
 
 # On rank 1 the change stands for a CPU with another instruction set.
 SCRIPT = """
@@ -48,12 +49,7 @@ if __name__ == "__main__":
     run_process(main)
 """
 LAST_DIGITS = "for p in model.parameters(): p.mul_(1 + 2e-7)"
-# Two hosts' hybrid sharding on one: two copies of the model, each in two parts.
-HYBRID = accelerate(
-    "fsdp_2x4gpu",
-    *("--num_machines", "1", "--main_process_port", "0", "--num_processes", "4"),
-    *("--parallelism_config_dp_shard_size", "2"),
-)
+HYBRID = LAUNCHERS["hybrid"]  # of four processes
 
 
 def start(launcher: list, change: str, project) -> tuple[int, str]:

@@ -70,9 +70,7 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
     assert "Traceback" not in output
     assert result(folder)["status"] == "finished"
     assert list((folder / "tensorboard").rglob("events*"))
-    assert {path.name for path in (folder / "plots").iterdir()} == {
-        "confusion.png", "curves.png", "predictions.png"
-    }  # fmt: skip
+    assert sorted(os.listdir(folder / "plots")) == ["confusion.png", "curves.png", "predictions.png"]
     assert read_json(folder / "confusion.json")["classes"] == SHOWN
     [manifest] = folder.glob("checkpoints/*/manifest.json")
     assert read_json(manifest)["classes"] == SHOWN
@@ -109,10 +107,6 @@ def test_such_names_are_shown_wherever_they_are(tmp_path):
     assert all(line.isprintable() for part in text for line in part.splitlines())
 
 
-def deep_state(file: Path) -> None:
-    RunState.read(Checkpoint(file.parent, {"step": 1}))
-
-
 def deep_restart(file: Path) -> None:
     count_restarts(file.parent, 0)
     raise ValueError(file.name)  # what is no count is begun anew
@@ -120,7 +114,7 @@ def deep_restart(file: Path) -> None:
 
 READERS = {  # file: what reads it, or for those that go on without it, what they then say
     "any.json": read_json,
-    STATE_FILE: deep_state,
+    STATE_FILE: lambda file: RunState.read(Checkpoint(file.parent, {"step": 1})),
     MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
     "index.json": lambda file: parse_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),

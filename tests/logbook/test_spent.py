@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from common.system.phase import _Now
-from common.system.processes import own_age_s
 from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
 from tools.logbook.page import page
@@ -84,13 +82,3 @@ def test_the_parts_of_a_run_add_up_to_its_time(folder):
     assert processes[0].before_s == 0
     assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
     assert processes[1].ended_s == pytest.approx(found["wall_s"], abs=1)
-
-
-def test_parts_divide_the_time_of_a_process():
-    mine = _Now()
-    assert mine.spent_s() == {"starting": pytest.approx(own_age_s(), abs=0.1)}
-    for part in ("training", "evaluation", "training"):
-        mine.enter(part)
-    mine.phase = "waiting for the data"
-    assert (mine.part, mine.spent_s().keys()) == ("training", {"starting", "training", "evaluation"})
-    assert sum(mine.spent_s().values()) == pytest.approx(own_age_s(), abs=0.1)

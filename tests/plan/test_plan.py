@@ -184,14 +184,6 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
     assert cluster_of(2, 1, name, 1.5).network_gb_s == 1.5
 
 
-def test_what_is_traced_is_said(monkeypatch):
-    trace = made(peaks={size: {"Total": size} for size in (64, 128)})
-    monkeypatch.setattr(Planning, "_trace", lambda *_: trace)
-    said: list[str] = []
-    assert len(list(Planning(SMALL, cluster_of(1, 1, "T4", None)).candidates(said.append))) == 2
-    assert sorted(said) == ["tracing offload", "tracing single"]
-
-
 def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
     def trace(*_) -> Trace:
         time.sleep(0.7)  # a heartbeat takes half a second

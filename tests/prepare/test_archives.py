@@ -16,7 +16,7 @@ import torchvision.datasets.imagenet as torchvision_imagenet
 
 from common.system import s3 as object_store
 from tests.support.data_sets import tar
-from tests.support.imagenet import DEVKIT, Ilsvrc, make_ilsvrc, synsets_of, write_devkit
+from tests.support.imagenet import DEVKIT, synsets_of, write_devkit
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 from tools.prepare import archives
 from tools.prepare.archives import Member, members, open_stream
@@ -24,11 +24,6 @@ from tools.prepare.devkit import read_devkit
 
 CONTENT = bytes(range(256)) * 5
 KIT = "ILSVRC2012_devkit_t12"
-
-
-@pytest.fixture(scope="session")
-def ilsvrc(tmp_path_factory) -> Ilsvrc:
-    return make_ilsvrc(tmp_path_factory.mktemp("ilsvrc"))
 
 
 def contents(archive: Member, folder: str = "") -> dict[str, bytes]:
@@ -78,9 +73,7 @@ def test_names_and_sizes_of_every_form(format, chunk, ilsvrc, tmp_path, monkeypa
             assert list(found.items()) == list(by_tarfile(content).items())
 
 
-def entry(
-    name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, pax: dict | None = None
-) -> tarfile.TarInfo:
+def entry(name: str, kind=tarfile.REGTYPE, size: int = 0, pax: dict | None = None) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.type, member.size, member.pax_headers = kind, size, pax or {}
     return member
@@ -287,16 +280,10 @@ def test_torchvision_reads_the_same_from_the_kit(ilsvrc, tmp_path, monkeypatch):
     assert val_labels.tolist() == [label for _, label in sorted(ilsvrc.val_labels.items())]
 
 
-def thousand(images: int = 50) -> tuple[np.ndarray, list[int]]:
-    """Makes synsets with 1,000 classes, and their ids in the ground truth."""
-    wnids = [f"n{i:08d}" for i in range(1000)]
-    ids = list(range(1000, 0, -1))
-    return synsets_of(wnids, wnids, ids, 3), ids * images
-
-
 def test_counts_are_those_of_ilsvrc2012_unless_subset(ilsvrc, tmp_path):
     file = tmp_path / DEVKIT
-    synsets, ids = thousand()
+    wnids, ids = [f"n{i:08d}" for i in range(1000)], list(range(1000, 0, -1))
+    synsets, ids = synsets_of(wnids, wnids, ids, 3), ids * 50
     write_devkit(file, synsets, ids)
     assert np.bincount(kit(file, subset=False)[1]).tolist() == [50] * 1000
     for broken, why in (

@@ -55,9 +55,7 @@ def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     assert output.count(f"{sentence}\n") == 1, "a line of the log"
     assert f"ended early, by {by} " in output, "the table"
     assert md.text(sentence) in page(RunRecord(folder), "run", [])
-    ours, theirs = (
-        {line["step"]: line for line in metrics(f) if "train/loss" in line} for f in (folder, whole)
-    )
+    ours, theirs = ({x["step"]: x for x in metrics(f) if "train/loss" in x} for f in (folder, whole))
     assert len(ours.keys() & theirs.keys()) > end // 8
     for step in ours.keys() & theirs.keys():
         assert ours[step]["train/lr"] == theirs[step]["train/lr"]

@@ -68,10 +68,6 @@ def trained(tmp_path_factory, cache):
     return Trained(tmp_path_factory.mktemp("trained"), cache)
 
 
-def assert_nothing_was_trained(output: str) -> None:
-    assert "  lr " not in output, output
-
-
 def assert_says_what_to_do(output: str) -> None:
     assert output.count("error: ") == 1, output
     assert "No space left on device" in output
@@ -92,10 +88,10 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
     for point in ("open .predictions.png.tmp", "os.rename .result.json.tmp"):
         status, output = trained.start(folder, tmp_path, point)
         assert status == -signal.SIGKILL, output
-        assert_nothing_was_trained(output)
+        assert "  lr " not in output, output
     status, output = trained.start(folder, tmp_path)
     assert status == 0, output
-    assert_nothing_was_trained(output)
+    assert "  lr " not in output, output
     trained.assert_completed(folder)
     shutil.rmtree(folder.parent)
 
@@ -111,7 +107,7 @@ def test_a_script_that_finds_the_disk_full(disk, project_copy, tmp_path):
     assert status == 1
     assert_says_what_to_do(output)
     (disk / "filler").unlink()
-    assert_nothing_was_trained(run(words, cwd=project_copy))
+    assert "  lr " not in run(words, cwd=project_copy)
     shutil.rmtree(disk / "hello")
 
 
@@ -123,7 +119,7 @@ def test_each_point_of_the_end(fault, trained, disk, tmp_path):
         shutil.copytree(trained.killed, folder)
         status, output = trained.start(folder, tmp_path, number, fill=disk if fault == "full" else None)
         assert mark(tmp_path).exists(), point
-        assert_nothing_was_trained(output)
+        assert "  lr " not in output, output
         is_finished = (folder / "result.json").exists() and result(folder)["status"] == "finished"
         if fault == "killed":
             assert status == -signal.SIGKILL, (point, output)
@@ -135,6 +131,6 @@ def test_each_point_of_the_end(fault, trained, disk, tmp_path):
         if not is_finished:
             status, output = trained.start(folder, tmp_path)
             assert status == 0, (point, output)
-            assert_nothing_was_trained(output)
+            assert "  lr " not in output, output
             trained.assert_completed(folder)
         shutil.rmtree(folder.parent)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
 
 from common.recipe import Recipe
 from common.run.run import Run
@@ -82,13 +83,8 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
-    assert_one_run_with_hyper_parameters(folder, events.PluginTagToContent("hparams"))
-
-
-def assert_one_run_with_hyper_parameters(folder: Path, content) -> None:
-    """The hyper-parameters are in the run's own folder, with the names of the headline curves."""
-    from tensorboard.plugins.hparams import metadata
-
+    # The hyper-parameters are in the run's own folder, with the names of the headline curves.
+    content = events.PluginTagToContent("hparams")
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
     assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
     start = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])

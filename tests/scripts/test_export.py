@@ -151,7 +151,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     step = best_step(place)
     ema_file, raw_file = (place / "checkpoints" / step / f"{name}.safetensors" for name in ("ema", "model"))
     averaged, raw = load_file(ema_file), load_file(raw_file)
-    buffers = [name for name in averaged if is_buffer(name)]
+    buffers = [name for name in averaged if "running_" in name or "num_batches" in name]
     assert len(buffers) == 39
     assert all(torch.equal(averaged[name], raw[name]) for name in buffers)
     assert not torch.equal(averaged["classifier.weight"], raw["classifier.weight"])
@@ -214,10 +214,6 @@ def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not say what trained the model: export it again"):
         find(str(folder), "best", tmp_path, lambda: None)
-
-
-def is_buffer(name: str) -> bool:
-    return "running_" in name or "num_batches" in name
 
 
 def best_step(folder: Path) -> str:

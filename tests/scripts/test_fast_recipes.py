@@ -7,21 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import train_cnn_b
 from common.data.images import Images
 from common.data.splits import ArraySplit, Part
 from common.order import Steps
 from common.recipe import parse, share_out
 from tests.conftest import ROOT, python, result, run
-from train_cnn_b import (
-    BlurredConv2d,
-    CnnB,
-    ResNet18,
-    build_model,
-    build_optimizer,
-    learning_rate,
-    training_batches,
-    training_size,
-)
+from train_cnn_b import CnnB, ResNet18, build_optimizer, training_batches, training_size
 
 
 def recipe_of(name: str, *flags: str) -> CnnB:
@@ -69,7 +61,7 @@ def test_the_images_are_as_large_as_the_epoch_says(tmp_path):
 
 
 def test_the_rate_falls_linearly():
-    rate = partial(learning_rate, recipe_of("cnn_b_imagenet_16epochs"), total_steps=16 * 1251)
+    rate = partial(train_cnn_b.learning_rate, recipe_of("cnn_b_imagenet_16epochs"), total_steps=16 * 1251)
     peak = 2 * 1251
     assert rate(peak - 1) == pytest.approx(0.5)
     assert rate(peak + 7 * 1251) == pytest.approx(0.25)
@@ -80,8 +72,10 @@ def test_blurred_convolutions_are_those_that_skip_pixels_and_checkpoints_keep_th
     torch.manual_seed(0)
     plain = ResNet18(8, "imagenet", 10)
     torch.manual_seed(0)
-    blurred = build_model(recipe_of("cnn_b_imagenet_16epochs", "--width", "8"), 10)
-    names = [name for name, module in blurred.named_modules() if isinstance(module, BlurredConv2d)]
+    blurred = train_cnn_b.build_model(recipe_of("cnn_b_imagenet_16epochs", "--width", "8"), 10)
+    names = [
+        name for name, module in blurred.named_modules() if isinstance(module, train_cnn_b.BlurredConv2d)
+    ]
     assert names == [f"stages.{i}.0.{part}" for i in (1, 2, 3) for part in ("conv1", "shortcut.0")]
     ours, theirs = plain.state_dict(), blurred.state_dict()
     assert list(ours) == list(theirs)

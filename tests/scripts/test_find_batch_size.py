@@ -224,9 +224,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         memory = {"reserved": gib, "other": 0, "device": 1.0, "peak": gib}
         write_json(folder / "result.json", dict.fromkeys((*names, "device")) | {"memory_gib": [memory]})
         write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
-        lines = [
-            json.dumps({"step": step, "train/images_per_s": size}) for step in range(find_batch_size.STEPS)
-        ]
+        lines = [json.dumps({"step": s, "train/images_per_s": size}) for s in range(find_batch_size.STEPS)]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         return LaunchResult(0, "", 0, 1.0, False)
 

@@ -26,9 +26,7 @@ def test_a_command_is_understood(command, monkeypatch):
 
 def test_the_readmes_own_images_train_at_the_pages_rate():
     """The recipe's rate per image, for a smaller batch."""
-    (line,) = re.findall(
-        r"^python (train_vit.py .*finetune_small.*)$", (ROOT / "README.md").read_text(), re.M
-    )
+    [line] = re.findall(r"^python (train_vit.py .*finetune_small.*)$", (ROOT / "README.md").read_text(), re.M)
     recipe = parse(Vit, [*shlex.split(line)[1:], f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
     own = parse(Vit, [f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
     assert recipe.lr / recipe.batch_size == pytest.approx(own.lr / own.batch_size, rel=0.1)

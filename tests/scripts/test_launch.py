@@ -98,9 +98,7 @@ def test_hosts_train_as_one_process(road, config, slots, cluster, one_process, t
     write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
     words += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
-    line = re.sub(
-        "(nnodes=|num_machines )2", rf"\g<1>{len(slots)}", ROADS[road].replace("ddp_2x2gpu", config)
-    )
+    line = re.sub("(nodes=|num_machines )2", rf"\g<1>{len(slots)}", ROADS[road].replace("ddp_2x2gpu", config))
     line = line.replace("IP", "10.77.0.1").replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile")
     line = line.replace("launch.py", f"launch.py --log_dir {tmp_path}/logs")
     jobs = []

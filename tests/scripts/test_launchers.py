@@ -27,17 +27,11 @@ SMALL = {
 # Not docs/imagenet.md and docs/cluster.md: they need archives and machines that are not here.
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("launching", "resuming", "results", "trouble")))
 ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
-
-
-def readme_commands() -> tuple[list[str], list[str]]:
-    """The commands of the documents' code blocks and of the table of results, each once."""
-    text = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
-    blocks = "".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).splitlines()
-    results = text.split("## Results")[1].split("## ")[0]
-    return list(dict.fromkeys(blocks)), re.findall(r"^\|.*?\| `([^`]+)` \|", results, re.MULTILINE)
-
-
-IN_BLOCKS, IN_TABLES = readme_commands()
+# The commands of the documents' code blocks and of the table of results, each once
+TEXT = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
+IN_BLOCKS = list(dict.fromkeys("".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()))
+RESULTS = TEXT.split("## Results")[1].split("## ")[0]
+IN_TABLES = re.findall(r"^\|.*?\| `([^`]+)` \|", RESULTS, re.MULTILINE)
 KINDS = {  # a command is of the first kind that matches; which test starts it, where none of this file does
     "make": r"make (train|same_bits|test|test-all)\b",  # the last two are this run of the tests
     "experiment": r"make (experiment_vit|experiment_speedup|tensorboard)\b|experiments/\w+\.sh --seeds",
@@ -71,12 +65,6 @@ def of_kind(name: str) -> list[str]:
 LAUNCHES = of_kind("launch")
 
 
-@pytest.fixture
-def project(project_copy):
-    """A copy of the project in which a command of the README runs."""
-    return project_copy
-
-
 def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
     """The variables before a command, and its words."""
     words = shlex.split(command)
@@ -96,11 +84,6 @@ for covered in ("deepspeed --num_gpus 2", "torchrun --nnodes=1:4", "python launc
     del FIRST_OF_ITS_ROAD[road(covered)]
 
 
-@pytest.mark.parametrize("command", [c if c in FIRST_OF_ITS_ROAD.values() else full(c) for c in LAUNCHES])
-def test_launch(command, project, request, cache):
-    launch(command, project, request, cache)
-
-
 OTHER_SCRIPTS = [
     full(command.replace("train_cnn_a.py", script))
     for command in LAUNCHES
@@ -111,7 +94,7 @@ OTHER_SCRIPTS = [
 
 
 @pytest.mark.full
-def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
+def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
     """Runs the commands in order, each with a few more steps than the one before."""
     in_s3 = aws_env(s3)
     outputs = []
@@ -121,7 +104,7 @@ def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
         jobs = []
         for _ in range(2 if "--nnodes=2" in line else 1):
             env, words = split_environment(line.replace("=IP", "=127.0.0.1").replace("29500", "29577"))
-            jobs.append(Job([*words, *small], cwd=project, env=in_s3 | env))
+            jobs.append(Job([*words, *small], cwd=project_copy, env=in_s3 | env))
         outputs.append("")
         for job in jobs:
             status, output = job.wait()
@@ -136,10 +119,10 @@ def test_the_section_on_stopped_runs(project, cache, s3):  # noqa: F811
         assert "checkpoints/step_00000010/manifest.json" in store.list()
 
 
-def test_from_photographs_to_a_model_of_timm(project, photographs, tmp_path, cache):
+def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path, cache):
     """The README's commands, with the weights of a small model in place of the hub's."""
     for k, file in enumerate(sorted(photographs.glob("*.JPEG"))):
-        place = project / "photographs" / f"class_{k % 4}" / file.name
+        place = project_copy / "photographs" / f"class_{k % 4}" / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(file)
     weights = tmp_path / "small.safetensors"
@@ -148,32 +131,33 @@ def test_from_photographs_to_a_model_of_timm(project, photographs, tmp_path, cac
     *trainings, export = of_kind("photographs")
     assert len(trainings) == 2
     for train in trainings:
-        output = run([*shlex.split(train), *small, "--max_steps", "2", "--workers", "0", *cache], cwd=project)
+        output = run(
+            [*shlex.split(train), *small, "--max_steps", "2", "--workers", "0", *cache], cwd=project_copy
+        )
         assert "80 training images, 20 " in output
-    run([*shlex.split(export), *cache], cwd=project)
-    model = timm.create_model(f"local-dir:{project}/models/photographs", pretrained=True)
+    run([*shlex.split(export), *cache], cwd=project_copy)
+    model = timm.create_model(f"local-dir:{project_copy}/models/photographs", pretrained=True)
     assert list(model.pretrained_cfg["label_names"]) == [f"class_{k}" for k in range(4)]
 
 
-def test_the_practice_on_virtual_hosts(cluster_tools, project, cache):
+def test_the_practice_on_virtual_hosts(cluster_tools, project_copy, cache):
     outputs = []
     for command in of_kind("practice"):
         words = shlex.split(command)
         small = [*SMALL["train_cnn_a.py"], *cache] if "train_cnn_a.py" in words else []
-        outputs.append(run([*words, *small], cwd=project))
+        outputs.append(run([*words, *small], cwd=project_copy))
     up, trained, _ = outputs
     assert "node1, node2 are up" in up
     assert "node1 | ddp, batch 16 = 4 images x 4 processes" in trained
     assert not cluster_tools.STATE.exists()
 
 
-@pytest.mark.parametrize("command", OTHER_SCRIPTS)
-def test_the_first_course_with_another_script(command, project, request, cache):
-    """One GPU, two, two hosts with two each: the commands as written, with another script."""
-    launch(command, project, request, cache)
+OF_RESULTS = [full(c) for c in IN_TABLES if kind(c) == "launch" and c not in LAUNCHES]
+OF_PAGES = [c if c in FIRST_OF_ITS_ROAD.values() else full(c) for c in LAUNCHES]
 
 
-def launch(command: str, project, request, cache: list) -> None:
+@pytest.mark.parametrize("command", [*OF_PAGES, *OTHER_SCRIPTS, *OF_RESULTS])
+def test_launch(command, project_copy, request, cache):
     asks_hosts = "--hostfile" in command and "--no_ssh_check" not in command
     env = request.getfixturevalue("ssh") if asks_hosts else {}
     script = re.search(r"train_\w+\.py", command).group()
@@ -187,14 +171,14 @@ def launch(command: str, project, request, cache: list) -> None:
         words += small
         if words[0] == "deepspeed":
             words[1:1] = ["--master_port", str(port)]
-        jobs.append(Job(words, cwd=project, env=env | variables))
+        jobs.append(Job(words, cwd=project_copy, env=env | variables))
     for job in jobs:
         status, output = job.wait()
         assert status == 0, output
     if "--print_config" in command:
         assert "stem: imagenet" in output
         return
-    (folder,) = (path.parent for path in project.glob("*/*/*/result.json"))
+    (folder,) = (path.parent for path in project_copy.glob("*/*/*/result.json"))
     found = result(folder)
     hosts, processes, strategy = len(jobs), expected_processes(command), expected_strategy(command)
     assert (found["script"], found["status"]) == (script.removesuffix(".py"), "finished")
@@ -226,9 +210,7 @@ def test_no_command_is_left_out():
     assert len(LAUNCHES) > 15
 
 
-WRITE_UPS = (
-    (ROOT / "docs" / "launching.md").read_text().partition("## Five write-ups\n")[2].partition("\n## ")[0]
-)
+WRITE_UPS = (ROOT / "docs/launching.md").read_text().partition("## Five write-ups\n")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
@@ -236,12 +218,6 @@ def test_a_write_up_is_repeated_by_commands_of_the_documents(row):
     """Other tests of this file start them, or those that the next test names."""
     assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
     assert (WRITE_UPS.count("| `"), len(of_kind("one GPU each"))) == (5, 3)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in IN_TABLES if kind(c) == "launch" and c not in LAUNCHES])
-def test_launch_of_a_result(command, project, request, cache):
-    launch(command, project, request, cache)
 
 
 @pytest.mark.full
@@ -279,33 +255,33 @@ def test_tensorboard_starts(tmp_path):
 
 @pytest.mark.needs("make setup")
 @pytest.mark.parametrize(("flags", "accuracy"), [(" --max_steps 22", 0.6), full("", 0.97)])
-def test_make_train(flags, accuracy, project, cache):
+def test_make_train(flags, accuracy, project_copy, cache):
     """`make train` installs nothing a second time and imports nothing that it does not use. Then the README's
     other commands use its run."""
     venv, end = BIN.parent, " train_cnn_a.py --data digits\n"
-    mutate(project, "Makefile", end, f"{end[:-1]}{flags}\n")
+    mutate(project_copy, "Makefile", end, f"{end[:-1]}{flags}\n")
     make = ["sh", "-c", f"make train VENV={venv} 2> stderr"]
-    output = run(make, cwd=project, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    output = run(make, cwd=project_copy, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert "pip install" not in output
-    stderr = (project / "stderr").read_text()
+    stderr = (project_copy / "stderr").read_text()
     assert "were not passed" not in stderr  # a question of accelerate that it answers itself
     packages = set(re.findall(r"^import time:.*\| +(\S+)$", stderr, re.MULTILINE))
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
-    (folder,) = (project / "runs" / "train_cnn_a").iterdir()
+    (folder,) = (project_copy / "runs" / "train_cnn_a").iterdir()
     assert result(folder)["best_accuracy"] >= accuracy
-    shutil.copytree(folder / "plots", project / "holiday")
+    shutil.copytree(folder / "plots", project_copy / "holiday")
     for command in of_kind("afterwards"):
-        if str(folder.relative_to(project)) in command and "compare" not in command:
+        if str(folder.relative_to(project_copy)) in command and "compare" not in command:
             in_cache = cache if re.search("validate|verify|export", command) else []
-            run([*shlex.split(command), *in_cache], cwd=project)
-    assert (project / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
+            run([*shlex.split(command), *in_cache], cwd=project_copy)
+    assert (project_copy / "runs" / "logbook" / "train_cnn_a" / "single" / "128_10_1_1.md").exists()
     assert {path.name.split("_")[0] for path in (folder / "validation").iterdir()} == {"val", "train"}
 
 
 @pytest.mark.full
-def test_make_same_bits(project):
-    output = run(["make", "same_bits", f"VENV={BIN.parent}"], cwd=project)
+def test_make_same_bits(project_copy):
+    output = run(["make", "same_bits", f"VENV={BIN.parent}"], cwd=project_copy)
     hashes = re.findall(r"^(\w{64})  runs/same_bits/[124]/\S+_00000022/model", output, re.MULTILINE)
     assert len(hashes) == 3, output
     assert len(set(hashes)) == 1, output
@@ -323,7 +299,7 @@ ROADS = {  # strategy: what is answered beside the defaults
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp"), full("zero3")])
-def test_after_the_users_own_accelerate_config(strategy, project, tmp_path, cache):
+def test_after_the_users_own_accelerate_config(strategy, project_copy, tmp_path, cache):
     """The questions of accelerate are answered at a terminal; then the plain command works. `make test` names
     the file that accelerate would find."""
     home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
@@ -338,7 +314,7 @@ def test_after_the_users_own_accelerate_config(strategy, project, tmp_path, cach
     if strategy == "ddp":  # so that it is forked: another HF_HOME needs a start
         words[1:1] = ["--config_file", tmp_path / "hf" / "accelerate" / "default_config.yaml"]
         home = {}
-    run(["accelerate", *words], cwd=project, env=home)
+    run(["accelerate", *words], cwd=project_copy, env=home)
     found = result(tmp_path / "run")
     assert (found["status"], found["strategy"], found["processes"]) == ("finished", strategy, 2)
 

@@ -23,7 +23,7 @@ from common.data.class_folders import find_pictures
 from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
-from tests.conftest import Job, full, python, result, run, torchrun
+from tests.conftest import Job, full, lines, python, result, run, torchrun
 from tools.inference.inference import keep_features
 
 COUNT = 360  # all held-out digits
@@ -42,12 +42,6 @@ def pictures(tmp_path_factory, cache) -> Path:
     return folder
 
 
-def rows_of(folder: Path) -> dict[str, dict]:
-    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
-    assert len({row["file"] for row in rows}) == len(rows)
-    return {Path(row["file"]).name: row for row in rows}
-
-
 @pytest.mark.parametrize("launcher", [python(), torchrun(2), full(torchrun(3))], ids=["1", "2", "3"])
 def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, tmp_path, cache):
     """On one and two processes; a file that is no image ends nothing."""
@@ -64,7 +58,9 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     ]
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
-    rows = rows_of(tmp_path)
+    written = lines(tmp_path / "predictions.jsonl")
+    rows = {Path(row["file"]).name: row for row in written}
+    assert len(rows) == len(written)
     assert sorted(rows) == [*(f"{k:03d}.png" for k in range(COUNT)), "broken.png"]
     assert rows.pop("broken.png").keys() == {"file", "error"}
     assert all(len(row["classes"]) == 3 for row in rows.values())
@@ -81,9 +77,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
         assert min(picture.size) > 300
     found = np.load(tmp_path / "features.npy")
     assert found["id"].tolist() == [row["file"] for row in rows.values()]
-    head = load_file(
-        trained / "checkpoints" / f"step_{result(trained)['best_step']:08d}" / "model.safetensors"
-    )
+    head = load_file(trained / "checkpoints" / f"step_{best['best_step']:08d}" / "model.safetensors")
     logits = torch.from_numpy(found["features"].copy()) @ head["head.weight"].T + head["head.bias"]
     surest = [row["probabilities"][0] for row in rows.values()]
     assert logits.softmax(1).amax(1).tolist() == pytest.approx(surest, abs=1e-5)
@@ -144,7 +138,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
         good, bad = csv.DictReader(file)
     assert [good[f"class_{k}"] for k in range(1, 8)] == shown
     assert (good["file"], bad["file"], bad["error"]) == ("'=cmd.png", "'-.png", "'@error")
-    exact = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    exact = lines(tmp_path / "predictions.jsonl")
     assert (exact[0]["classes"], exact[1]["file"]) == (names, "-.png")
 
 

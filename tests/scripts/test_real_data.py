@@ -52,22 +52,3 @@ def test_cifar10_in_ten_epochs(cifar10, tmp_path, cache):
     status, output = Job([*accelerate("cpu"), "train_cnn_a.py", *flags]).wait(timeout_s=1800)
     assert status == 0, output
     assert result(tmp_path / "run")["final_accuracy"] >= 0.73
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", [python(), accelerate("ddp_2gpu")], ids=["one process", "two"])
-def test_photographs_of_differing_sizes(launcher, photographs, tmp_path, cache):
-    """Workers decode them; the losses do not depend on the number of workers."""
-    for split, part in (("train", slice(0, 12)), ("val", slice(0, 12))):
-        for file in sorted(photographs.iterdir())[part]:
-            folder = tmp_path / "images" / split / file.stem
-            folder.mkdir(parents=True)
-            (folder / file.name).symlink_to(file)
-    flags = ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "2", "--log_every", "1", *cache]
-    losses = []
-    for workers in ("0", "2"):
-        folder = tmp_path / f"run{workers}"
-        run([*launcher, *CNN, *flags, "--workers", workers, "--output_dir", folder])
-        losses.append([line["train/loss"] for line in metrics(folder) if "train/loss" in line])
-    assert len(losses[0]) == 6
-    assert losses[0] == losses[1]

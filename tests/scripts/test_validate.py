@@ -1,7 +1,6 @@
 """validate.py under real launchers: its numbers against the run's own and scikit-learn's."""
 
 import contextlib
-import hashlib
 import json
 import shutil
 import socket
@@ -18,6 +17,7 @@ from common.checkpoint.weights import find
 from common.recipe import parse
 from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.s3 import ObjectStore
+from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import (
     CNN,
     ROOT,
@@ -113,15 +113,6 @@ def assert_same(ours: dict, theirs: dict) -> None:
     for mine, other in zip(ours["worst"], theirs["worst"], strict=True):
         assert mine["id"] == other["id"]
         assert mine["probability"] == pytest.approx(other["probability"], abs=1e-6)
-
-
-def rewrite(checkpoint: Path, **changes) -> None:
-    """Changes the manifest, with a digest that verifies."""
-    file = checkpoint / "manifest.json"
-    manifest = json.loads(file.read_text()) | changes
-    del manifest["digest"]
-    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    file.write_text(json.dumps(manifest | {"digest": digest}))
 
 
 # --- What it says
@@ -273,7 +264,7 @@ def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
     for name in ("train_evil", str(evil.with_suffix("")), "../train_evil", "validate"):
         with pytest.raises(ValueError, match="which is none of train_cnn_a, train_cnn_b"):
             own_script(name)
-    rewrite(latest(copy), written_by={"script": str(evil.with_suffix(""))})
+    forge(latest(copy), written_by={"script": str(evil.with_suffix(""))})
     assert "it was trained by" in fails(words(copy, *cache))
     assert not (tmp_path / "ran").exists()
 
@@ -294,7 +285,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
 
 
 def test_both_numbers_of_classes_are_named(copy, cache):
-    rewrite(latest(copy), classes=["a", "b"])
+    forge(latest(copy), classes=["a", "b"])
     output = fails(words(copy, *cache))
     assert f"digits has 10 classes, and {latest(copy)}/model.safetensors was trained for 2" in output
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import verify
-from common.checkpoint.format import _digest
+from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.support.commands import call
 from tests.support.data_sets import data_set, png
@@ -123,14 +123,7 @@ def edit_log(folder: Path, change) -> None:
 
 def sign(folder: Path, step: int, **changes) -> None:
     """Writes a checkpoint's manifest anew, with the hashes of its files and these further changes."""
-    file = folder / "checkpoints" / f"step_{step:08d}" / "manifest.json"
-    manifest = json.loads(file.read_text()) | changes
-    del manifest["digest"]
-    for name in manifest["files"]:
-        content = (file.parent / name).read_bytes()
-        manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest["digest"] = _digest(manifest)
-    file.write_text(json.dumps(manifest))
+    forge(folder / "checkpoints" / f"step_{step:08d}", **changes)
 
 
 # Forgeries: each gets a copy of a run
@@ -265,9 +258,8 @@ def smaller_loss(by: float):
 
 
 accuracy_in_result = in_result(test_accuracy=0.9999)
-accuracy_everywhere = both(
-    in_lines("val/loss", **{"val/accuracy": 0.9999}), in_result(best_accuracy=0.9999, final_accuracy=0.9999)
-)
+accuracies_in_result = in_result(best_accuracy=0.9999, final_accuracy=0.9999)
+accuracy_everywhere = both(in_lines("val/loss", **{"val/accuracy": 0.9999}), accuracies_in_result)
 random_ema, other_seed = in_tensors(32, "ema", torch.randn_like), in_recipe(seed=7)
 forged_test_accuracy = both(in_lines("test/loss", **{"test/accuracy": 0.9999}), accuracy_in_result)
 random_second = in_tensors(16, "model", torch.randn_like)
@@ -347,11 +339,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
 # `make test` has the first three.
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
-    "learning rate": (
-        in_lines("train/lr", 4, lambda _: 1.0),
-        1,
-        "train/lr of step 4 is 1, in the replay 0.000",
-    ),
+    "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, in the replay 0."),
     "a loss": (smaller_loss(0.5), 0, "steps 0-16 of 32: the largest differences: loss 5."),
     "raised test accuracy": (forged_test_accuracy, 1, "test/accuracy of step "),
     "checkpoints removed": (both(without_checkpoints, accuracy_everywhere), 1, "at step 32, which the"),
@@ -378,18 +366,8 @@ def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
 def test_a_raised_headline_in_half_precision(cache, tmp_path):
     """By what lies within a replay's spread of accuracies: of 360 images 24."""
     folder = tmp_path / "run"
-    flags = [
-        "--mixed_precision",
-        "bf16",
-        "--epochs",
-        1,
-        "--lr",
-        3e-4,
-        "--batch_size",
-        64,
-        "--trackers",
-        "none",
-    ]
+    flags = ["--mixed_precision", "bf16", "--epochs", 1, "--lr", 3e-4]
+    flags += ["--batch_size", 64, "--trackers", "none"]
     run([*python(), "train_cnn_a.py", "--data", "digits", *flags, *cache, "--output_dir", folder])
     status, output, stamp = verified(folder, cache)
     assert (status, stamp["kind"]) == (0, "evaluated again"), output

@@ -43,9 +43,7 @@ def assert_same_tensors(folder: Path, reference: Path, tolerance: float = 0, wit
     """Those of the newest checkpoints, of one step. without: a part of names that are left out."""
     ours, theirs = tensors(latest(folder)), tensors(latest(reference))
     promise, step = f"tensors within {tolerance:g}" if tolerance else "equal bits", latest(folder).name
-    assert step == latest(reference).name, said(
-        promise, step, "the newest checkpoint", step, latest(reference)
-    )
+    assert step == latest(reference).name, said(promise, step, "the last checkpoint", step, latest(reference))
     assert ours.keys() == theirs.keys(), f"{promise}: {step} has other names than the reference"
     for name in (name for name in ours if without not in name):
         mine, other = ours[name], theirs[name]

@@ -94,9 +94,7 @@ CASES = {
     "lamb": Case(lambda groups: timm.optim.Lamb(groups, lr=0.01)),
     "nadam": Case(lambda groups: torch.optim.NAdam(groups, lr=0.01)),
     "adafactor": Case(lambda groups: torch.optim.Adafactor(groups, lr=0.01)),
-    "adafactor_unfactored": Case(
-        lambda groups: timm.optim.Adafactor(groups, lr=0.01, min_dim_size_to_factor=1000)
-    ),
+    "adafactor_unfactored": Case(lambda g: timm.optim.Adafactor(g, lr=0.01, min_dim_size_to_factor=1000)),
     "muon": Case(lambda groups: torch.optim.Muon(groups, lr=0.01), only_matrices=True),
     "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),  # AdamW for what is no matrix
     "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),

@@ -183,15 +183,20 @@ def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
-def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch):
+def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch, tmp_path):
     # After SlowDown botocore waits up to 1 + 2 + 4 s: not all of it here.
     monkeypatch.setattr(object_store, "ATTEMPTS", attempts)
     burst = attempts - 1
     proxy.fail(status, code, times=burst)
     store.write("a", b"content")
+    proxy.fail(status, code, times=burst)
+    assert store.create("owner", b"")
     proxy.fail(status, code, times=burst, method="PUT", path="partNumber=2")
     store.upload(big, "model")
-    assert proxy.faults[code] == 2 * burst
+    for method in ("HEAD", "GET"):
+        proxy.fail(status, code, times=burst, method=method, path="model")
+    store.download("model", tmp_path / "model", BIG)
+    assert proxy.faults[code] == 5 * burst
     proxy.fail(status, code, times=None)
     text = refused(store.write, "a", b"other")
     assert f"writing a at {store.url} failed: {code} ({status}): broken on purpose; the store failed" in text

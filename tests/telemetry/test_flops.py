@@ -10,15 +10,8 @@ from torch import nn
 
 from common.recipe import parse
 from common.script import load_script, recipe_class
-from common.telemetry.flops import (
-    Utilisation,
-    find_device,
-    flops_per_image,
-    known_devices,
-    peak_flops,
-    total_peak,
-    utilisation,
-)
+from common.telemetry import flops
+from common.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
 from tests.conftest import ROOT, metrics, result, rows_of
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
@@ -60,10 +53,10 @@ def test_a_device_that_begins_like_another_is_not_that_one(name):
 
 
 def test_devices_of_several_kinds(capsys):
-    peak = total_peak(["NVIDIA H200", "NVIDIA A10G"], "bf16")
+    peak = flops.total_peak(["NVIDIA H200", "NVIDIA A10G"], "bf16")
     assert peak == 1059.5e12
     assert Utilisation(12.0, peak).pct(1e12) == pytest.approx(100 * 12e12 / 1059.5e12)
-    assert total_peak(["NVIDIA H200", "NVIDIA GeForce GTX 1080"], "bf16") is None
+    assert flops.total_peak(["NVIDIA H200", "NVIDIA GeForce GTX 1080"], "bf16") is None
     assert Utilisation(12.0, None).pct(1e12) is None
     assert "no MFU: NVIDIA GeForce GTX 1080 is not in " in capsys.readouterr().out
 
@@ -96,6 +89,6 @@ def test_every_boolean_flag_leaves_the_operations_countable(name, monkeypatch, c
     for switch in switches:
         needed = ["--pretrained"] if switch == "freeze" else []
         recipe = parse(kind, [*SMALL[name], f"--{switch}", *needed])
-        found = utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
+        found = flops.utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
         assert capsys.readouterr().out == "", switch
         assert found.pct(1e6) > 0, switch

@@ -11,7 +11,8 @@ import pytest
 from common.telemetry import sampling
 from common.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
 from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
-from tests.conftest import Job, free_port, lines, metrics, result, torchrun, wait_until
+from tests.conftest import lines, metrics, result, wait_until
+from tests.distributed.test_agreement import two_hosts
 
 NAME = socket.gethostname()
 HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "100"]
@@ -65,17 +66,14 @@ def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
 
 def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     """Two processes with local rank 0 are two hosts, even under one name; only one has a folder."""
-    address = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    flags = [*HELLO, *OFTEN, "--output_dir"]
-    launchers = [torchrun(1, *address, f"--node_rank={rank}") for rank in (0, 1)]
-    jobs = [Job([*launcher, *flags, tmp_path / str(rank)]) for rank, launcher in enumerate(launchers)]
-    assert [job.wait()[0] for job in jobs] == [0, 0]
+    jobs = two_hosts(tmp_path, [], [*HELLO, *OFTEN])
+    assert [status for status, _ in jobs] == [0, 0], jobs
     names = sorted(file.name for file in tmp_path.glob("*/telemetry-*"))
     assert names == [f"telemetry-{NAME}-2.jsonl", f"telemetry-{NAME}.jsonl"]
-    for file in (tmp_path / "0").glob("telemetry-*"):
+    for file in (tmp_path / "run0").glob("telemetry-*"):
         assert_sane(file)
         assert samples_of(file)
-    found = result(tmp_path / "0")
+    found = result(tmp_path / "run0")
     assert found["hosts"] == 2
     assert [host["host"] for host in found["telemetry"]] == [f"{NAME}-2", NAME]
     assert all(host["samples"] for host in found["telemetry"])
