@@ -84,7 +84,6 @@ class RunLog:
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
-        self.shown_at = 0.0  # time.perf_counter() when show_progress() last showed something
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
@@ -154,12 +153,6 @@ class RunLog:
         for i in range(count):
             ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
             self._write_line(self.samples, {"step": self.state.step - count + i + 1, "samples": ids})
-
-    def show_progress(self, text: str) -> None:
-        """Shows the work between two lines on the terminal, at most once a second."""
-        if time.perf_counter() - self.shown_at > 1:
-            self.shown_at = time.perf_counter()
-            self.progress.tell(text)
 
     def close(self, failed: bool) -> None:
         """Closes files and trackers. Ignores a full disk. A second call does nothing."""

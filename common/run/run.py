@@ -276,7 +276,7 @@ class Run:
     def show_progress(self, text: str) -> None:
         """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
         if record := self.ranks.record:
-            record.log.show_progress(text)
+            record.log.progress.tell(text)
         self.ranks.exchange.listen()
 
     def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:

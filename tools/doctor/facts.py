@@ -244,7 +244,8 @@ def _contents(data: str) -> dict[str, Any]:
         files = sorted(_files(root))
         if not files:
             raise ValueError("the folder of --data is not there, or empty")
-        lines = "".join(f"{path.relative_to(root)} {_size(path)}\n" for path in files)
+        sizes = ((path, path.exists() and path.stat().st_size) for path in files)  # False: a link to nothing
+        lines = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
         answer["digest"] = _digest(lines.encode(errors="surrogateescape"))
         if (root / "manifest.json").is_file():
             from common.data.shards import find_local
@@ -267,11 +268,6 @@ def _files(root: Path) -> Iterator[Path]:
 
 def _is_above(link: str, folder: str) -> bool:
     return os.path.islink(link) and Path(folder).is_relative_to(os.path.realpath(link))
-
-
-def _size(file: Path) -> int:
-    """In bytes; 0 if it is a link to nothing."""
-    return file.stat().st_size if file.exists() else 0
 
 
 def _resolved(name: str) -> str | None:
