@@ -562,6 +562,16 @@ def killed(eager, tmp_path):
     return killed
 
 
+@pytest.fixture(scope="module")
+def straight(ilsvrc, tmp_path_factory) -> Path:
+    """Shards that were never interrupted."""
+    out = tmp_path_factory.mktemp("straight") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(originals, "BATCH_IMAGES", 2)
+        prep(*command(ilsvrc), out)
+    return out
+
+
 STORIES = {  # killed where, with which flags; the archive that is then replaced; why it is refused to resume
     "the first images": (2, [], "", ""),
     "images": (40, [], "", ""),
@@ -578,7 +588,7 @@ KEPT = {"val": ["train"], "manifest": ["train", "val"]}
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_killed_and_started_again(story, killed, ilsvrc, shards, tmp_path):
+def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
     """Finished splits are kept, with their inputs and settings; an unfinished one begins again."""
     place, flags, replaced, refusal = STORIES[story]
     data, out = shutil.copytree(ilsvrc.folder, tmp_path / "data"), tmp_path / "out"
@@ -593,11 +603,11 @@ def test_killed_and_started_again(story, killed, ilsvrc, shards, tmp_path):
         return
     output = prep(*words)
     assert [split for split in ("train", "val") if f"{split}  " not in output] == KEPT.get(place, [])
-    assert contents(out) == contents(shards)
+    assert contents(out) == contents(straight)
 
 
 @pytest.mark.full
-def test_killed_at_any_moment(eager, ilsvrc, shards, tmp_path):
+def test_killed_at_any_moment(eager, ilsvrc, straight, tmp_path):
     words, killed = [*command(ilsvrc), tmp_path / "out"], 0
     began_s = time.monotonic()
     assert forked(tmp_path, *command(ilsvrc), tmp_path / "once").wait()[0] == 0
@@ -609,28 +619,28 @@ def test_killed_at_any_moment(eager, ilsvrc, shards, tmp_path):
         killed += job.wait()[0] != 0
     assert killed > 1
     prep(*words)
-    assert contents(tmp_path / "out") == contents(shards)
+    assert contents(tmp_path / "out") == contents(straight)
 
 
-def test_a_checked_preparation_resumes_from_s3(killed, published, ilsvrc, shards, in_s3, tmp_path):
+def test_a_checked_preparation_resumes_from_s3(killed, published, ilsvrc, straight, in_s3, tmp_path):
     store = ObjectStore(f"s3://{BUCKET}/checked")
     for name in (TRAIN, VAL, DEVKIT):
         store.upload(ilsvrc.folder / name, name)
     words = ["--subset", *SMALL, "--data", store.url, "--out", tmp_path / "out"]
     killed("val", *words, md5=published)
     assert "was begun: keeping its train\n" in prep(*words)
-    assert contents(tmp_path / "out") == contents(shards)
+    assert contents(tmp_path / "out") == contents(straight)
 
 
 @pytest.mark.parametrize("number", [full(signal.SIGINT), signal.SIGTERM])
-def test_interrupted(number, eager, ilsvrc, shards, tmp_path):
+def test_interrupted(number, eager, ilsvrc, straight, tmp_path):
     words = [*command(ilsvrc), tmp_path / "out"]
     status, output = forked(tmp_path, *words, place=30, signal=number).wait()
     assert status == 130
     assert "run the same command to resume" in output
     assert "Traceback" not in output
     prep(*words)
-    assert contents(tmp_path / "out") == contents(shards)
+    assert contents(tmp_path / "out") == contents(straight)
 
 
 def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
@@ -689,14 +699,14 @@ def is_group(number: int) -> bool:
     return True
 
 
-def test_two_at_once(eager, ilsvrc, shards, tmp_path):
+def test_two_at_once(eager, ilsvrc, straight, tmp_path):
     words = [*command(ilsvrc), tmp_path / "out"]
     job = forked(tmp_path, *words, place=40, signal=signal.SIGSTOP)
     wait_until(lambda: psutil.Process(job.process.pid).status() == psutil.STATUS_STOPPED)
     assert "another process" in fails(*words)
     job.process.send_signal(signal.SIGCONT)
     assert job.wait()[0] == 0
-    assert contents(tmp_path / "out") == contents(shards)
+    assert contents(tmp_path / "out") == contents(straight)
 
 
 def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):

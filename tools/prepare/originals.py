@@ -147,7 +147,7 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
         if class_name in classes:
             raise ValueError(f"{where}: a second class of this name: put its images together")
         classes.add(class_name)
-        keys = set()
+        names: dict[str, str] = {}  # by key
         for file in files:
             if not is_image(name := file.name.rpartition("/")[2]):
                 continue
@@ -160,16 +160,16 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
             has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
-            if key in keys:  # of 1.jpg and 1.png the second has its extension
+            if names.get(key, name) != name:  # of 1.jpg and 1.png the second has its extension
                 key = f"{key}_{name.rpartition('.')[2]}"
-            if key in keys:
+            if key in names:
                 raise ValueError(
                     f"{where}: {name} gets the key {key}, which another image has: rename one of them"
                     " (a key is the name without its extension, and with _ for other dots)"
                 )
-            keys.add(key)
+            names[key] = name
             yield LabeledFile(number, where, name, key, class_number, file)
-        if not keys:  # of a tar
+        if not names:  # of a tar
             raise ValueError(f"{where} holds no images ({' '.join(EXTENSIONS)})")
 
 
