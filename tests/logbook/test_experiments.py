@@ -55,6 +55,8 @@ def test_an_experiment_shows_its_commands(tmp_path):
     recipe = "--config recipes/vit_b32_cifar10_finetune.yaml"
     assert f"launch.py --config_file {config} --hostfile hostfile train_vit.py {recipe} " in output
     assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
+    _, of_folds = experiment("vit", tmp_path, DRY_RUN=1, FOLDS=2).wait()
+    assert "all metrics" not in of_folds  # of a run that there is not
     assert not list(tmp_path.iterdir())
 
 
