@@ -72,4 +72,4 @@ def test_documents_and_tests_find_it(project):
     assert "| `--model` | convnext_tiny | any ConvNeXt of timm |" in section
     assert "--patch_size" not in section
     words = ["python", "-m", "pytest", "--collect-only", "-q", "tests/distributed/test_parity.py"]
-    assert "[convnext-zero3]" in run(words, cwd=project)
+    assert "[convnext-zero3]" in run(words, cwd=project, env={"PYTEST_ADDOPTS": ""})
