@@ -103,7 +103,7 @@ class Training:
             kill(_job_processes(host))
 
 
-class Steps:
+class StepWatch:
     """Watches a training for new steps: the last one that was logged, and the longest time between two."""
 
     def __init__(self, training: Training) -> None:
@@ -292,7 +292,7 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
                 outcome.notes = "ended before the fault"
                 return outcome
             time.sleep(0.1)
-        last, at, steps = reference.step(), time.monotonic(), Steps(training)
+        last, at, steps = reference.step(), time.monotonic(), StepWatch(training)
         enough = min(steps.reached + ON * last, last)
         with FAULTS[fault](training):
             steps.watch(until=at + PAUSE_S)

@@ -263,11 +263,16 @@ def list_images(folder: Path, left_out: LeftOut) -> list[str]:
     for above, names, files in os.walk(folder, onerror=_raise, followlinks=True):
         names[:] = [name for name in names if not is_hidden(name)]  # os.walk enters these alone
         for path in (Path(above, name) for name in names):
-            if path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents):
+            if leads_above(path):
                 raise ValueError(f"{path} links to a folder above it: remove the link")
         found += filter(left_out.takes, (os.path.join(above, name) for name in files))
     prefix = os.path.join(folder, "")
     return sorted(path.removeprefix(prefix) for path in found)
+
+
+def leads_above(path: Path) -> bool:
+    """True for a link to a folder above it."""
+    return path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents)
 
 
 def _raise(error: OSError) -> NoReturn:

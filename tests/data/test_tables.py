@@ -1,6 +1,7 @@
 """--data takes tables of any data set: parquet folders, save_to_disk folders, the hub's cache, CSV lists."""
 
 import json
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -347,3 +348,17 @@ def test_the_doctor_compares_lists_and_leaves_names_alone(tmp_path):
     assert _contents(str(path))["digest"] != before["digest"]
     assert _contents("hub:lab/pets") == _contents("digits") == {"problem": None}
     assert _contents(str(tmp_path / "nothing"))["problem"]
+
+
+def test_the_doctor_follows_links_as_a_training_does(tmp_path):
+    """Hidden files do not count, and links in a circle end."""
+    shutil.copytree(put(tmp_path / "disk", "cat/1.png"), tmp_path / "here")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/cat").symlink_to(tmp_path / "disk/cat")
+    (tmp_path / "linked/.DS_Store").touch()
+    (tmp_path / "linked/.again").symlink_to(tmp_path / "linked")
+    there, here = (_contents(str(tmp_path / name)) for name in ("linked", "here"))
+    assert there == here
+    assert there["digest"]
+    (tmp_path / "disk/cat/above").symlink_to(tmp_path)
+    assert _contents(str(tmp_path / "linked"))["problem"] is None

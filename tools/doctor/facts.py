@@ -257,17 +257,12 @@ def _contents(data: str) -> dict[str, Any]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Files below a folder, but hidden ones, also behind links; not behind one to a folder that holds it."""
-    from common.data.class_folders import is_hidden
+    """Files below a folder, but hidden ones, also behind links; not behind one to a folder above it."""
+    from common.data.class_folders import is_hidden, leads_above
 
     for folder, folders, names in os.walk(root, followlinks=True):
         yield from (Path(folder) / name for name in names if not is_hidden(name))
-        here = os.path.realpath(folder)
-        folders[:] = [n for n in folders if not is_hidden(n) and not _is_above(os.path.join(folder, n), here)]
-
-
-def _is_above(link: str, folder: str) -> bool:
-    return os.path.islink(link) and Path(folder).is_relative_to(os.path.realpath(link))
+        folders[:] = [name for name in folders if not is_hidden(name) and not leads_above(Path(folder, name))]
 
 
 def _resolved(name: str) -> str | None:
