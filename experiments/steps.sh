@@ -57,6 +57,9 @@ full) ;;
 *) refuse "SIZE=$SIZE: rehearsal or full" ;;
 esac
 
+TOLD= # to stop, maybe before the step's process is there
+trap 'TOLD=1; kill -TERM ${!:-} 2>/dev/null || :' TERM # makes it save; Ctrl-C reaches it directly
+
 # step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always repeated.
 step() {
     local name=$1 product=$2 written status=0
@@ -71,7 +74,7 @@ step() {
     [ -z "$DRY_RUN" ] || return 0
     mkdir -p "$FOLDER/steps"
     "$PYTHON" "$@" &
-    trap 'kill -TERM $!' TERM # makes it save; Ctrl-C reaches it directly
+    [ -z "$TOLD" ] || kill -TERM $!
     wait $! || status=$?
     while kill -0 $! 2>/dev/null; do wait $! || status=$?; done
     if [ $status != 0 ]; then

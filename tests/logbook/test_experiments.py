@@ -1,5 +1,6 @@
 """The experiments: their commands, where they stop, and where they go on."""
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -36,42 +37,42 @@ def experiment(name: str, folder: Path, *flags: object, **variables: object) -> 
     return Job([f"experiments/{name}.sh", *flags], env={key: str(value) for key, value in env.items()})
 
 
-def stand_in(folder: Path, text: str) -> Path:
-    """A program that experiments start in the place of Python."""
-    (folder / "python").write_text(text)
-    (folder / "python").chmod(0o755)
-    return folder / "python"
+def stand_in(folder: Path, text: str, name: str = "python") -> Path:
+    """A program that experiments start in the place of another."""
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return folder / name
 
 
 def test_an_experiment_shows_its_commands(tmp_path):
-    job = experiment("vit", tmp_path, SIZE="full", S3_PREFIX="s3://b/p", DRY_RUN=1)
-    status, output = job.wait()
+    status, output = experiment("vit", tmp_path, SIZE="full", S3_PREFIX="s3://b/p", DRY_RUN=1).wait()
     assert status == 0, output
     steps = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
     parts = ("largest batch", "training", "all metrics")
     of_both = [f"{part}, {strategy}" for strategy in ("fsdp", "ddp") for part in parts]
     assert steps == [*of_both, "pages", "comparison"]
-    config = "accelerate_configs/ddp_2x4gpu.yaml"
-    recipe = "--config recipes/vit_b32_cifar10_finetune.yaml"
-    assert f"launch.py --config_file {config} --hostfile hostfile train_vit.py {recipe} " in output
+    assert "launch.py --config_file accelerate_configs/ddp_2x4gpu.yaml --hostfile hostfile " in output
+    assert "train_vit.py --config recipes/vit_b32_cifar10_finetune.yaml " in output
     assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
     _, of_folds = experiment("vit", tmp_path, DRY_RUN=1, FOLDS=2).wait()
     assert "all metrics" not in of_folds  # of a run that there is not
     assert not list(tmp_path.iterdir())
 
 
-def test_an_experiment_ends_with_the_name_of_what_failed(tmp_path):
-    python = stand_in(tmp_path, "#!/bin/bash\nexit 3\n")
-    status, output = experiment("speedup", tmp_path / "runs", PYTHON=python).wait()
-    assert status == 1
-    end = "error: training, single_gpu failed with exit status 3: started again it goes on there\n"
-    assert output.endswith(end)
-    assert "ddp_2gpu" not in output
+@pytest.mark.parametrize(("told", "reason"), [("", 3), ("kill -TERM $PPID", 143)])
+def test_an_experiment_ends_with_the_name_of_what_failed(told, reason, tmp_path):
+    """Also when it is told to stop before the process of its first step is there."""
+    python = stand_in(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
+    stand_in(tmp_path, f'#!/bin/bash\n{told}\nexec /bin/mkdir "$@"\n', "mkdir")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    status, output = experiment("speedup", tmp_path / "runs", PYTHON=python, PATH=path).wait(30)
+    assert (status, "ddp_2gpu" in output) == (1, False)
+    said = f"single_gpu failed with exit status {reason}: started again it goes on there\n"
+    assert output.endswith(f"error: training, {said}")
 
 
 def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
-    python = stand_in(tmp_path, SAVES)
-    job = experiment("speedup", tmp_path / "runs", PYTHON=python)
+    job = experiment("speedup", tmp_path / "runs", PYTHON=stand_in(tmp_path, SAVES))
     while job.process.stdout.readline() != "trains\n":
         assert job.process.poll() is None
     job.process.terminate()
@@ -154,8 +155,7 @@ def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
     status, output = experiment("speedup", tmp_path / "runs", **start).wait(900)
     assert status == 0, output
     assert output.count("done already") == 2
-    page = tmp_path / "book/compare/experiment_speedup_rehearsal.md"
-    check(page)
+    check(page := tmp_path / "book/compare/experiment_speedup_rehearsal.md")
     text = page.read_text()
     assert rows(text)["single x 1"][:2] == ["3", "0, 1, 2"]
     assert "ddp x 2 and single x 1 are not distinguishable" in text or "ddp x 2 is " in text
