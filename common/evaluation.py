@@ -6,9 +6,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from common.augment import send, to_float
@@ -126,7 +126,8 @@ def predictions(
     show_progress: Callable[[str], None],
 ) -> Iterator[Predicted]:
     """Yields the predictions for this process's share of the split. Collective."""
-    broadcast_buffers(model)
+    for buffer in model.buffers():  # BatchNorm's statistics: rank 0's count
+        broadcast(buffer)
     model.eval()
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)
     evaluated = evaluated_ids(split, recipe)
@@ -140,10 +141,3 @@ def predictions(
         logits = model(to_float(pixels, mean, std, size)).float()
         yield Predicted(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
     model.train()
-
-
-def broadcast_buffers(model: nn.Module) -> None:
-    """Copies rank 0's buffers (BatchNorm's statistics) to all ranks. Collective."""
-    if dist.is_initialized():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)

@@ -10,10 +10,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast, broadcast_object_list
 from torch import Tensor, nn
 
 from common.checkpoint import format as checkpoints
@@ -55,7 +54,7 @@ class TrainingState:
         In any thread; the saver's begins with it.
         """
         if self.accelerator.device.type == "cuda":  # a thread begins with the host's first GPU
-            torch.cuda.set_device(self.accelerator.device)
+            torch.cuda.set_device(self.accelerator.device.index or 0)  # accelerate's has none on one process
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
@@ -193,9 +192,7 @@ class TrainingState:
                 tensor = file.tensor(name).to(device, dtype)
             else:
                 tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
-            if dist.is_initialized():
-                dist.broadcast(tensor, 0)
-            return tensor
+            return broadcast(tensor)
 
         return send
 

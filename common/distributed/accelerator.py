@@ -260,8 +260,8 @@ def wrap(
     if sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
-    if is_exact and accelerator.device.type == "cpu":
-        use_foreach(optimizer)
+    if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
+        use_foreach(optimizer)  # it steps on the CPU
     if is_exact and not sharded:  # without DDP
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         wrapped = accelerator.prepare_optimizer(optimizer)
@@ -272,7 +272,7 @@ def wrap(
         keep_strides(prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        # The engine has clipped; Accelerate 1.15 would wait for the device, to return the norm.
+        # The engine has clipped; Accelerate 1.15 would copy the norm to the host, and nothing reads it.
         accelerator.clip_grad_norm_ = lambda *_, **__: None
         if accelerator.precision.half_precision == "weights":
             plain_module(prepared).register_forward_pre_hook(cast_inputs(precision(accelerator)))

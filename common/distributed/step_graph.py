@@ -45,14 +45,15 @@ def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Cal
     """Decorates a step, which becomes a StepGraph if the flags and the device say so. Use it after Run.begin.
 
     The step must launch the same kernels each time, and read no number of the host but the learning rates: of
-    optimizers torch's own do, which are `capturable`, and SGD. With others, as Lookahead around one of them,
-    the step stays as it is.
+    optimizers torch's own do, which are `capturable`, and fused SGD. With others, as Lookahead around one of
+    them, the step stays as it is.
     """
     inner = optimizer.optimizer
     counts = any("capturable" not in group for group in inner.param_groups) or owner(inner) is not inner
-    if accelerator.step_graph and counts and type(inner) is not torch.optim.SGD:
+    is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in inner.param_groups)
+    if accelerator.step_graph and counts and not (type(inner) is torch.optim.SGD and is_fused):
         name = type(inner).__name__
-        accelerator.print(f"the step is no CUDA graph: {name} may count its steps on the host")
+        accelerator.print(f"the step is no CUDA graph: {name} may read its numbers on the host")
         accelerator.step_graph = False
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
 
@@ -62,10 +63,10 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-            for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
-                device = next((v.device for v in state.values() if isinstance(v, Tensor) and v.ndim), None)
+            for p in group["params"]:
+                state = optimizer.state.get(p, {})
                 counts = {n: v for n, v in state.items() if isinstance(v, Tensor) and not v.ndim}
-                state |= {name: count.to(device) for name, count in counts.items()}
+                state |= {name: count.to(p.device) for name, count in counts.items()}
 
 
 @dataclass

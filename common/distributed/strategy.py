@@ -12,9 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, recursively_apply
+from accelerate.utils import DistributedType, broadcast, gather_object, recursively_apply
 from torch import Tensor, nn
 
 from common.distributed.agreement import agree
@@ -89,9 +88,7 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes == 1 or len(set(gather_object([_digest(tensors)]))) == 1:
         return
     for tensor in tensors.values():
-        sent = tensor.to(accelerator.device)
-        dist.broadcast(sent, 0)
-        tensor.copy_(sent)
+        tensor.copy_(broadcast(tensor.to(accelerator.device)))
     accelerator.print("the ranks drew different initial weights, as different CPUs do: rank 0's are used")
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from common.checkpoint.format import CHUNK_BYTES, Snapshot
 from common.checkpoint.gather import Gather
+from common.checkpoint.training import TrainingState
 from common.run.ending import is_out_of_memory
 
 SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001)), "step": (torch.int64, ())}
@@ -72,6 +73,16 @@ def test_memory_is_locked_on_a_host_with_cuda_and_where_there_is_some(cudart):
     Snapshot(SPECS, pinned=False)
     Snapshot({}, pinned=True)  # of an optimizer without state
     assert cudart.calls == 0
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_the_savers_thread_takes_the_gpu_of_its_process(device, number, monkeypatch):
+    """Without an index, as Accelerate's on one process is, torch refuses the device."""
+    chosen = []
+    monkeypatch.setattr("torch.cuda.set_device", lambda d: chosen.append(torch.cuda._get_device_index(d)))
+    accelerator = SimpleNamespace(device=torch.device(device))
+    TrainingState.allocate(SimpleNamespace(accelerator=accelerator), {})
+    assert chosen == [number]
 
 
 def test_memory_that_can_not_be_locked_is_an_error(monkeypatch):

@@ -209,22 +209,24 @@ def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits):
             chosen("--step_graph")
 
 
-def test_an_optimizer_that_counts_on_the_host_is_in_no_graph():
-    """Lamb, and Lookahead, which counts in Python: a graph would never take its slow steps."""
+def test_an_optimizer_that_reads_numbers_on_the_host_is_in_no_graph():
+    """Lamb, SGD that is not fused, and Lookahead: a graph would never take its slow steps."""
     weights, said = [torch.zeros(2, requires_grad=True)], []
-    inner, line = torch.optim.AdamW(weights), "the step is no CUDA graph: {} may count its steps on the host"
-    for optimizer in (inner, torch.optim.SGD(weights, momentum=0.9), Lamb(weights), Lookahead(inner)):
-        accelerator = SimpleNamespace(step_graph=True, print=said.append)
+    inner, line = torch.optim.AdamW(weights), "the step is no CUDA graph: {} may read its numbers on the host"
+    fused, plain = (torch.optim.SGD(weights, momentum=0.9, fused=is_fused) for is_fused in (True, False))
+    for optimizer in (inner, fused, Lamb(weights), plain, Lookahead(inner)):
+        accelerator = SimpleNamespace(step_graph=True, print=said.append, device=torch.device("cuda"))
         step_graph.step_graph(accelerator, SimpleNamespace(optimizer=optimizer))
-        assert accelerator.step_graph == isinstance(optimizer, (torch.optim.AdamW, torch.optim.SGD))
-    assert said == [line.format("Lamb"), line.format("Lookahead")]
+        assert accelerator.step_graph == (optimizer in (inner, fused))
+    assert said == [line.format(name) for name in ("Lamb", "SGD", "Lookahead")]
 
 
-def test_a_restored_count_of_steps_moves_to_the_device():
+@pytest.mark.parametrize("shape", [(2,), ()])
+def test_a_restored_count_of_steps_moves_to_the_device(shape):
     """`meta` stands for a GPU: the checkpoint of NAdam had its step on the CPU."""
-    parameter = torch.zeros(2, device="meta", requires_grad=True)
+    parameter = torch.zeros(shape, device="meta", requires_grad=True)
     optimizer = torch.optim.NAdam([parameter])
-    moments = {name: torch.zeros(2, device="meta") for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: torch.zeros(shape, device="meta") for name in ("exp_avg", "exp_avg_sq")}
     optimizer.state[parameter] = moments | {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.9)}
     make_capturable(optimizer)
     assert optimizer.param_groups[0]["capturable"]
