@@ -235,6 +235,6 @@ def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
     ],
 )
 def test_missing_arguments_are_named(words, message):
-    status, output = Job(["bash", "cluster/train.sbatch", *words]).wait(10)
+    status, output = Job(["bash", "cluster/train.sbatch", *words]).wait(60)
     assert status == 2
     assert f"error: {message}" in output

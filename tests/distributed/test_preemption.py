@@ -165,19 +165,19 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path, cache, stoppabl
     assert [line["step"] for line in metrics(tmp_path / "run") if "val/loss" in line] == [14, 28]
 
 
-def test_a_shell_that_ends_does_not_end_what_it_started(tmp_path):
+def test_a_shell_that_ends_does_not_end_what_it_started(stoppable, tmp_path):
     """nohup python train_hello.py & in a terminal that is then closed."""
-    words = [*python(), *LONG, "--max_steps", "1000", "--output_dir", tmp_path / "run"]
+    words = [*python(), *LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"]
     started = 'nohup "$@" > "$0/log" 2>&1 & echo $!'
     trains = 'until ls "$0"/run/checkpoints/step_*; do sleep 0.1; done >&2'
     shell = ["sh", "-c", f"{started}; {trains}", tmp_path, *map(str, words)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    pid = int(subprocess.run(shell, env=env, check=True, stdout=subprocess.PIPE, timeout=60).stdout)
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "STEP_S": "0.02"}
+    pid = int(subprocess.check_output(shell, cwd=stoppable, env=env, timeout=240))
     os.kill(pid, signal.SIGHUP)
     assert not (tmp_path / "run" / "result.json").exists()  # it trains
     wait_until((tmp_path / "run" / "result.json").exists)
     assert result(tmp_path / "run")["status"] == "finished"
-    assert steps_in(tmp_path / "run" / "checkpoints")[0] == 1000
+    assert steps_in(tmp_path / "run" / "checkpoints")[0] == 300
 
 
 def test_a_terminal_that_is_closed(tmp_path):

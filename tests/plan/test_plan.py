@@ -186,7 +186,7 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
 
 def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
     def trace(*_) -> Trace:
-        time.sleep(0.7)  # a heartbeat takes half a second
+        time.sleep(2)  # a heartbeat takes half a second
         return made(peaks={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)

@@ -32,11 +32,11 @@ WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, cache) -> Path:
+def folder(tmp_path_factory, cache, stoppable) -> Path:
     """The folder of a run of two processes with both trackers, without a W&B key; W&B's variables are set."""
     parent = tmp_path_factory.mktemp("shared") / "weights"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache]
-    output = run([*words, "--model_folder", parent], env=WANDB)
+    output = run([*words, "--model_folder", parent], cwd=stoppable, env=WANDB | {"STEP_S": "0.05"})
     assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
     assert not re.search("W&B does not|W&B has stopped|not have the pictures", output)
     (found,) = (parent / "train_cnn_a").iterdir()
@@ -100,7 +100,7 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
 
 
 def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
-    write_curves(folder / result(folder)["checkpoint"] / "model.safetensors", tmp_path)
+    write_curves(folder, tmp_path)
     theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
     assert theirs.Tags() == ours.Tags() | {"images": []}
     assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
@@ -167,7 +167,7 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
     """The server is asked to continue the run of WANDB_RUN_ID, which recipe.json has."""
     url, seen = server
-    mutate(project_copy, "common/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 2, 60")
+    mutate(project_copy, "common/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
     output = run(words, cwd=project_copy, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
     assert seen, "the server was never asked"
@@ -178,7 +178,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert KEY["WANDB_API_KEY"] not in output
     found = result(tmp_path / "run")
     assert found["status"] == "finished"
-    assert found["wall_s"] < result(folder)["wall_s"] + 17  # INIT_S of them for the server; W&B's own is 90 s
+    assert found["wall_s"] < result(folder)["wall_s"] + 60  # INIT_S of them for the server; W&B's own is 90 s
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
@@ -217,7 +217,7 @@ def test_trackio_has_what_metrics_jsonl_has(tmp_path, cache):
 
 
 def test_the_training_outlives_the_wandb_service(tmp_path, cache):
-    words = [*CNN, "--data", "digits", "--epochs", "8", "--log_every", "2", "--trackers", "wandb"]
+    words = [*CNN, "--data", "digits", "--epochs", "20", "--log_every", "2", "--trackers", "wandb"]
     job = Job([*words, *cache, "--output_dir", tmp_path / "run"])
     log = tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: log.exists() and log.stat().st_size, job)

@@ -322,7 +322,7 @@ def test_after_the_users_own_accelerate_config(strategy, project_copy, tmp_path,
 def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
     """Multi-GPU, two processes, these answers (each to the question that matches), else the defaults."""
     env = {**os.environ, **env}
-    child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=60)
+    child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=240)
     child.logfile_read = sys.stdout
     answers = {
         "Which type of machine": "\x1b[B" * 4 + "\r",  # four down: multi-GPU

@@ -19,7 +19,7 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
     words = [*CNN, "--data", "digits", "--epochs", "4", "--log_every", "10", "--trackers", "none"]
     words = [str(word) for word in (*words, *cache, "--output_dir", tmp_path / "run")]
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-    env |= {"TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "STEP_S": "0.05"}
+    env |= {"TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "STEP_S": "0.1"}
     child = pexpect.spawn(python()[0], words, cwd=stoppable, env=env, encoding="utf-8", dimensions=(40, 80))
     child.expect("val accuracy", timeout=120)
     child.expect("val accuracy", timeout=120)

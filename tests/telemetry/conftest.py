@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import CNN, python, run
 
 DIGITS = [*CNN, "--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48"]
-DIGITS += ["--mixed_precision", "no", "--max_steps", "20", "--trackers", "none", "--log_every", "1"]
+DIGITS += ["--mixed_precision", "no", "--max_steps", "60", "--trackers", "none", "--log_every", "1"]
 
 
 @pytest.fixture(scope="session")
