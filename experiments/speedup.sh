@@ -3,6 +3,7 @@
 #
 #   DATA=/data/cifar10 experiments/speedup.sh
 #   SIZE=full experiments/speedup.sh     ResNet-18 on 1, 2 and 4 GPUs: not yet measured on one
+#   CONFIGS="single_gpu ddp_2gpu ddp_2x2gpu" SIZE=full experiments/speedup.sh     and on two hosts with 2 GPUs each
 #   experiments/speedup.sh --seeds 5     five runs of each, with the seeds 0 to 4; started again it goes on
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +11,7 @@ cd "$(dirname "$0")/.."
 
 script=(train_cnn_b.py)
 [ "$SIZE" = full ] || script=(train_cnn_a.py --epochs 1 --max_val_images 2000 --log_every 10)
-for config in single_gpu ddp_2gpu ddp_4gpu; do
+for config in ${CONFIGS:-single_gpu ddp_2gpu ddp_4gpu}; do
     train $config $config "${script[@]}" "--data=$DATA"
 done
 pages

@@ -8,7 +8,7 @@
 #   DATA=cifar10     as the train scripts take --data
 #   HOSTFILE=hostfile   of the two hosts, for SIZE=full
 #   S3_PREFIX=       s3://bucket/prefix: the checkpoints of each run go below it
-#   FOLDER=          of the runs; runs/experiment_<name>/<size> by default
+#   FOLDER=          of the runs; runs/experiment_<name>/<size> by default. Other data or flags need another one
 #   LOGBOOK=         the folder of the pages; that of logbook.py by default
 #   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
 #   FOLDS=           as 5: runs of each training, one after another, each on other held-out images; or --folds N
@@ -57,8 +57,9 @@ full) ;;
 *) refuse "SIZE=$SIZE: rehearsal or full" ;;
 esac
 
-TOLD= # to stop, maybe before the step's process is there
-trap 'TOLD=1; kill -TERM ${!:-} 2>/dev/null || :' TERM # makes it save; Ctrl-C reaches it directly
+TOLD= # to stop, maybe before the step's process is there. It saves; Ctrl-C reaches it directly
+trap 'TOLD=1; kill -TERM ${!:-} 2>/dev/null || :' TERM
+trap TOLD=1 INT
 
 # step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always repeated.
 step() {
@@ -73,10 +74,10 @@ step() {
     printf '\n%s\n' "$(printf '%q ' "$PYTHON" "$@")"
     [ -z "$DRY_RUN" ] || return 0
     mkdir -p "$FOLDER/steps"
-    "$PYTHON" "$@" &
+    env --default-signal=INT "$PYTHON" "$@" & # bash makes a process in the background ignore Ctrl-C
     [ -z "$TOLD" ] || kill -TERM $!
+    while kill -0 $! 2>/dev/null; do wait $! || :; done # a signal ends the waiting, not the step
     wait $! || status=$?
-    while kill -0 $! 2>/dev/null; do wait $! || status=$?; done
     if [ $status != 0 ]; then
         echo "error: $name failed with exit status $status: started again it goes on there" >&2
         exit 1

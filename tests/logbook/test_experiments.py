@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tests.conftest import Job
 from tests.logbook.pages import check, rows
 
 SAVES = """#!/bin/bash
-trap 'sleep 1; echo saved; exit 75' TERM
+trap 'sleep 1; echo saved; exit 75' TERM INT
 echo trains
 sleep 60 >/dev/null 2>&1 &
 wait
@@ -65,18 +66,20 @@ def test_an_experiment_ends_with_the_name_of_what_failed(told, reason, tmp_path)
     python = stand_in(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
     stand_in(tmp_path, f'#!/bin/bash\n{told}\nexec /bin/mkdir "$@"\n', "mkdir")
     path = f"{tmp_path}:{os.environ['PATH']}"
-    status, output = experiment("speedup", tmp_path / "runs", PYTHON=python, PATH=path).wait(30)
+    status, output = experiment("speedup", tmp_path / "runs", PYTHON=python, PATH=path).wait(60)
     assert (status, "ddp_2gpu" in output) == (1, False)
     said = f"single_gpu failed with exit status {reason}: started again it goes on there\n"
     assert output.endswith(f"error: training, {said}")
 
 
-def test_an_experiment_passes_sigterm_on_and_waits(tmp_path):
+@pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])
+def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
+    """SIGTERM to itself, and Ctrl-C, which reaches all processes of a terminal."""
     job = experiment("speedup", tmp_path / "runs", PYTHON=stand_in(tmp_path, SAVES))
     while job.process.stdout.readline() != "trains\n":
         assert job.process.poll() is None
-    job.process.terminate()
-    status, output = job.wait(30)
+    send(job.process.pid, number)
+    status, output = job.wait(60)
     assert status == 1
     assert output.startswith("saved\nerror: training, single_gpu failed with exit status 75")
 
