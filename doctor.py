@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.system.cli import command_parser, run_command, split_at_script
-from common.system.files import read_accelerate_config
+from common.system.files import read_yaml
 from common.system.paths import ROOT
 from tools.doctor.checks import FINDINGS, Checks, Finding, HostClient
 from tools.launch.hosts import Host, close_and_wait, read_hostfile, select
@@ -34,7 +34,7 @@ def main() -> int:
     clients: list[HostClient] = []
     try:
         hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
-        config = read_accelerate_config(flags.config_file) if flags.config_file else {}
+        config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         clients += [HostClient(host) for host in hosts]
         checks = Checks(clients, flags, config)
         with ThreadPoolExecutor(1) as beside:
@@ -92,7 +92,10 @@ def show(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
     for code in dict.fromkeys([*checks.checked, *(finding.code for finding in findings)]):
         other = {host.name: "ok" if host.name in checks.facts else " " for host in hosts}
         table.add_row(code, *(worst.get((code, name), mark) for name, mark in other.items()))
-    console.print(table)
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+        console.print(table)
+    else:  # rich would cut the marks off
+        console.print(f"{len(hosts)} hosts, checked: {', '.join(checks.checked)}", soft_wrap=True)
     for (harmless, code), alike in groupby(by_kind, key=_kind):
         for finding in alike:
             kind = "warning" if harmless else "FAILS"

@@ -36,7 +36,7 @@ import psutil
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
 from common.system.cli import check_positive, command_parser, run_command, split_at_script
-from common.system.files import read_accelerate_config, read_json, read_lines, write_json
+from common.system.files import read_json, read_lines, read_yaml, write_json
 from common.system.paths import ROOT
 from common.system.text import numbered
 from tools.batch_size.largest import LaunchResult, knee, launch, next_size
@@ -104,7 +104,7 @@ class Search:
         from common.script import load_script, recipe_class  # imports torch
 
         self.flags = flags
-        config = read_accelerate_config(flags.config_file)
+        config = read_yaml("--config_file", flags.config_file)
         self.processes = config.get("num_processes", 1)  # of the whole job
         if flags.hostfile:
             self.processes = sum(len(host.devices) for host in read_hostfile(flags.hostfile))

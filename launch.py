@@ -27,7 +27,7 @@ from typing import Any
 
 from common.recipe import Job
 from common.system.cli import check_positive, command_parser, run_command, split_at_script, underscores
-from common.system.files import read_accelerate_config, write_text
+from common.system.files import read_yaml, write_text
 from common.system.paths import ROOT
 from common.system.text import did_you_mean
 from tools.launch.elastic import ElasticJob
@@ -110,7 +110,7 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
         raise ValueError(f"--env {missing[0]}: give the name of a variable of this environment, not a value")
     env = {name: os.environ[name] for name in flags.env}
     log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
-    content = read_accelerate_config(ROOT / config)
+    content = read_yaml("--config_file", ROOT / config)
     if content.get("distributed_type") in ("NO", False) and (processes > 1 or flags.min_hosts):
         reason = f"this job has {processes}" if processes > 1 else "hosts may join this job"
         raise ValueError(f"--config_file {config} starts one process, and {reason}: choose another, as {DDP}")

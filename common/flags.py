@@ -18,7 +18,7 @@ from typing import Any
 
 from common.system.cli import CommandParser, tell_torchrun, underscores
 from common.system.env import is_hosts_first
-from common.system.files import parse_json
+from common.system.files import parse_json, read_yaml
 from common.system.paths import ROOT
 from common.system.text import did_you_mean, printable_lines
 
@@ -177,12 +177,12 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
 def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
     """Checked values from YAML or JSON. ValueError names the file and the key or the line."""
     try:
-        is_json = path.suffix == ".json"
-        content = parse_json(path.read_bytes(), f"--config {path}") if is_json else _read_yaml(path)
+        if path.suffix == ".json":
+            content = parse_json(path.read_bytes(), f"--config {path}")
+        else:
+            content = read_yaml("--config", path)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {path}: expected `key: value` lines")
     if "distributed_type" in content:
         start = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
         raise ValueError(f"--config {path} is a launcher's file: {start}")
@@ -200,19 +200,6 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         value = value if name == field.name else field.metadata["also"][1].format(value)
         values[field.name] = typed(field, value, f"--config {path}: {key}")
     return values
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"--config {path}{line}: {getattr(error, 'problem', None) or error}") from None
-    except ValueError as error:  # not UTF-8, or a date that does not exist
-        raise ValueError(f"--config {path}: {error}") from None
 
 
 def typed(field: dataclasses.Field, value: Any, name: str) -> Any:

@@ -234,7 +234,9 @@ def _of_shards(manifest: "Manifest", place: str, read: Callable[[str], bytes]) -
 
 def _of_lone_table(file: Path, columns: Columns) -> Source:
     if file.suffix.lower() in class_folders.LISTS:
-        return find_list(file, columns)
+        from common.data.lists import read_list
+
+        return _of_lists(file.stem, file.parent, file, read_list(file, columns))
     return _of_table_files(file, {"train": [file]}, "{file}", columns)
 
 
@@ -303,13 +305,6 @@ def find_class_folders(root: Path) -> Source:
     unused += [f"{c}/ without images" for c in empty]
     text = ", ".join(filter(None, (str(left_out), *unused)))
     return _source_of_files(root.name, root, sorted({*found["train"]} - {*empty}), splits, used, text)
-
-
-def find_list(path: Path, columns: Columns) -> Source:
-    """The files that a list names, in its order."""
-    from common.data.lists import read_list
-
-    return _of_lists(path.stem, path.parent, path, read_list(path, columns))
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:

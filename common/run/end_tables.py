@@ -1,6 +1,5 @@
 """The tables at a run's end: its results, its weights and which of them to use, and how it ended early."""
 
-import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +16,14 @@ if TYPE_CHECKING:  # imported where it is needed
 TIMED_STEPS = 10  # of shorter runs no speed is shown: the first steps take longer
 
 
-def show(folder: Path) -> None:
-    """Prints the folder's result.json and its weights as tables, and its files."""
+def show(folder: Path, chance: float | None) -> None:
+    """Prints the folder's result.json and its weights as tables, and its files. chance: to be right by it."""
     from rich.console import Console
 
     result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    console.print(_results(result, record["unit"], _largest_class(folder)))
+    console.print(_results(result, record["unit"], chance))
     table, file = _weights(folder, result, lines)
     console.print(table)
     if result["best_accuracy"] is not None:
@@ -42,14 +41,6 @@ def show(folder: Path) -> None:
         console.print(f"{path}", soft_wrap=True)
 
 
-def _largest_class(folder: Path) -> float | None:
-    """The share of the largest class in the evaluated split; None without classes."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        counts = [sum(row) for row in read_json(folder / "confusion.json")["confusion"]]
-        return max(counts) / sum(counts)
-    return None
-
-
 def interval(share: float, count: int) -> tuple[float, float]:
     """The 95 % interval of a share of so many samples (Wilson 1927, the score interval)."""
     square = 1.96**2 / count
@@ -63,7 +54,7 @@ def _results(result: dict[str, Any], unit: str, chance: float | None) -> "Table"
     place = f"{result['strategy']} on {result['processes']} x {result['device']}"
     table = Table("what", title=f"{result['script']}, {place}")
     table.add_column("value", justify="right")
-    measure, val_name, test_name = _measure(result), result["val_name"], result.get("test_name")
+    measure, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
     best = result[f"best_{measure}"]
     finals = [name for name in (measure, "accuracy") if result[f"final_{name}"] is not None]
     rows: dict[str, str] = {}
@@ -106,7 +97,7 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) 
     step were better without it."""
     from rich.table import Table
 
-    measure, split = _measure(result), result["val_name"]
+    measure, split = result["best_by"], result["val_name"]
     best, last = result["best_checkpoint"], result["checkpoint"]
     at_step = {step_name(line["step"]): line for line in lines if "val/loss" in line}
     rows: list[tuple[Path, float | None, str]] = []
@@ -132,10 +123,6 @@ def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) 
         number = "-" if value is None else f"{value:.4f}"
         table.add_row(f"{file.parent.name}/{file.name}", number, use + why)
     return table, to_use
-
-
-def _measure(result: dict[str, Any]) -> str:
-    return result.get("best_by") or ("loss" if result["best_accuracy"] is None else "accuracy")
 
 
 def early_end(facts: Mapping[str, Any]) -> str:

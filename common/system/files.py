@@ -241,19 +241,24 @@ def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
     return found
 
 
-def read_accelerate_config(file: Path) -> dict[str, Any]:
-    """The content of a file of accelerate_configs/. ValueError when it can't be read."""
+def read_yaml(flag: str, file: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file. ValueError names the flag, the file, and the line where it can."""
     import yaml
 
+    where = f"{flag} {file}"
     try:
         content = yaml.safe_load(file.read_text())
-        if not isinstance(content, dict):
-            raise ValueError("expected `key: value` lines")
-        return content
     except RecursionError:
-        raise ValueError(f"--config_file {file}: it is nested too deep") from None
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"--config_file {file}: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(f"{where}: it is nested too deep") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{where}{line}: {getattr(error, 'problem', None) or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
+        raise ValueError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: expected `key: value` lines")
+    return content
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

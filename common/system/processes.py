@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from common.system.files import read_accelerate_config
+from common.system.files import read_yaml
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
@@ -113,7 +113,7 @@ def accelerate_config() -> dict[str, Any]:
         if parent.launcher().startswith("accelerate"):
             with contextlib.suppress(psutil.Error):
                 file = Path(parent.process.cwd(), parent.flag("config[_-]file") or default_config_file)
-                return read_accelerate_config(file) if file.is_file() else {}
+                return read_yaml("--config_file", file) if file.is_file() else {}
     return {}
 
 
@@ -151,10 +151,8 @@ def _stat(pid: int) -> list[bytes]:
 
 def own_age_s() -> float:
     """Seconds since this process started, imports included."""
-    ticks = start_ticks(os.getpid())
-    if ticks is None:
-        return time.time() - psutil.Process().create_time()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    started_s = int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def is_under_nohup() -> bool:

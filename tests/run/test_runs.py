@@ -38,7 +38,7 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
 RESULT |= {"best_accuracy": 0.9, "best_step": 20, "final_accuracy": 0.8, "val_images": 360, "train_s": 1.0}
 RESULT |= {"wall_s": 2.0, "images_per_s": 100.0, "peak_memory_gib": 1.0, "val_name": "val"}
-RESULT |= {"parameters": 1_000, "epoch_s": 0.5, "steps": 30}
+RESULT |= {"parameters": 1_000, "epoch_s": 0.5, "steps": 30, "best_by": "accuracy"}
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
@@ -56,8 +56,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
         for step, a in ((10, 0.5), (20, 0.9), (30, 0.8))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "confusion.json").write_text('{"confusion": [[200, 40], [20, 100]]}')
-    show(tmp_path)
+    show(tmp_path, 2 / 3)
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "│ 95 % interval of the best accuracy │ 0.8647 to 0.9269 │" in rows
     assert "│ chance: the share of the largest class │ 0.6667 │" in rows
@@ -81,7 +80,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
 
 def weights(folder: Path, capsys, best: Path | None = None) -> list[str]:
     """The rows of the last table, each in one line; the commands below it are checked."""
-    show(folder)
+    show(folder, None)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
     assert f"validate.py {best or folder}\n" in output

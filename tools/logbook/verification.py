@@ -18,7 +18,7 @@ import torch
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.recipe import METRICS, recipe_part
 from common.script import load_script, own_script, recipe_class
-from common.system.files import read_accelerate_config, write_json
+from common.system.files import read_yaml, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
 from tools.logbook import replay
@@ -59,7 +59,7 @@ class Verification:
         self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
         self.began = min(began, default=0)
         self.precision = about.get("mixed_precision", "no")
-        config = read_accelerate_config(flags.config_file) if flags.config_file else {}
+        config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         self.device = "cuda" if torch.cuda.is_available() and not config.get("use_cpu") else "cpu"
         self._check_device(about.get("devices") or [""])
         is_exact, threads = self.recipe.get("deterministic"), str(about.get("threads", 1))
@@ -122,7 +122,7 @@ class Verification:
         if outcome.findings:
             return outcome
         try:
-            with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+            with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch:
                 self._replay(outcome, Path(scratch))
         except Exception as error:  # of the script, or of a damaged file by many libraries: the others go on
             outcome.findings.append(f"its replay failed: {printable(error)}")

@@ -15,7 +15,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,13 @@ LINES = 6  # at most so many through two sizes each: memory is a few lines, each
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
-@dataclass
 class _Operations(TorchDispatchMode):
     """Records kernels and collectives. Views launch none."""
 
-    kernels: list[Kernel] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.kernels: list[Kernel] = []
+        self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -57,13 +57,7 @@ class ShardWriter:
         self.lengths, self.images = [0] * shards, [0] * shards
         self.key, self.rows = [seed, *split.encode()], array("q")
         self.thread, self.pending = ThreadPoolExecutor(1), deque[Future[None]]()
-        self.shards: list[_Shard] = []
-        try:
-            for i in range(shards):
-                self.shards.append(_Shard(folder / f"{split}-{i:05d}.tar"))
-        except BaseException:
-            self.close()
-            raise
+        self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
         """Queues images to be written. Raises the error of an earlier write."""
