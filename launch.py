@@ -108,7 +108,8 @@ def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPl
             raise ValueError(f"{file}: no such file in {ROOT}")
     if missing := [name.partition("=")[0] for name in flags.env if name not in os.environ]:
         raise ValueError(f"--env {missing[0]}: give the name of a variable of this environment, not a value")
-    env = {name: os.environ[name] for name in flags.env}
+    rehearsal = ["CUDA_VISIBLE_DEVICES"] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else []
+    env = {name: os.environ[name] for name in [*flags.env, *rehearsal]}
     log_dir = flags.log_dir or ROOT / "runs" / "launch" / time.strftime("%Y-%m-%d_%H-%M-%S")
     content = read_yaml("--config_file", ROOT / config)
     if content.get("distributed_type") in ("NO", False) and (processes > 1 or flags.min_hosts):

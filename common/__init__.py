@@ -14,7 +14,11 @@ def check_early(kind: Kind) -> Kind:
     if kind.__module__ == "__main__":
         from common.recipe import ImageRecipe, from_flags
         from common.system.cli import run_command
-        from common.system.env import is_hosts_first, processes_per_host, world_size
+        from common.system.env import is_hosts_first, launched, processes_per_host, world_size
+        from common.system.processes import end_with_parent
+
+        if launched():  # a launcher that ends during the imports leaves no training behind
+            end_with_parent()
 
         recipe: Any = from_flags(kind)
         if isinstance(recipe, ImageRecipe) and is_hosts_first() and world_size() == processes_per_host():

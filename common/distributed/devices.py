@@ -32,8 +32,8 @@ def check_devices() -> None:
     elif gpus < processes and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
             f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
-            f" set num_processes to {gpus} per host (--num_processes {gpus}), take another file of"
-            f" accelerate_configs/, or {REHEARSE}"
+            f" start {gpus} per host (accelerate's --num_processes, torchrun's --nproc_per_node, launch.py's"
+            f" --gpus), take another file of accelerate_configs/, or {REHEARSE}"
         )
     else:
         if gpus == 1 and "LOCAL_RANK" in os.environ:  # it may be another one for each process

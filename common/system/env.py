@@ -101,7 +101,11 @@ class EventReader:
             return []
         self.read_bytes += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        found = []
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # its process was killed as it wrote
+                found.append(json.loads(line))
+        return found
 
 
 def hub_problem() -> str:

@@ -192,6 +192,18 @@ def test_rounds_without_progress_and_a_mistake_before_the_first_step_end_the_job
     assert capsys.readouterr().err.startswith("error: node1: its agent was killed by signal 9")
 
 
+def test_a_signal_that_comes_twice_at_once_is_one(hosts):
+    """`timeout` signals a group, whose first process passes it on. A second one, later, kills."""
+    alone = hosts(1)
+    alone.start("node1")
+    for _ in range(2):
+        alone.job.on_signal(15)
+    assert ("node1", "kill") not in alone.sent
+    alone.job.signal_at -= 1
+    alone.job.on_signal(15)
+    assert ("node1", "kill") in alone.sent
+
+
 def test_a_changed_hostfile(hosts):
     found = hosts(2)
     found.names.append("node3")

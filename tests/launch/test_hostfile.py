@@ -1,12 +1,13 @@
 """The hostfile is read as DeepSpeed reads it; mistakes that DeepSpeed ignores are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 from deepspeed.launcher.runner import _parse_hostfile, parse_inclusion_exclusion
 
 from tests.conftest import ROOT, rows_of
-from tools.launch.hosts import Host, read_hostfile, select
+from tools.launch.hosts import EVENT, Host, read_hostfile, select, start_on
 
 GOOD = "# all of them\n\nworker-1 slots=2\n  worker-2\tslots=4  \n#worker-3 slots=4\n10.0.0.7 slots=1\n"
 
@@ -64,6 +65,15 @@ def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
     with pytest.raises(ValueError, match="clude") as error:
         select(read_hostfile(hostfile(GOOD)), include, exclude)
     assert message in str(error.value)
+
+
+def test_how_one_reached_this_host_says_nothing_of_the_hosts_network(monkeypatch):
+    """From a laptop, by another address than the hosts use."""
+    monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
+    with start_on("localhost", "tools.launch.agent") as agent:
+        hello = json.loads(agent.stdout.readline().removeprefix(EVENT))
+        agent.stdin.close()
+    assert (hello["reached_at"], hello["asked_from"]) == (None, None)
 
 
 def test_the_committed_one_is_this_host():

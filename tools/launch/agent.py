@@ -52,7 +52,7 @@ def main() -> None:
         except queue.Empty:
             return
     if name != "start":
-        return
+        sys.exit(name == "signal")  # the host leaves before the job has begun
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         sys.exit(_run(part, EventReader(Path(folder) / "events"), received))
 

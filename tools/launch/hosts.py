@@ -166,9 +166,12 @@ def start_on(host: str, module: str) -> subprocess.Popen[str]:
     """Starts the project's module on the host. Ctrl-C here does not reach it. On this host it uses no ssh."""
     words = [sys.executable, "-m", module]
     command = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"
+    # The connection of whoever works on this host says nothing of the network among the hosts.
+    env = {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
     return subprocess.Popen(
         words if is_this_host(host) else [*SSH, host, command],
         cwd=ROOT,
+        env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

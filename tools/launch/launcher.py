@@ -27,6 +27,7 @@ COLLECT_S = 4.0  # from the first report of a hang to the table; ranks without a
 END_S = 60  # from `stop` until a host that has not ended counts as lost
 TRACEBACK = "Traceback (most recent call last):"
 LINES = 200  # kept of a host's output, to find the reason of a failure
+ECHO_S = 0.5  # timeout, systemd and experiments/ signal a group, and its first process passes that on
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 
 
@@ -63,6 +64,7 @@ class Launcher(ABC):
         self.members = self.connections  # those to hosts that take part in the launch
         self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
         self.signals: list[int] = []  # received by this launcher
+        self.signal_at = 0.0  # when the last one came
         self.hangs: dict[int, Evidence] = {}  # the reports of ranks in a job that hangs
         self.hang_at: float | None = None  # when the first report came; infinite once the table is shown
         self.stopped_at: float | None = None  # when all were told to stop
@@ -121,11 +123,12 @@ class Launcher(ABC):
         """Handles the end of a host's part. May be called again for the same connection."""
 
     def on_signal(self, number: int) -> None:
-        if self.signals:
-            self.request_all("kill")
-        else:
+        before, self.signal_at = self.signal_at, time.monotonic()
+        if not self.signals:
             self.stop_all()
             self.log("stopping: every process saves and exits; a second signal kills all at once")
+        elif self.signal_at - before > ECHO_S:
+            self.request_all("kill")
         self.signals.append(number)
 
     def stop_all(self) -> None:
