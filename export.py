@@ -47,7 +47,7 @@ def main() -> int:
     if flags.onnx and missing:
         raise ValueError(f"--onnx: {missing[0]} is not installed: {OPTIONAL}")
     from tools.inference import exported as tool  # imports torch
-    from tools.logbook.card import model_card
+    from tools.logbook.card import model_card, run_folder
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as scratch:
@@ -61,7 +61,7 @@ def main() -> int:
             tool.write_onnx(exported, about, part / "model.onnx")
             tool.check_onnx(exported, part / "model.onnx", ONNX_BOUND)
         if flags.push:
-            write_curves(Path(exported.trained.weights), part / "runs" / exported.script.__name__)
+            write_curves(run_folder(exported.trained.weights), part / "runs" / exported.script.__name__)
         (part / "README.md").write_text(model_card(folder.name, exported, about), encoding="utf-8")
         if folder.exists():
             folder.rmdir()  # empty
@@ -88,14 +88,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, others
 
 
-def write_curves(weights: Path, folder: Path) -> None:
-    """Writes the curves of the checkpoint's run as TensorBoard events, without its recipe and pictures."""
+def write_curves(run: Path | None, folder: Path) -> None:
+    """Writes the run's curves as TensorBoard events, without its recipe and pictures."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    checkpoints, run = weights.parents[1:3]
-    events = own_files(run, "tensorboard/events.*") if checkpoints.name == "checkpoints" else ()
-    for number, file in enumerate(events):
+    for number, file in enumerate(own_files(run, "tensorboard/events.*") if run else ()):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"events.out.tfevents.{number:04}", "wb") as target:
             for event in LegacyEventFileLoader(str(file)).Load():

@@ -54,7 +54,8 @@ def test_verdicts():
 
 
 def make_run(folder, seed: int, accuracy: float, lr: float = 0.003):
-    return write_run(folder, recipe={"seed": seed, "lr": lr}, final_accuracy=accuracy, best_accuracy=accuracy)
+    recipe = {"seed": seed, "lr": lr, "name": folder.name}
+    return write_run(folder, recipe=recipe, final_accuracy=accuracy, best_accuracy=accuracy)
 
 
 def test_a_page_over_seeds(book, tmp_path):

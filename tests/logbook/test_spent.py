@@ -8,7 +8,8 @@ import pytest
 from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
 from tools.logbook.page import page
-from tools.logbook.record import RunRecord
+from tools.logbook.pictures import _telemetry
+from tools.logbook.record import RunRecord, _thinned
 from tools.logbook.spent import lost_s, parts_s, paused_s, starts
 
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
@@ -36,19 +37,29 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     host, which was a worker before; 60 s and 5 s later the next ones begin."""
     first = [header("h1", 1010, 10), {"t": 1011, "step": 1}, {"t": 1100, "step": 90}]
     first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
-    second = [header("h2", 1010), {"t": 1099, "step": 89}]
-    second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100}]
+    second = [header("h2", 1010), {"t": 1099, "step": 89, "cpu_pct": 1.0}]
+    second += [header("h2", 1180, 20, 70.0), {"t": 1220, "step": 100, "cpu_pct": 2.0}]
     run = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
     for lines in (first, second):
         write_lines(run.folder / f"telemetry-{lines[0]['host']}.jsonl", lines)
     run = RunRecord(run.folder)
     assert [(start.before_s, start.ended_s) for start in starts(run)] == [(0, 100), (70, 130), (120, 135)]
     assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
+    assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}  # without the pauses
     text = section(run)
     table = rows(text)
     assert table["lost at restarts: work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
     assert table["total"] == ["190.0 s", "0.053", "100.0%"]
     assert "Not counted: 75 s between processes, at 2 restarts." in text
+
+
+def test_the_telemetry_of_weeks_is_thinned():
+    """Where processes began and ended it is whole."""
+    texts = ['{"host"', *map(str, range(20_000)), "end", '{"host"', "last"]
+    found = _thinned(texts)
+    assert len(found) < 5_010
+    assert (found[0], found[-3:]) == ('{"host"', ["end", '{"host"', "last"])
+    assert _thinned([]) == []
 
 
 @pytest.mark.parametrize("spent", [{"training": None}, {"training": 1e300}, {"saving": 0.0}])

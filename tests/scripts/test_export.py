@@ -169,6 +169,8 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
     run([*python(), "validate.py", *words])
     raw_accuracy = json.loads((tmp_path / "raw" / "report.json").read_text())["top1"]
     assert raw_accuracy == of_step[0]["val/raw_accuracy"] != of_step[0]["val/accuracy"]
+    made(raw_file, tmp_path / "of_raw", *cache)
+    assert f"value: {raw_accuracy}\n" in (tmp_path / "of_raw" / "README.md").read_text()
 
     made(place, tmp_path / "out", *cache)
     exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()

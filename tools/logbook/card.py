@@ -8,6 +8,7 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
+from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code, render
 from tools.logbook.record import RunRecord, as_flag
 
@@ -19,9 +20,9 @@ MOST_CLASSES = 100  # with a row each
 
 def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
     """Markdown with the hub's metadata. about: config.json."""
-    run = None  # on this disk
+    folder, run = run_folder(exported.trained.weights), None
     with contextlib.suppress(ValueError, OSError):
-        run = RunRecord(Path(exported.trained.weights).parents[2])
+        run = RunRecord(folder) if folder else None
     metadata = _metadata(name, exported, run.facts if run else {})
     recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
     return render(
@@ -42,6 +43,19 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
     )
 
 
+def run_folder(weights: str) -> Path | None:
+    """The folder of the run whose checkpoint the weights are in; None for other weights."""
+    checkpoints = Path(weights).absolute().parent.parent
+    return checkpoints.parent if checkpoints.name == "checkpoints" else None
+
+
+def _own_accuracy(exported: "Exported") -> float | None:
+    """That of weights whose checkpoint has their average, too, which the run's other results are of."""
+    file = Path(exported.trained.weights)
+    is_raw = file.name == MODEL_FILE and file.with_name(EMA_FILE).exists()
+    return exported.trained.accuracy if is_raw else None
+
+
 def _name(value: str) -> str:
     """The last part of a path or an address, as the rest may be private; a name of the hub whole."""
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
@@ -56,8 +70,10 @@ def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[st
         "tags": ["image-classification"],
     }
     if exported.trained.step == facts.get("best_step") and "best_accuracy" in facts:
-        is_tested = "test_accuracy" in facts
-        accuracy = {"type": "accuracy", "value": facts["test_accuracy" if is_tested else "best_accuracy"]}
+        own = _own_accuracy(exported)
+        is_tested = "test_accuracy" in facts and own is None
+        found = own or facts["test_accuracy" if is_tested else "best_accuracy"]
+        accuracy = {"type": "accuracy", "value": found}
         split = facts.get("test_name" if is_tested else "val_name", "val")
         data = dict.fromkeys(("name", "type"), _name(exported.recipe.data).removeprefix("hub:"))
         task = {"type": "image-classification"}
@@ -69,6 +85,8 @@ def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[st
 def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
     """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
     step, facts, split = exported.trained.step, run.facts, run.facts.get("val_name", "val")
+    if own := _own_accuracy(exported):
+        return {"split": split, "measures": [("accuracy", f"{own:.4f}")], "by_class": None}
     lines = [line for line in run.evaluations if line.get("step") == step]
     measures = [
         (key.removeprefix("val/"), f"{line[key]:.4f}")
@@ -80,10 +98,12 @@ def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
     if "test_name" in facts and step == facts.get("best_step"):
         which, split = "test", facts["test_name"]
         measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
-    matrices = [report for report in run.reports.values() if report and report.get("split") == which]
+    name = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
+    reports = (one for one in run.reports.values() if one.get("checkpoint", "").endswith(name))
+    matrices = [one for one in reports if one.get("split") == which and "confusion" in one]
     if run.confusion.get("step") == step and ("split" in run.confusion) == (which == "test"):
         matrices.append(run.confusion)
-    matrix = next((m["confusion"] for m in matrices if m.get("step", step) == step), None)
+    matrix = next((one["confusion"] for one in matrices), None)
     by_class = None if matrix is None else _by_class(matrix, exported.classes)
     return {"split": split, "measures": measures, "by_class": by_class}
 

@@ -14,7 +14,7 @@ from tools.logbook.markdown import code, render
 from tools.logbook.record import KINDS, RunRecord, as_flag, complete
 
 SEARCH = "result of find_batch_size.py"
-NOT_COMPARED = ("output_dir", "model_folder", "s3")  # places of files
+NOT_COMPARED = ("name", "output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "holdout", "seed")  # in names where they differ
@@ -214,7 +214,8 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
     """The run's facts, and what its column of the table has beside them."""
     first, facts = comparison.runs[0], run.facts
     factor, reason = speed_up(first, run, "train_s")
-    before, after = first.facts.get("processes"), facts.get("processes")
+    # Not of runs whose hosts came and went, as the facts have the processes of the last start.
+    before, after = (one.facts.get("processes") if not one.changes else None for one in (first, run))
     target = math.inf if comparison.target is None else comparison.target
     busy, kind = run.utilisation_pct
     reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)

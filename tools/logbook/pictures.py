@@ -1,16 +1,16 @@
 """The pictures of a run's page: curves, telemetry, confusion matrices, mistakes."""
 
-from collections.abc import Iterator
+import math
 from glob import escape
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from common.run.plots import Panel, confusion_matrix, panel, panels
 from common.system.files import discard, own_files
 from common.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
+from tools.logbook.spent import Start, starts
 
 
 def draw(run: RunRecord, folder: Path) -> list[str]:
@@ -84,33 +84,32 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
     if has_gpus:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
+    first = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
+    began = starts(run) or [Start(first, math.inf, 0.0)]  # of an earlier version
+
+    def seconds_at(t: float) -> float:
+        """The run's age, without the pauses between its main processes."""
+        return sum(max(0.0, min(t, start.ended_at) - start.began_at) for start in began)
+
     points = [
-        (seconds, f"{host}, GPU {device.get('index')}" if has_gpus else host, device)
+        (seconds_at(line["t"]), f"{host}, GPU {device.get('index')}" if has_gpus else host, device)
         for host, lines in run.telemetry.items()
-        for seconds, line in _running(lines)
+        for line in lines
+        if "host" not in line
         for device in (line.get("gpus", []) if has_gpus else [line])
     ]
     unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
-    time = f"time, {unit}"
-    curves = dict.fromkeys(curve for _, curve, _ in points)
     shown = []
     for name, label in labels.items():
-        known = [one for one in points if one[2].get(name) is not None]
-        lines = [{time: seconds / unit_s, curve: device[name]} for seconds, curve, device in known]
-        shown.append(panel(lines, time, label, list(curves)))
-        shown[-1].from_zero = True
+        curves: dict[str, tuple[list[float], list[float]]] = {}
+        for seconds, curve, device in points:
+            if device.get(name) is not None:
+                times, values = curves.setdefault(curve, ([], []))
+                times.append(seconds / unit_s)
+                values.append(device[name])
+        shown.append(Panel(f"time, {unit}", label, curves, from_zero=True))
     row = [one for one in shown if one.curves]
     return [row] if row else []
-
-
-def _running(lines: list[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The samples with the seconds since the first start, without the pauses before later ones."""
-    seconds, before = 0.0, None
-    for line in lines:
-        if "host" not in line:
-            seconds += 0 if before is None else line["t"] - before
-            yield seconds, line
-        before = line["t"]
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:

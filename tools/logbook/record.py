@@ -27,6 +27,7 @@ MEANING = {  # of a verification that found no difference
 }
 COMPARED = ("recipe.json", "result.json", "metrics.jsonl")  # with a replay, beside the checkpoints
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
+MOST_SAMPLES = 5_000  # of a host's telemetry on a page, as 64 hosts write 8 GB a day
 UNFINISHED = "killed or still running"  # the status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 HALF_PRECISION = {
@@ -266,6 +267,7 @@ class RunRecord:
         if content is None:
             return []
         texts = content.decode(errors="replace").splitlines()
+        texts = _thinned(texts) if kind == "telemetry.jsonl" else texts
         lines, broken = [], 0
         for text in texts:
             try:
@@ -290,6 +292,14 @@ class RunRecord:
             self.problems.append(f"{name} has no square matrix of its classes")
             found = {key: value for key, value in found.items() if key != "confusion"}
         return found
+
+
+def _thinned(texts: list[str]) -> list[str]:
+    """Samples of the whole time, MOST_SAMPLES or a few more, with the first and last ones of each process."""
+    heads = [number for number, text in enumerate(texts) if text.startswith('{"host"')]
+    kept = {*heads, *(number - 1 for number in (*heads, len(texts)))}
+    kept |= {*range(0, len(texts), 1 + len(texts) // MOST_SAMPLES)}
+    return [texts[number] for number in sorted(kept - {-1})]
 
 
 def score(line: dict[str, Any], by: str) -> float:

@@ -19,7 +19,7 @@ from tools.logbook.record import RunRecord
 ALPHA = 0.05  # of the test
 TINY = 1e-12  # a deviation that is rounding
 # What does not decide what is trained
-PLACES = ("seed", "output_dir", "model_folder", "s3", "cache_dir")
+PLACES = ("seed", "name", "output_dir", "model_folder", "s3", "cache_dir")
 
 
 @dataclass(frozen=True)
