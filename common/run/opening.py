@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common.checkpoint.format import Checkpoint
+from common.checkpoint.format import Checkpoint, steps_in
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed import strategy as job
@@ -62,6 +62,7 @@ class Opening:
         processes = gather_object([this_process(accelerator)])
         try:
             found = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
+            self._refuse_older(found[3], found[4], [process.host for process in processes])
             place, state, saved_step = self.place, RunState(**found[0]), found[1]
             path, mirror = (place.path, place.mirror) if place else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
@@ -90,7 +91,7 @@ class Opening:
 
     def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
         """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
-        this run's own; and if the optimizer's state is restored. Main process only.
+        this run's own; if the optimizer's state is restored; the folder and its steps. Main process only.
 
         ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
         and after too many restarts without a new checkpoint.
@@ -103,7 +104,22 @@ class Opening:
         count_restarts(place.path, state.step)
         if checkpoint:
             print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
-        return [state.to_json(), 0 if place.is_new else state.step, has_optimizer]
+        own_step, steps = 0 if place.is_new else state.step, steps_in(place.path / "checkpoints")
+        return [state.to_json(), own_step, has_optimizer, str(place.path), steps]
+
+    def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
+        """ValueError where another host's disk has newer checkpoints. hosts: of the ranks. Collective.
+
+        With c10d the host whose name sorts first has rank 0, so a host that joins may take it over.
+        """
+        others = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
+        newest = gather_object([max(others, default=-1)])
+        if (step := max(newest)) > max(steps, default=-1) and not self.recipe.s3:
+            raise ValueError(
+                f"{hosts[newest.index(step)]} has the run's checkpoint of step {step:,} in {folder}, and"
+                f" {hosts[0]}, with rank 0, lacks it: copy the folder there, share it, or give --s3; a new"
+                " run needs another --output_dir"
+            )
 
     def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
         """The checkpoint's state, and if its optimizer fits. is_new: it is another run's."""

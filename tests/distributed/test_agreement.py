@@ -20,7 +20,7 @@ def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env
     port, jobs = free_port(), []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
-        own = [*flags[node], *cache, "--output_dir", tmp_path / f"run{node}"]
+        own = [*cache, "--output_dir", tmp_path / f"run{node}", *flags[node]]
         jobs.append(Job([*torchrun(1, *address), *words, *own], cwd=projects[node] or ROOT, env=envs[node]))
     return [job.wait() for job in jobs]
 
@@ -48,6 +48,16 @@ def test_another_strategy_on_one_host(tmp_path, cache):
     fsdp |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], envs=(None, fsdp))
     assert_refused(jobs, "the processes do not agree: strategy is fsdp")
+
+
+def test_the_checkpoint_is_on_the_other_hosts_disk(tmp_path, cache):
+    """As rank 0 has moved to a host that joined: beginning anew there would lose the training."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b" / "run" / "checkpoints" / "step_00000009").mkdir(parents=True)
+    words, own = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]
+    jobs = two_hosts(tmp_path, cache, words, (tmp_path / "a", tmp_path / "b"), (own, own))
+    assert all(status != 0 for status, _ in jobs)
+    assert "has the run's checkpoint of step 9 in run, and " in jobs[0][1] + jobs[1][1]
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
@@ -114,7 +124,7 @@ from common.distributed.agreement import once
 from common.recipe import Recipe, parse
 
 def alive(beat):  # twice as long as the limit
-    for _ in range(10):
+    for _ in range(30):
         time.sleep(0.2)
         beat()
     return "done"
@@ -124,12 +134,12 @@ def failing(beat):
 
 def main():
     accelerator, _ = start(parse(Recipe))
-    print(f"answer {once(accelerator, 'data', alive, 1, per_host=True)}", flush=True)
+    print(f"answer {once(accelerator, 'data', alive, 3, per_host=True)}", flush=True)
     try:
-        once(accelerator, "images", failing, 1, per_host=True)
+        once(accelerator, "images", failing, 60, per_host=True)
     except ValueError as error:
         print(f"raised {error}", flush=True)
-    once(accelerator, "rest", lambda _: time.sleep(3), 1, per_host=True)
+    once(accelerator, "rest", lambda _: time.sleep(30), 1, per_host=True)
 
 if __name__ == "__main__":
     run_process(main)
