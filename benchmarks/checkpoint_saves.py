@@ -163,7 +163,7 @@ class Benchmark:
         return seconds, gather_object([int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9])
 
     def resume(self) -> None:
-        found = newest(self.flags.folder / "checkpoints", lambda: None, print) if self.is_main else None
+        found = newest(self.flags.folder / "checkpoints") if self.is_main else None
         if self.is_main:
             if found is None:
                 raise ValueError(

@@ -322,13 +322,11 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     return manifest
 
 
-def newest(
-    parent: Path, heartbeat: Heartbeat = lambda: None, warn: Callable[[str], None] = print, ours: bool = True
-) -> Checkpoint | None:
+def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True) -> Checkpoint | None:
     """The newest checkpoint that verifies; None where there are no checkpoints.
 
-    warn() reports damaged ones; if the folder is `ours`, they are renamed to damaged_*. ValueError when there
-    are checkpoints and none verifies.
+    Damaged ones are printed and, if the folder is `ours`, renamed to damaged_*. ValueError when there are
+    checkpoints and none verifies.
     """
     steps, damaged = steps_in(parent), []
     for step in steps:
@@ -337,7 +335,7 @@ def newest(
             found = verify(folder, heartbeat)
         except Damaged as error:
             damaged.append(folder)
-            warn(f"checkpoint of step {step:,} is damaged: {error}")
+            print(f"checkpoint of step {step:,} is damaged: {error}", flush=True)
             continue
         for bad in damaged if ours else ():
             discard(bad.with_name(f"damaged_{bad.name}"))

@@ -28,8 +28,8 @@ LOG_LIMIT_BYTES = 2**31
 class Mirror:
     """Uploads one checkpoint at a time in its own thread; of later ones only the newest is queued.
 
-    The training never waits for it. report() gets the message of a failed upload, which is retried with the
-    next checkpoint, at the end of the run, and when the same command is started again. lost(): the message
+    The training never waits for it. A failed upload is printed, and retried with the next checkpoint, at the
+    end of the run, and when the same command is started again. lost(): the message
     once another run owns the prefix, as after a pause of this machine: from then on nothing is written or
     removed there. Only a request whose check came before the pause still goes out: the new owner's next
     upload repairs it.
@@ -40,14 +40,12 @@ class Mirror:
         store: ObjectStore,
         folder: Path,
         keep_every: int | None = None,
-        report: Callable[[str], None] = print,
         lost: Callable[[], str | None] = lambda: None,
     ):
-        self.store, self.folder, self.keep_every = store, folder, keep_every
-        self.report, self.lost = report, lost
+        self.store, self.folder, self.keep_every, self.lost = store, folder, keep_every, lost
         self.changed = threading.Condition()
         self.waiting: tuple[int, int | None] | None = None  # (step, best step)
-        self.sending: int | None = None
+        self.sending: tuple[int, int | None] | None = None
         self.failed: tuple[int, int | None] | None = None
         threading.Thread(target=self._work, daemon=True).start()
 
@@ -58,10 +56,10 @@ class Mirror:
             self.changed.notify_all()
 
     def needs(self) -> set[int]:
-        """Steps of the checkpoints that must stay on the disk: queued, or being sent."""
+        """Steps of the checkpoints that must stay on the disk: queued, or being sent, and their best ones."""
         with self.changed:
-            waiting = {self.waiting[0]} if self.waiting else set()
-            return waiting | ({self.sending} if self.sending is not None else set())
+            pairs = filter(None, (self.waiting, self.sending))
+            return {step for pair in pairs for step in pair if step is not None}
 
     def retry(self) -> None:
         """Queues the last upload again if it failed."""
@@ -93,15 +91,16 @@ class Mirror:
                 self.changed.wait_for(lambda: self.waiting is not None)
                 assert self.waiting
                 (step, best), self.waiting = self.waiting, None
-                self.sending = step
+                self.sending = step, best
             problem = None
             try:
                 self._send(step, best)
             except Exception as error:  # of any kind, because the end of the run waits for this thread
                 problem = error
-                self.report(
+                print(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
-                    " disk. The next upload sends it, or run the same command again later"
+                    " disk. The next upload sends it, or run the same command again later",
+                    flush=True,
                 )
             with self.changed:
                 self.failed = (step, best) if problem else None
@@ -154,7 +153,6 @@ def fetch_newest(
     parent: Path,
     newer_than: int,
     heartbeat: Heartbeat = lambda: None,
-    warn: Callable[[str], None] = print,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
     """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
@@ -172,11 +170,11 @@ def fetch_newest(
     damaged: list[str] = []
     for step in steps:
         try:
-            fetch(store, step, parent, heartbeat, warn)
+            fetch(store, step, parent, heartbeat)
             remove(damaged)
             return step
         except (Damaged, WrongSize) as error:
-            warn(f"checkpoint of step {step:,} is damaged: {error}")
+            print(f"checkpoint of step {step:,} is damaged: {error}", flush=True)
             damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
@@ -189,9 +187,7 @@ def fetch_newest(
     return None
 
 
-def fetch(
-    store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat, warn: Callable[[str], None]
-) -> None:
+def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> None:
     """Downloads one checkpoint into `parent`, by a temporary folder that is renamed once verified.
 
     Raises Damaged or WrongSize if it does not verify, OSError if it can't be written.
@@ -202,8 +198,8 @@ def fetch(
     discard(part)
     part.mkdir(parents=True)
     try:
-        total = sum(about["size"] for about in manifest["files"].values())
-        warn(f"downloading the checkpoint of step {step:,} from {store.url}: {total / 2**20:,.1f} MiB")
+        mib = sum(about["size"] for about in manifest["files"].values()) / 2**20
+        print(f"downloading the checkpoint of step {step:,} from {store.url}: {mib:,.1f} MiB", flush=True)
         for name, about in manifest["files"].items():
             store.download(f"{remote}/{name}", part / name, about["size"], heartbeat)
             if sha256_of(part / name, heartbeat) != about["sha256"]:

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from torch import nn
 
 from common.checkpoint.format import (
@@ -190,9 +190,7 @@ def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, time
     Collective."""
     once(accelerator, "weights", lambda _: load_trained(model, file), timeout_s)
     model.to(accelerator.device)
-    if dist.is_initialized():
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, 0)
+    broadcast(model.state_dict())
     model.to(memory_format=torch.channels_last)
 
 
@@ -202,7 +200,7 @@ def _of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkpoint:
         return verify(best, heartbeat)
     if which == "best":
         raise ValueError(f"{shortest(folder)} does not hold its best checkpoint: take --which latest")
-    found = newest(parent, heartbeat, print, ours=False)
+    found = newest(parent, heartbeat, ours=False)
     assert found, "there are some"
     return found
 
@@ -217,7 +215,7 @@ def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartb
     from common.checkpoint.mirror import fetch, fetch_newest
 
     if which == "latest":
-        step = fetch_newest(store, scratch, -1, heartbeat, print)
+        step = fetch_newest(store, scratch, -1, heartbeat)
         if step is None:
             raise ValueError(f"{store.url} holds no checkpoint: give the prefix of a run")
     else:
@@ -228,7 +226,12 @@ def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartb
         step = parse_index(content, f"{store.url}/{key}").get("best")
         if step is None:
             raise ValueError(f"{store.url} does not hold its best checkpoint: take --which latest")
-        fetch(store, step, scratch, heartbeat, print)
+        try:
+            fetch(store, step, scratch, heartbeat)
+        except ValueError:
+            if store.read(key, JSON_LIMIT_BYTES) == content:
+                raise
+            return _download(store, which, scratch, heartbeat)  # a training has replaced it meanwhile
     return verify(scratch / step_name(step), heartbeat)
 
 

@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # imported with --s3
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
 PATHS = ("data", "weights")  # flags of a recipe that may be local paths
-log = partial(print, flush=True)  # also in the threads that save and upload
 
 
 class RunFolder:
@@ -90,7 +89,7 @@ class RunFolder:
         for path in folders(recipe, name, self.last_step):
             try:
                 with writing("the run", path):
-                    lease = Lease(FolderRecord(path), self.heartbeat, log, identity)
+                    lease = Lease(FolderRecord(path), self.heartbeat, identity)
                 if not _why_not_ours(path, recipe, self.last_step):  # no other run used it meanwhile
                     self.leases.append(lease)
                     return path
@@ -112,8 +111,8 @@ class RunFolder:
 
             store = ObjectStore(self.recipe.s3)
             store.probe()
-            self.leases.append(Lease(PrefixRecord(store), self.heartbeat, log))
-            self.mirror = Mirror(store, path, self.recipe.keep_every, log, self.leases[-1].check)
+            self.leases.append(Lease(PrefixRecord(store), self.heartbeat))
+            self.mirror = Mirror(store, path, self.recipe.keep_every, self.leases[-1].check)
         self.checkpoint, has_begun = self._own_checkpoint()
         if resume not in ("auto", "never"):
             # A checkpoint downloaded by an interrupted start is still another run's.
@@ -129,7 +128,7 @@ class RunFolder:
         """The newest checkpoint in the folder, after a download if S3 has a newer one; and if S3 has any."""
         parent, checkpoint, problem, there = self.path / "checkpoints", None, None, -1
         try:
-            checkpoint = checkpoints.newest(parent, self.heartbeat, log)
+            checkpoint = checkpoints.newest(parent, self.heartbeat)
         except ValueError as error:
             problem = error  # raised below, unless S3 has an intact one
         if self.mirror:
@@ -147,8 +146,8 @@ class RunFolder:
                     _check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
                 fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
                 lost = self.leases[-1].check
-                if fetch_newest(store, parent, here, self.heartbeat, log, lost) is not None:
-                    return checkpoints.newest(parent, self.heartbeat, log), True
+                if fetch_newest(store, parent, here, self.heartbeat, lost) is not None:
+                    return checkpoints.newest(parent, self.heartbeat), True
         if problem:
             raise problem
         return checkpoint, there >= 0
@@ -182,7 +181,8 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
             )
         elif not is_said and (differing := _only_difference(folder, recipe, last_step)):
             is_said = True
-            log(f"{folder} holds a run that has not finished; {differing}: to resume it, give that value")
+            line = f"{folder} holds a run that has not finished; {differing}: to resume it, give that value"
+            print(line, flush=True)
 
 
 def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
@@ -301,13 +301,13 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
         from common.checkpoint.mirror import fetch_newest
         from common.system.s3 import ObjectStore
 
-        if fetch_newest(ObjectStore(resume), parent, -1, heartbeat, log) is not None:
-            checkpoint = checkpoints.newest(parent, heartbeat, log)
+        if fetch_newest(ObjectStore(resume), parent, -1, heartbeat) is not None:
+            checkpoint = checkpoints.newest(parent, heartbeat)
     elif step_of(path.resolve().name) is not None:
         return checkpoints.verify(path.resolve(), heartbeat)
     else:
         parents = (p for p in (path / "checkpoints", path) if steps_in(p))
-        checkpoint = next((checkpoints.newest(p, heartbeat, log, ours=False) for p in parents), None)
+        checkpoint = next((checkpoints.newest(p, heartbeat, ours=False) for p in parents), None)
     if checkpoint is None:
         hint = "" if "://" in resume else ": give a run's folder, or one of its checkpoints/step_*"
         raise ValueError(f"--resume {resume} holds no checkpoint{hint}")
@@ -337,7 +337,8 @@ def count_restarts(folder: Path, step: int) -> None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         before = read_json(file)
         if (before["launcher"], before["step"]) == (launcher, step):
-            fruitless = before["fruitless"] + (not _was_preempted(folder))
+            fruitless = before["fruitless"] + 1
+            fruitless -= read_json(folder / "result.json")["status"] == "preempted"  # it may not be there
     write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
     if fruitless > FRUITLESS_RESTARTS:
         raise ValueError(
@@ -352,9 +353,3 @@ def _stored_json(store: "ObjectStore", key: str) -> Any:
 
 def _most_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-
-
-def _was_preempted(folder: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return bool(read_json(folder / "result.json").get("status") == "preempted")
-    return False

@@ -113,18 +113,12 @@ class Lease:
     content of the record.
     """
 
-    def __init__(
-        self,
-        store: Record,
-        heartbeat: Callable[[], None],
-        warn: Callable[[str], None],
-        details: dict[str, Any] | None = None,
-    ):
+    def __init__(self, store: Record, heartbeat: Callable[[], None], details: dict[str, Any] | None = None):
         self.store = store
         self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
         self.lost: str | None = None  # the message, once another run has taken over
         while not store.create(json.dumps(self.record)):
-            _wait_for_end(store, heartbeat, warn)
+            _wait_for_end(store, heartbeat)
         self.released = threading.Event()
         self.thread = threading.Thread(target=self._keep_alive, daemon=True)
         self.thread.start()
@@ -153,20 +147,21 @@ class Lease:
                 self.store.remove(json.dumps(self.record))
 
 
-def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[str], None]) -> None:
+def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
     """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
     text = store.read()
     if text is None:
         return
     theirs, (job, number) = _parsed(text), job_round()
+    who = _who(theirs)
     refusal = AlreadyOwned(
-        f"{store.name} is in use by {_who(theirs)}. Stop that run, or choose another {store.flag}", theirs
+        f"{store.name} is in use by {who}. Stop that run, or choose another {store.flag}", theirs
     )
     if theirs.get("machine") == _machine():
         if is_running(theirs.get("pid", 0), theirs.get("start_ticks")):
             raise refusal
     elif theirs.get("job") != job or theirs.get("round") not in range(number):
-        warn(f"{store.name} is leased by {_who(theirs)}: waiting {WATCH_S} s for its next heartbeat")
+        print(f"{store.name} is leased by {who}: waiting {WATCH_S} s for its next heartbeat", flush=True)
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             heartbeat()
@@ -176,7 +171,7 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None], warn: Callable[[
                 return
             if now != text:
                 raise refusal
-    warn(f"{store.name} was left by {_who(theirs)}, which is dead: taken over")
+    print(f"{store.name} was left by {who}, which is dead: taken over", flush=True)
     store.remove(text)
 
 

@@ -72,7 +72,7 @@ class MainRecord:
 
                 gone = (checkpoints.Damaged, WrongSize)
                 if step in committed(mirror.store):
-                    fetch(mirror.store, step, parent, heartbeat, mirror.report)
+                    fetch(mirror.store, step, parent, heartbeat)
             self.best = checkpoints.verify(parent / step_name(step), heartbeat)
             return True
         except gone as error:
@@ -122,7 +122,8 @@ class MainRecord:
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
             write_json(folder / "result.json", content)
-        show(folder)
+        counts = [] if predictions.confusion is None else predictions.confusion.sum(1).tolist()  # by class
+        show(folder, max(counts) / sum(counts) if counts else None)
 
     def _draw(self, content: dict[str, Any], predictions: Predictions) -> None:
         """Draws the pictures, for the trackers, too. Raises OSError. content: of result.json."""
@@ -156,7 +157,8 @@ class MainRecord:
         while not mirror.wait(0.5):
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             heartbeat()
-        content = read_json(file) | {"uploaded": mirror.failed is None, "wall_s": self.state.wall_now_s()}
+        times = {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
+        content = read_json(file) | times | {"uploaded": mirror.failed is None}
         if content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)

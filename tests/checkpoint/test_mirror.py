@@ -64,8 +64,8 @@ def mirror(bucket, tmp_path, monkeypatch):
     shutil.copytree(STORED / "format_1", tmp_path / "run")
     for key, value in bucket.env.items():
         monkeypatch.setenv(key, value)
-    said: list[str] = []
-    mirror = Mirror(ObjectStore(bucket.url), tmp_path / "run", None, said.append, lambda: None)
+    mirror, said = Mirror(ObjectStore(bucket.url), tmp_path / "run"), list[str]()
+    monkeypatch.setattr("common.checkpoint.mirror.print", lambda text, **_: said.append(text), raising=False)
     mirror.said = said
     return mirror
 
@@ -75,9 +75,17 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
     assert mirror.wait(60)
 
 
+def test_the_best_stays_on_the_disk_until_it_is_sent(bucket, mirror):
+    """Though a later checkpoint may be better meanwhile."""
+    needed = []
+    bucket.proxy.on("PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.needs()))
+    send(mirror, 16, best=14)
+    assert needed == [{14, 16}]
+
+
 def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -> int | None:
     """The step of the checkpoint that a machine downloads that has the one of step `newest`, if any."""
-    return fetch_newest(mirror.store, parent, newest, lambda: None, mirror.said.append, lost)
+    return fetch_newest(mirror.store, parent, newest, lambda: None, lost)
 
 
 @pytest.fixture
@@ -162,7 +170,7 @@ def test_told_to_stop_in_the_last_upload_another_machine_ends_the_run(bucket, tm
     def tell() -> bool:
         wait_until(file.exists)  # the log is closed before it is written
         job.process.send_signal(signal.SIGTERM)
-        time.sleep(2)  # it is heard twice a second
+        wait_until(lambda: result(tmp_path / "run")["status"] == "preempted")
         return False
 
     bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", tell)
@@ -257,10 +265,10 @@ PAUSES = {  # of an upload: a request before which it is paused, and how often t
 @pytest.mark.parametrize("pause", PAUSES)
 def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket, mirror, tmp_path):
     """It is paused while it uploads step 16. Meanwhile another one goes on from step 14 to 20."""
-    owner = Lease(PrefixRecord(mirror.store), lambda: None, mirror.said.append)
+    owner = Lease(PrefixRecord(mirror.store), lambda: None)
     mirror.lost = owner.check
     send(mirror, 14)
-    successor = Mirror(bucket.store, tmp_path / "run", None, mirror.said.append, lambda: None)
+    successor = Mirror(bucket.store, tmp_path / "run")
     method, path, before = PAUSES[pause]
     requests = itertools.count()
 
