@@ -16,6 +16,7 @@ picture: its `id`, which is its file, and `features`, float32, as they are befor
 """
 
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -38,7 +39,7 @@ from common.distributed.process import run_process
 from common.distributed.watch import Preempted, wanted
 from common.recipe import parse, setting
 from common.script import normalisation
-from common.system.files import write_csv, write_text
+from common.system.files import write_bytes, write_csv, write_text
 from common.system.text import plural, printable
 from tools.inference.inference import Inference, autocast, keep_features, own_words
 
@@ -76,10 +77,11 @@ def main() -> None:
 
         def report() -> None:
             folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
-            if flags.embeddings:
-                write_embeddings(Path(flags.embeddings), rows)
+            features = [row.pop("features") for row in rows if "features" in row]
             write(folder, rows, trained)
             show(rows, folder, seconds)
+            if flags.embeddings:
+                write_embeddings(Path(flags.embeddings), rows, features)
 
         flags.finish(accelerator, report)
 
@@ -160,15 +162,15 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
         draw(folder / "sheet.png", good, trained)
 
 
-def write_embeddings(file: Path, rows: list[Row]) -> None:
-    """Takes the features out of the rows, and writes them."""
-    good = [row for row in rows if "features" in row]
-    features = np.array([row.pop("features") for row in good], np.float32)  # [n, features]
-    files = np.array([printable(row["file"]) for row in good], str)
-    table = np.empty(len(good), [("id", files.dtype), ("features", np.float32, features.shape[1:])])
-    table["id"], table["features"] = files, features
+def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -> None:
+    """Writes the features of the rows that have classes, atomically."""
+    vectors = np.array(features, np.float32)  # [n, features]
+    files = np.array([printable(row["file"]) for row in rows if "classes" in row], str)
+    table = np.empty(len(files), [("id", files.dtype), ("features", np.float32, vectors.shape[1:])])
+    table["id"], table["features"], content = files, vectors, io.BytesIO()
+    np.save(content, table)
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.save(file, table)
+    write_bytes(file, content.getvalue())
 
 
 def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:

@@ -98,8 +98,8 @@ def main() -> None:
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)
             rows["id"] = split.part.stored(rows["id"])
-            reports.write(folder, found, rows, pixels_of(split, worst, recipe).numpy(), title)
             reports.show(found, title)
+            reports.write(folder, found, rows, pixels_of(split, worst, recipe).numpy(), title)
             print(*(folder / name for name in reports.FILES), sep="\n")
 
         flags.finish(accelerator, report)

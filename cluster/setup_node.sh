@@ -265,7 +265,7 @@ gpu_on_bus() {
 # --- Packages
 
 install_packages() {
-    local package
+    local package said
     for package in "${PACKAGES[@]}"; do need "$package"; done
     [ -z "$cifs" ] || need cifs-utils
     [ -z "$nfs" ] || need nfs-common
@@ -273,7 +273,11 @@ install_packages() {
     if ((${#missing[@]} == 0)); then
         say "packages: all are there"
     elif change "install ${missing[*]}"; then
-        apt-get update -q || die "apt-get update failed, see above"
+        until said=$(LC_ALL=C apt-get update -q 2>&1); do # it does not wait for its lock by itself
+            [[ $said == *"Could not get lock"* ]] && ((SECONDS < LOCK_S)) && sleep 5 && continue
+            echo "$said" >&2
+            die "apt-get update failed, see above"
+        done
         DEBIAN_FRONTEND=noninteractive apt-get -o "DPkg::Lock::Timeout=$LOCK_S" install -qy \
             --no-install-recommends "${missing[@]}" || die "apt-get install failed, see above"
     fi

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.data.class_folders import is_image
 from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
 from common.timm_models import mean_and_std
@@ -111,9 +112,8 @@ def training_images(data: str) -> int | None:
         import pyarrow.parquet
 
         return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
-    if (folder / "train").is_dir():
-        return sum(1 for file in (folder / "train").rglob("*") if file.is_file())
-    return IMAGES.get(data)
+    count = sum(is_image(file.name) and file.is_file() for file in (folder / "train").rglob("*"))
+    return count or IMAGES.get(data)
 
 
 if __name__ == "__main__":

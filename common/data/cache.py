@@ -142,7 +142,10 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
 
 
 def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
-    """Writes the cache folder under a temporary name and renames it when it is complete. Needs the lock."""
+    """Writes the cache folder under a temporary name and renames it when it is complete. Needs the lock.
+
+    Where hosts share it over NFS, which tells late of a new folder, another may have made it: that one stays.
+    """
     work = folder.parent / ".preparing"
     discard(work)  # left by a process that was killed
     work.mkdir()
@@ -181,7 +184,11 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         }
         (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         run_with_heartbeat(lambda: list(map(sync, (*work.iterdir(), work))), beat)
-        os.rename(work, folder)
+        try:
+            os.rename(work, folder)
+        except OSError:
+            if not (folder / "meta.json").exists():
+                raise
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)

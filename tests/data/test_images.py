@@ -26,6 +26,7 @@ from common.data import cache as image_cache
 from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
+from common.data.sources import find_source
 from common.data.splits import ArraySplit, FileSplit, Part
 from common.recipe import ImageRecipe
 from common.run.opening import Opening
@@ -319,6 +320,16 @@ def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     assert in_cache(cache) == [folder]
     images = open_images(folder)
     assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
+
+
+def test_the_folder_that_another_host_has_made_meanwhile_stays(tmp_path):
+    """NFS may tell late of it."""
+    root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
+    folder = prepare_data(str(root), cache)
+    before = folder.stat().st_ino
+    source = find_source(ImageRecipe(data=str(root)), lambda: None, False)
+    image_cache._make(folder, source, "the same", lambda: None)
+    assert (in_cache(cache), folder.stat().st_ino) == ([folder], before)
 
 
 def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, monkeypatch):

@@ -100,7 +100,9 @@ class Checks:
 
         for client, answer in _all(self.clients, ask):
             if "error" in answer:
-                code = "host-key" if "Host key" in answer["error"] else "ssh" if "gone" in answer else "facts"
+                is_late = self.flags.data and answer["error"].startswith("no answer")
+                gone = "data" if is_late else "ssh" if "gone" in answer else "facts"
+                code = "host-key" if "Host key" in answer["error"] else gone
                 yield Finding(code, client.name, answer["error"])
             else:
                 self.facts[client.name] = answer

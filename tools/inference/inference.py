@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from common.distributed.strategy import precision
 from common.distributed.watch import begin_exit
 from common.recipe import Batch, ImageRecipe, Job, setting
 from common.system.env import world_size
-from common.system.threads import Heartbeat
+from common.system.threads import Heartbeat, run_with_heartbeat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Inference:
 
     def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:
         """Calls report() on the main process, and ends the job."""
-        once(accelerator, "report", lambda _: report(), self.timeout_s)
+        once(accelerator, "report", partial(run_with_heartbeat, report), self.timeout_s)
         begin_exit()
         accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
 

@@ -140,8 +140,8 @@ class Preparation:
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
-            # ImageNet's own archives are verified by their MD5 sums.
-            strict = flags.source != "imagenet" and not flags.no_verify
+            # ImageNet's own archives are verified by their MD5 sums; a folder has none.
+            strict = (flags.source != "imagenet" or not stream) and not flags.no_verify
             images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends its threads
             first = list(islice(images, SAMPLED))
