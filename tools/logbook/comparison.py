@@ -214,8 +214,9 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
     """The run's facts, and what its column of the table has beside them."""
     first, facts = comparison.runs[0], run.facts
     factor, reason = speed_up(first, run, "train_s")
-    # Not of runs whose hosts came and went, as the facts have the processes of the last start.
-    before, after = (one.facts.get("processes") if not one.changes else None for one in (first, run))
+    before, after = first.facts.get("processes"), facts.get("processes")
+    if run is not first and (first.changes or run.changes):
+        after = None  # the facts have the processes of the last start
     target = math.inf if comparison.target is None else comparison.target
     busy, kind = run.utilisation_pct
     reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
