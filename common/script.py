@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.data.class_folders import is_image
 from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
 from common.timm_models import mean_and_std
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
+TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them
 CLASSES = 10  # more classes change the size little
 # Flags that start from trained weights, and their values for new weights
 AFRESH: dict[str, Any] = {"pretrained": False, "weights": None, "freeze": False}
@@ -112,8 +112,8 @@ def training_images(data: str) -> int | None:
         import pyarrow.parquet
 
         return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
-    count = sum(is_image(file.name) and file.is_file() for file in (folder / "train").rglob("*"))
-    return count or IMAGES.get(data)
+    files = (file for file in (folder / "train").rglob("*") if file.suffix not in TABLES and file.is_file())
+    return sum(1 for _ in files) or IMAGES.get(data)
 
 
 if __name__ == "__main__":

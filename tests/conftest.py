@@ -117,8 +117,7 @@ def pytest_sessionfinish(session: pytest.Session):
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     needs(*(name for mark in item.iter_markers("needs") for name in mark.args))
-    in_module = getattr(getattr(item, "module", None), "REAL_PROCESSES", False)
-    Job.warm = not in_module and item.get_closest_marker("real_processes") is None
+    Job.warm = item.get_closest_marker("real_processes") is None
 
 
 def rows_of(table: str) -> Any:
@@ -171,7 +170,7 @@ class Job:
     Python. A word may be a function that returns it.
 
     Python's processes, a launcher's ranks too, are forked from one that has torch (support/forks.py),
-    but where warm is False, in modules that say REAL_PROCESSES = True, and in tests marked real_processes.
+    but where warm is False, and in tests marked real_processes.
     """
 
     warm = True  # as the test that runs says

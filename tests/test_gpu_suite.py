@@ -352,11 +352,9 @@ def test_cuda_starts_before_torch_counts_more_gpus(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.init", lambda: counts.append(torch.cuda.device_count()))
     monkeypatch.setattr("runpy.run_path", lambda *_, **__: counts.append(torch.cuda.device_count()))
-    for owner, name in (
-        (rendezvous, "backend"),
-        *((PartialState, n) for n in ("_prepare_backend", "set_device")),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # main() replaces them
+    replaced = ((rendezvous, "backend"), (PartialState, "_prepare_backend"), (PartialState, "set_device"))
+    for owner, name in replaced:  # by main()
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     for name in ("WORLD_SIZE", "LOCAL_RANK", LOCAL_NUMBER):  # main() sets the last one
         monkeypatch.setenv(name, "2")
     monkeypatch.setattr("sys.argv", ["shared_gpu.py", "train_cnn_a.py"])

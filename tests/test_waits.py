@@ -5,13 +5,11 @@ Simulated on fake CUDA tensors: tests/support/waits.py says how, and what it can
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import augment
 from common.augment import DRAWS, RAND_AUGMENT
@@ -23,6 +21,7 @@ from common.rand_augment import rand_augment
 from common.script import load_script, recipe_class
 from tests.conftest import ROOT, full
 from tests.support.waits import counted, waits_of
+from tests.test_timm_models import Operators
 
 VAL = 16  # images of an evaluation
 AUGMENTED = dict(randaug_layers=1, color_jitter=0.4, random_erasing=0.25, drop_path=0.1)
@@ -90,24 +89,6 @@ def test_a_wait_in_a_loop_is_seen(name, old, new, more, tmp_path):
     assert found == WAITS[name] | {place: WAITS[name].get(place, 0) + more}
 
 
-class Operations(TorchDispatchMode):
-    """The names of operations that compute: all but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def since(self) -> list[str]:
-        """Those since the last call."""
-        names, self.names = self.names, []
-        return names
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
     draws = uniforms(0, 0, np.arange(64), DRAWS)
     with counted() as seen:
@@ -132,8 +113,11 @@ def test_a_step_of_an_array_takes_its_part_of_a_group(train):
     plan = [(epoch, draw.permutation(64)[: 16 - epoch]) for epoch in (0, 1) for _ in range(AHEAD + 2)]
     options = dict(device="cpu", train=train, size=8, seed=0, workers=0)
     alone = [next(split.batches(iter([item]), **options)) for item in plan]
-    with Operations() as operations:
-        found = [(batch, operations.since()) for batch in split.batches(iter(plan), **options)]
+    with Operators() as operators:
+        found = []
+        for batch in split.batches(iter(plan), **options):
+            found.append((batch, [f.overloadpacket.__name__ for f in operators.called if not f.is_view]))
+            operators.called.clear()
     for (batch, _), other in zip(found, alone, strict=True):
         assert (batch.epoch, batch.ids is other.ids) == (other.epoch, True)
         assert torch.equal(batch.images, other.images)

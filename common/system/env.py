@@ -103,7 +103,7 @@ class EventReader:
         *lines, self.rest = (self.rest + data).split(b"\n")
         found = []
         for line in lines:
-            with contextlib.suppress(json.JSONDecodeError):  # its process was killed as it wrote
+            with contextlib.suppress(ValueError):  # its process was killed as it wrote
                 found.append(json.loads(line))
         return found
 

@@ -17,7 +17,6 @@ from common.distributed.layout import Layout, _Zero
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from train_vit import Vit, build_model, build_optimizer, learning_rate
 
-ON_TWO_PROCESSES = ("ddp", "fsdp", "zero2", "zero3")
 CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
 CASES += ["adafactor", "adafactor_unfactored", "muon", "muon_mixed", "lookahead", "schedule_free"]
 WHOLE = "depends on the whole parameter"
@@ -75,7 +74,7 @@ def single(tmp_path_factory) -> Path:
         pytest.param("fsdp", ["lamb", "muon", "muon_mixed"], id="fsdp-three"),
         *(
             pytest.param(strategy, CASES, id=f"{strategy}-all", marks=pytest.mark.full)
-            for strategy in ON_TWO_PROCESSES
+            for strategy in ("ddp", "fsdp", "zero2", "zero3")
         ),
     ],
 )
@@ -226,8 +225,6 @@ class Rows(Layout):
 
 ELEMENTWISE = [torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop]
 ELEMENTWISE += [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adamax, timm.optim.Lion, timm.optim.Adan]
-
-
 WITH_TAILS = [timm.optim.MADGRAD, partial(torch.optim.AdamW, fused=True)]
 
 

@@ -1,5 +1,6 @@
 """A resumed run equals the uninterrupted one: bit by bit, within 1e-5 under another strategy."""
 
+import functools
 import json
 
 import pytest
@@ -80,14 +81,12 @@ class Training:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, cache, stoppable):
     """The folder of a script's uninterrupted run."""
-    folders = {}
 
+    @functools.cache
     def folder_of(script: str, launcher: str, *flags):
-        key = (script, launcher, *flags)
-        if key not in folders:
-            folders[key] = tmp_path_factory.mktemp(script) / "run"
-            Training(script, folders[key], cache, stoppable, *flags).go(launcher)
-        return folders[key]
+        folder = tmp_path_factory.mktemp(script) / "run"
+        Training(script, folder, cache, stoppable, *flags).go(launcher)
+        return folder
 
     return folder_of
 
@@ -177,13 +176,12 @@ MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "h
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, cache, stoppable):
     """The folder of a run that was stopped inside the first epoch."""
-    folders = {}
 
+    @functools.cache
     def folder_of(launcher: str, *flags):
-        if launcher not in folders:
-            folders[launcher] = tmp_path_factory.mktemp("stopped") / "run"
-            Training("vit", folders[launcher], cache, stoppable, *flags).go(launcher, 9)
-        return folders[launcher]
+        folder = tmp_path_factory.mktemp("stopped") / "run"
+        Training("vit", folder, cache, stoppable, *flags).go(launcher, 9)
+        return folder
 
     return folder_of
 

@@ -26,8 +26,6 @@ def test_a_seed_stands_for_a_plan():
 GOOD = {"replays": 5, "ids": True, "lr": True, "replay": 4e-6, "whole": 0.01, "bound": 0.02}
 GOOD |= {"lost_signalled": 0, "lost_killed": 64, "weights": False}
 EXACT = GOOD | {"replay": 0.0, "whole": 0.0, "bound": 0.0, "weights": True}
-
-
 BAD = {"replays": 0, "ids": False, "lr": False, "replay": 2e-5, "whole": 0.03, "lost_signalled": 1}
 BAD |= {"lost_killed": 65, "bound": 0.0}
 

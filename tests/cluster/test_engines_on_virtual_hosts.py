@@ -189,11 +189,9 @@ def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts,
         for name in names:
             status, output = Job(hosts.inside(name, ["bash", "-c", task["setup"]], project), env=env).wait()
             assert (status, "Nothing to be done" in output) == (0, True), output
+        words = ["bash", "-c", task["run"]]
         return [
-            Job(
-                hosts.inside(name, ["bash", "-c", task["run"]], project),
-                env=env | {"SKYPILOT_NODE_RANK": str(rank)},
-            )
+            Job(hosts.inside(name, words, project), env=env | {"SKYPILOT_NODE_RANK": str(rank)})
             for rank, name in enumerate(names)
         ]
 

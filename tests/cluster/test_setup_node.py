@@ -386,11 +386,8 @@ def test_secrets_that_others_could_read_are_refused(sandbox):
         assert "hunter2" not in line
 
 
-WRONG_FLAGS = rows_of("setup_node.sh wrong flags")
-
-
 def test_a_wrong_flag_changes_nothing(sandbox):
-    for flags, error in WRONG_FLAGS:
+    for flags, error in rows_of("setup_node.sh wrong flags"):
         line = sandbox.refused(*flags.split(), status=2)
         assert error in line, flags
         assert "hunter2" not in line

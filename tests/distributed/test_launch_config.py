@@ -119,7 +119,6 @@ REFUSED = [  # answers; a pattern of the message: the key and its value, and wha
         r"mixed_precision beside deepspeed_config_file: .*choose it in ds_configs/zero2\.json",
     ),
 ]
-IN_ENV = rows_of("launcher's variables")
 ON = {"enabled": True}
 AUTO = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
 ON_CPU = {"device": "cpu"}
@@ -155,8 +154,6 @@ JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with 
     ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, ""),
     ({".offload_optimizer": ON_CPU | {"nvme_path": "/nvme"}}, ""),
 ]
-
-
 HIDDEN_SIZE = {  # what Accelerate computes from it
     "reduce_bucket_size": 20000000,
     "stage3_prefetch_bucket_size": 20000000,
@@ -213,7 +210,7 @@ def test_refused(config, message, env, tmp_path):
     assert_refused(message, launched(config, tmp_path))
 
 
-@pytest.mark.parametrize(("variables", "message"), IN_ENV)
+@pytest.mark.parametrize(("variables", "message"), rows_of("launcher's variables"))
 def test_refused_from_the_environment(variables, message):
     assert_refused(message, variables)
     check({"ACCELERATE_MIXED_PRECISION": "fp8"}, precision="bf16")  # the flag wins

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from common.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_
 from common.order import reseed
 from common.recipe import parse
 from tests.conftest import CNN, RESNET, VIT_WITH_ALL, full, latest, metrics, python, result, run, tensors
+from tests.distributed.test_exact_sum import mutant
 from tests.support.recorded_graph import aten, record
 from train_cnn_a import CnnA
 
@@ -110,22 +111,14 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
     return found
 
 
-def mutant(old: str, new: str) -> type:
-    source = Path(step_graph.__file__).read_text()
-    assert source.count(old) == 1
-    module = ModuleType("mutant")
-    exec(source.replace(old, new), vars(module))
-    return module.StepGraph
-
-
 def test_what_is_frozen_into_the_graph_is_seen():
     plain = losses()
     assert losses(StepGraph) == plain
     filled = ("rate.fill_(group", "buffers.inputs.copy_(inputs)", "buffers.labels.copy_(labels)")
-    frozen = [mutant(each, f"buffers.steps > WARM_UP_STEPS or {each}") for each in filled]
-    frozen.append(mutant('group["lr"] = rate\n', "pass\n"))
+    frozen = [mutant(step_graph, each, f"buffers.steps > WARM_UP_STEPS or {each}") for each in filled]
+    frozen.append(mutant(step_graph, 'group["lr"] = rate\n', "pass\n"))
     for each in frozen:
-        seen = losses(each)
+        seen = losses(each.StepGraph)
         assert seen[: WARM_UP_STEPS + 1] == plain[: WARM_UP_STEPS + 1]
         assert seen != plain
     for inside in ("seed", "factor"):
@@ -139,7 +132,7 @@ def test_a_capture_that_fails_leaves_the_plain_step(fails_at, capsys):
     assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
     line = "the step can't be one CUDA graph (operation not permitted when stream is capturing)"
     assert capsys.readouterr().out.count(line) == 1
-    kept = mutant("parameter.grad = None", "pass")
+    kept = mutant(step_graph, "parameter.grad = None", "pass").StepGraph
     assert (losses(kept, capture=partial(record, fails_at=fails_at)) == losses()) == ("norm" in str(fails_at))
 
 

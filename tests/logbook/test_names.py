@@ -45,9 +45,8 @@ SHOWN = [r"\x1b[31mred", r"caf\xe9"]
 )
 def test_what_can_be_shown_stays(text, shown):
     assert printable(text) == shown == printable(shown)
-    assert printable_lines(f"{text}\n\t{text}").replace("\n", r"\x0a").replace("\t", r"\x09") == (
-        rf"{shown}\x0a\x09{shown}"
-    )
+    twice = printable_lines(f"{text}\n\t{text}").replace("\n", r"\x0a").replace("\t", r"\x09")
+    assert twice == rf"{shown}\x0a\x09{shown}"
 
 
 def renamed_classes(root: Path) -> Path:

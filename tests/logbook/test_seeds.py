@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.logbook.pages import check, is_golden, rows, write_run
+from tests.logbook.pages import is_golden, rows, write_run
+from tests.logbook.test_logbook import page_of
 from tools.logbook.seeds import Group, compare, verdict
 
 
@@ -62,17 +63,13 @@ def test_a_page_over_seeds(book, tmp_path):
     values = {0.003: (0.90, 0.91, 0.93), 0.01: (0.92, 0.94, 0.95)}
     made = [(lr, *run) for lr, found in values.items() for run in enumerate(found)]
     runs = [make_run(tmp_path / f"{lr}_{seed}", seed, value, lr) for lr, seed, value in made]
-    assert book("compare", *runs, "--name", "page")[0] == 0
-    file = tmp_path / "book" / "compare" / "page.md"
-    check(file)
-    assert is_golden("seeds.md", file.read_text(), tmp_path)
+    assert is_golden("seeds.md", page_of(book, "compare", *runs, "--name", "page"), tmp_path)
 
 
 def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
     """The same training twice is compared as two runs; among several seeds it is refused."""
     same = [make_run(tmp_path / f"same{k}", 0, 0.9) for k in range(2)]
-    assert book("compare", *same, "--name", "page")[0] == 0
-    assert "Over seeds" not in (tmp_path / "book/compare/page.md").read_text()
+    assert "Over seeds" not in page_of(book, "compare", *same, "--name", "page")
     status, _, errors = book("compare", *same, make_run(tmp_path / "other", 1, 0.91))
     assert status == 1
     assert f"{same[0]} and {same[1]} have the same recipe and seed 0: name one of them" in errors
@@ -86,11 +83,7 @@ def test_a_page_over_folds(book, tmp_path):
             facts = {"final_accuracy": accuracy, "test_accuracy": 0.1, "val_images": 5 if fold == 3 else 4}
             recipe = {"holdout": f"{fold}/3", "model": model}
             runs.append(write_run(tmp_path / f"{model}{fold}", recipe=recipe, **facts))
-    assert book("compare", *runs, "--name", "page")[0] == 0
-    page = tmp_path / "book" / "compare" / "page.md"
-    check(page)
     keys = "0 and fold 1/3, 0 and fold 2/3, 0 and fold 3/3"
     expected = ["3", keys, "0.7833", "0.2021", "-0.0104 to 1.5770", "0.7692"]
-    assert rows(page.read_text())["model vit_a"] == expected
-    assert book("compare", *runs[:2], "--name", "page")[0] == 0
-    assert rows(page.read_text())["ddp x 2"][-1] == "-"
+    assert rows(page_of(book, "compare", *runs, "--name", "page"))["model vit_a"] == expected
+    assert rows(page_of(book, "compare", *runs[:2], "--name", "page"))["ddp x 2"][-1] == "-"

@@ -12,7 +12,7 @@ from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
 
 CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "1"]
-CNN += ["--mixed_precision", "no", "--telemetry_s", "0"]
+CNN += ["--mixed_precision", "no", "--telemetry_s", "0", "--trackers", "none"]
 PICTURES = ["confusion.png", "curves.png", "predictions.png"]
 
 
@@ -30,9 +30,8 @@ class Trained:
         self.straight, self.killed = parent / "straight" / "run", parent / "killed" / "run"
         self.start(self.straight, parent, "list")
         written = [what.split(" ", 1)[1] for what in operations(parent)]
-        assert written.index("open .result.json.tmp") > max(
-            written.index(f"open .{name}.tmp") for name in PICTURES
-        )
+        drawn = max(written.index(f"open .{name}.tmp") for name in PICTURES)
+        assert written.index("open .result.json.tmp") > drawn
         second = [number for number, what in enumerate(written, 1) if what == "open .index.json.tmp"][1]
         status, output = self.start(self.killed, parent, second)
         assert status == -signal.SIGKILL, output
@@ -48,8 +47,7 @@ class Trained:
         """Starts the same command. Returns exit status and output. at, fill: the fault, if any."""
         mark(tmp_path).unlink(missing_ok=True)
         env = {} if at is None else at_file_operation(tmp_path, "/run/", at, fill) | {"WRITES": "1"}
-        trackers = ["--trackers", "none"]
-        return Job([*self.words, *trackers, "--output_dir", folder], env=env).wait()
+        return Job([*self.words, "--output_dir", folder], env=env).wait()
 
     def assert_completed(self, folder: Path) -> None:
         """Checks that the run ended as the undisturbed one."""

@@ -13,7 +13,7 @@ from common.data.splits import ArraySplit, Part
 from common.order import Steps
 from common.recipe import parse, share_out
 from tests.conftest import ROOT, python, result, run
-from train_cnn_b import CnnB, ResNet18, build_optimizer, training_batches, training_size
+from train_cnn_b import BlurredConv2d, CnnB, ResNet18, build_optimizer, training_batches, training_size
 
 
 def recipe_of(name: str, *flags: str) -> CnnB:
@@ -36,15 +36,12 @@ def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache,
     assert result(tmp_path / "run")["steps"] == 8
 
 
-def test_the_images_are_as_large_as_the_epoch_says(tmp_path):
+def test_the_images_are_as_large_as_the_epoch_says():
     recipe = recipe_of("cnn_b_imagenet_16epochs")
     assert [training_size(recipe, epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
     assert training_size(CnnB(), 39) == 32
-    splits = []
-    for split in ("train", "val"):
-        np.save(tmp_path / f"{split}.npy", np.zeros((16, 24, 24, 3), np.uint8))
-        pixels = np.load(tmp_path / f"{split}.npy", mmap_mode="c")
-        splits.append(ArraySplit(pixels, Part(split, np.zeros(16, np.int64))))
+    pixels, labels = np.zeros((16, 24, 24, 3), np.uint8), np.zeros(16, np.int64)
+    splits = [ArraySplit(pixels, Part(split, labels)) for split in ("train", "val")]
     images = Images("", ("a",), *splits, val_name="val")
     recipe = CnnB(epochs=4, batch_size=8, train_sizes=(16, 24), image_size=32)
     batch = share_out(8, None, 1)
@@ -73,9 +70,7 @@ def test_blurred_convolutions_are_those_that_skip_pixels_and_checkpoints_keep_th
     plain = ResNet18(8, "imagenet", 10)
     torch.manual_seed(0)
     blurred = train_cnn_b.build_model(recipe_of("cnn_b_imagenet_16epochs", "--width", "8"), 10)
-    names = [
-        name for name, module in blurred.named_modules() if isinstance(module, train_cnn_b.BlurredConv2d)
-    ]
+    names = [name for name, module in blurred.named_modules() if isinstance(module, BlurredConv2d)]
     assert names == [f"stages.{i}.0.{part}" for i in (1, 2, 3) for part in ("conv1", "shortcut.0")]
     ours, theirs = plain.state_dict(), blurred.state_dict()
     assert list(ours) == list(theirs)

@@ -77,9 +77,9 @@ class ElasticTraining:
             self.job.wait()
             wait_until_empty([name for name in hosts.names() if name != "node4"], 60)
 
-    def add(self, host: str) -> None:
+    def add(self, *names: str) -> None:
         with self.hostfile.open("a") as hostfile:
-            hostfile.write(f"{host} slots={self.slots}\n")
+            hostfile.write("".join(f"{name} slots={self.slots}\n" for name in names))
 
     def wait_for_line(self, text: str) -> list[str]:
         """Waits until launch.py has printed the text. Returns the lines with it."""
@@ -268,8 +268,7 @@ def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
     training.wait_for(2, keep=True)
     hosts.heal("node1")
     training.wait_for(4, keep=True)
-    with training.hostfile.open("a") as hostfile:
-        hostfile.write("node3 slots=2\nnode4 slots=2\n")
+    training.add("node3", "node4")
     training.wait_for(8, keep=True)
     output = training.stop()
     assert "can't lose" not in output

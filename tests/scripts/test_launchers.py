@@ -128,13 +128,11 @@ def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path
     weights = tmp_path / "small.safetensors"
     save_file(timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=9).state_dict(), weights)
     small = ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--weights", weights]
+    small += ["--max_steps", "2", "--workers", "0", *cache]
     *trainings, export = of_kind("photographs")
     assert len(trainings) == 2
     for train in trainings:
-        output = run(
-            [*shlex.split(train), *small, "--max_steps", "2", "--workers", "0", *cache], cwd=project_copy
-        )
-        assert "80 training images, 20 " in output
+        assert "80 training images, 20 " in run([*shlex.split(train), *small], cwd=project_copy)
     run([*shlex.split(export), *cache], cwd=project_copy)
     model = timm.create_model(f"local-dir:{project_copy}/models/photographs", pretrained=True)
     assert list(model.pretrained_cfg["label_names"]) == [f"class_{k}" for k in range(4)]

@@ -50,12 +50,9 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     words += ["--embeddings", tmp_path / "features.npy"]
     output = run([*launcher, *words, "--output_dir", tmp_path])
     best = result(trained)
-    said = [line for line in output.splitlines() if line.startswith("model ")]
-    said[0] = said[0].partition("/checkpoints/")[2]
-    assert said == [
-        f"step_{best['best_step']:08d}/model.safetensors, of step {best['best_step']:,}, val accuracy"
-        f" {best['best_accuracy']:.4f}"
-    ]
+    (said,) = [line for line in output.splitlines() if line.startswith("model ")]
+    file, of_step = f"step_{best['best_step']:08d}/model.safetensors", f"of step {best['best_step']:,}"
+    assert said.endswith(f"/checkpoints/{file}, {of_step}, val accuracy {best['best_accuracy']:.4f}")
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
     written = lines(tmp_path / "predictions.jsonl")
@@ -77,7 +74,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
         assert min(picture.size) > 300
     found = np.load(tmp_path / "features.npy")
     assert found["id"].tolist() == [row["file"] for row in rows.values()]
-    head = load_file(trained / "checkpoints" / f"step_{best['best_step']:08d}" / "model.safetensors")
+    head = load_file(trained / "checkpoints" / file)
     logits = torch.from_numpy(found["features"].copy()) @ head["head.weight"].T + head["head.bias"]
     surest = [row["probabilities"][0] for row in rows.values()]
     assert logits.softmax(1).amax(1).tolist() == pytest.approx(surest, abs=1e-5)

@@ -25,7 +25,7 @@ from common.data.shards import ShardImages, find_local, parse_index
 from common.system import progress
 from common.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
-from tests.support.data_sets import tar, write
+from tests.support.data_sets import encode, tar, write
 from tests.support.imagenet import DEVKIT, TRAIN, VAL, Ilsvrc, fails, forked, make_ilsvrc, prep, write_devkit
 from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
 from tools.prepare import devkit, originals, preparation
@@ -176,11 +176,10 @@ def test_resize(ilsvrc, tmp_path):
 def test_other_images(source, ilsvrc, tmp_path):
     """Names with dots and spaces, a real PNG, one name in two classes, and files that are no images; of
     folders also links, and images deeper in them."""
-    photograph, drawing = next(iter(ilsvrc.val.values())), io.BytesIO()
-    Image.new("RGB", (8, 8), "red").save(drawing, "PNG")
+    photograph, drawing = next(iter(ilsvrc.val.values())), encode(Image.new("RGB", (8, 8), "red"), "PNG")
     classes = {
         "st. bernard": {"1.jpg": photograph, "a.b.jpeg": photograph, ".hidden.jpg": b"", "notes.txt": b""},
-        "cat": {"1.jpg": photograph, "red.png": drawing.getvalue()},
+        "cat": {"1.jpg": photograph, "red.png": drawing},
     }
     keys = {"cat/1.jpg", "cat/red.png", "st. bernard/1.jpg", "st. bernard/a_b.jpg"}
     data = tmp_path / "data"
@@ -410,13 +409,12 @@ def test_md5(ilsvrc, shards, published, tmp_path):
     assert contents(out) == contents(shards)
 
 
-WIDE = io.BytesIO()
-Image.new("RGB", (70_000, 1)).save(WIDE, "PNG")
+WIDE = encode(Image.new("RGB", (70_000, 1)), "PNG")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "truncated"), (WIDE.getvalue(), "Maximum supported image dimension")],
+    [(None, "truncated"), (WIDE, "Maximum supported image dimension")],
     ids=["cut", "too wide for a JPEG"],
 )
 def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_path, capfd):

@@ -10,8 +10,6 @@ from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metric
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
 SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
-
-
 QUICK = ("cpu", "single_gpu", "fsdp_2gpu")  # the rest is for `make test-all`
 PAIRS = [
     (config, script) if config in QUICK else full(config, script)

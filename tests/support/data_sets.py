@@ -155,10 +155,7 @@ def write_shards(
         for number, count in enumerate(counts):
             path, members, ids = folder / f"{split}-{number:05d}.tar", {}, range(len(rows), len(rows) + count)
             for i in ids:
-                members[f"{split}_{i}.jpg"], members[f"{split}_{i}.cls"] = (
-                    jpeg(first + i),
-                    f"{i % 4}".encode(),
-                )
+                members |= {f"{split}_{i}.jpg": jpeg(first + i), f"{split}_{i}.cls": b"%d" % (i % 4)}
             path.write_bytes(tar(members, tarfile.USTAR_FORMAT))
             with tarfile.open(path) as archive:
                 found = [member for member in archive if member.name.endswith(".jpg")]

@@ -14,7 +14,7 @@ from PIL import Image
 import prep_imagenet
 from tests.conftest import Job, real_data
 from tests.support.commands import call
-from tests.support.data_sets import tar
+from tests.support.data_sets import encode, tar
 from tests.support.faults import called_first
 from tools.prepare import devkit, journal, originals
 from tools.prepare.writer import ShardWriter
@@ -121,12 +121,17 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
 
     numbers = [sorted(map(str, random.choice(30_000, train, replace=False))) for _ in wnids]
     train_names = [[f"{wnids[i]}_{number}.JPEG" for number in numbers[i]] for i in range(classes)]
-    odd = [_cmyk, _png, _rotated, _grey]
+    odd = [
+        lambda image: _jpeg(image.convert("CMYK")),
+        lambda image: encode(image, "PNG"),
+        _rotated,
+        lambda image: _jpeg(image.convert("L")),
+    ]
     train_images = {}
     for i in range(classes):
         for j, name in enumerate(train_names[i]):
-            encode = odd[j] if i == 0 and j < len(odd) else _jpeg
-            train_images[name] = encode(crops[i][j])
+            made = odd[j] if i == 0 and j < len(odd) else _jpeg
+            train_images[name] = made(crops[i][j])
     train_labels = {name: i for i in range(classes) for name in train_names[i]}
 
     truth = random.permutation(np.repeat(np.arange(classes), val))  # labels in the order of the names
@@ -212,26 +217,10 @@ def _crops(photograph: Image.Image, count: int, random: np.random.Generator) -> 
 
 
 def _jpeg(image: Image.Image, **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=85, **options)
-    return buffer.getvalue()
-
-
-def _cmyk(image: Image.Image) -> bytes:
-    return _jpeg(image.convert("CMYK"))
-
-
-def _png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode(image, quality=85, **options)
 
 
 def _rotated(image: Image.Image) -> bytes:
     exif = Image.Exif()
     exif[0x0112] = ROTATE_90  # orientation
     return _jpeg(image.transpose(Image.Transpose.ROTATE_90), exif=exif)
-
-
-def _grey(image: Image.Image) -> bytes:
-    return _jpeg(image.convert("L"))

@@ -264,11 +264,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self.content
 
     def error(self, status: int, code: str, message: str) -> bool:
-        return self.answer(status, ERROR.format(code, message))
-
-    def answer(self, status: int, xml: str) -> bool:
         self._body()
-        text = xml.encode()
+        text = ERROR.format(code, message).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(text)))

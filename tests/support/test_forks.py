@@ -58,10 +58,7 @@ def test_what_is_forked_has_torch_and_belongs_to_its_launcher(tmp_path):
             assert seen[-1], seen
         launcher = psutil.Process(job.process.pid)
         ranks = [child for child in launcher.children() if str(script) in child.cmdline()]
-        assert [rank.environ()["RANK"] for rank in sorted(ranks, key=lambda r: r.environ()["RANK"])] == [
-            "0",
-            "1",
-        ]
+        assert sorted(rank.environ()["RANK"] for rank in ranks) == ["0", "1"]
         ranks[0].kill()
         assert job.process.wait(60) == 1
         assert not psutil.wait_procs(ranks, timeout=20)[1]

@@ -16,7 +16,6 @@ from tests.distributed.test_agreement import two_hosts
 
 NAME = socket.gethostname()
 HELLO = ["train_hello.py", "--trackers", "none", "--data_size", "6400", "--max_steps", "100"]
-OFTEN = ["--telemetry_s", "0.1"]
 
 
 def is_header(line: dict) -> bool:
@@ -66,7 +65,7 @@ def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
 
 def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     """Two processes with local rank 0 are two hosts, even under one name; only one has a folder."""
-    jobs = two_hosts(tmp_path, [], [*HELLO, *OFTEN])
+    jobs = two_hosts(tmp_path, [], [*HELLO, "--telemetry_s", "0.1"])
     assert [status for status, _ in jobs] == [0, 0], jobs
     names = sorted(file.name for file in tmp_path.glob("*/telemetry-*"))
     assert names == [f"telemetry-{NAME}-2.jsonl", f"telemetry-{NAME}.jsonl"]
@@ -192,8 +191,6 @@ ANSWERS = {
     "nvmlDeviceGetClockInfo": {"value": 1980},
     "nvmlDeviceGetCurrentClocksEventReasons": {"value": 0x1 | 0x4 | 0x40},
 }
-
-
 UNITS = {"index": 2, "utilisation_pct": 97, "memory_gib": 1.5, "power_w": 312.5, "temperature_c": 61}
 UNITS |= {"sm_clock_mhz": 1980, "throttle": ["sw_power_cap", "hw_thermal_slowdown"], "energy_wh": 1.0}
 NOTHING = dict.fromkeys(UNITS) | {"index": 2}

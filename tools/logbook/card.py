@@ -72,7 +72,7 @@ def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[st
     if exported.trained.step == facts.get("best_step") and "best_accuracy" in facts:
         own = _own_accuracy(exported)
         is_tested = "test_accuracy" in facts and own is None
-        found = own or facts["test_accuracy" if is_tested else "best_accuracy"]
+        found = facts["test_accuracy" if is_tested else "best_accuracy"] if own is None else own
         accuracy = {"type": "accuracy", "value": found}
         split = facts.get("test_name" if is_tested else "val_name", "val")
         data = dict.fromkeys(("name", "type"), _name(exported.recipe.data).removeprefix("hub:"))
@@ -85,7 +85,7 @@ def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[st
 def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
     """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
     step, facts, split = exported.trained.step, run.facts, run.facts.get("val_name", "val")
-    if own := _own_accuracy(exported):
+    if (own := _own_accuracy(exported)) is not None:
         return {"split": split, "measures": [("accuracy", f"{own:.4f}")], "by_class": None}
     lines = [line for line in run.evaluations if line.get("step") == step]
     measures = [
