@@ -107,7 +107,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
                 times, values = curves.setdefault(curve, ([], []))
                 times.append(seconds / unit_s)
                 values.append(device[name])
-        shown.append(Panel(f"time, {unit}", label, curves, from_zero=True))
+        shown.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
     row = [one for one in shown if one.curves]
     return [row] if row else []
 
