@@ -30,7 +30,10 @@ MUTANTS = {
     ],
     "power-off": [("common/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")],
     "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
-    "fill-disk": [("common/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL)],
+    "fill-disk": [
+        ("common/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),
+        ("common/run/log.py", "self._set_problem(file.name, error)", "pass"),  # that may fail first
+    ],
     "preempt": [("common/run/ending.py", "        ranks.flush()", "        pass")],
     "silence-s3": [
         ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),

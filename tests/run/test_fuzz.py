@@ -86,9 +86,10 @@ def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache)
             status, output = job.wait()
             assert status == 0, output
         phase.unlink(missing_ok=True)
-        if status == 0:
-            assert result(folder)["status"] == "finished"
-            steps += LEG
+        found = result(folder) if (folder / "result.json").exists() else {}
+        is_finished = (found.get("status"), found.get("steps")) == ("finished", steps)
+        assert is_finished or status != 0
+        steps += LEG * is_finished  # also where SIGKILL came after the end
     for (kind, doing), count in sorted(hits.items()):
         print(f"{kind:8} {doing:12} {count}")
     print(f"{hits.total()} hits, {steps} steps")
