@@ -32,7 +32,7 @@ def test_too_few_gpus(monkeypatch):
     simulate_gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match="4 processes were started on this host, which has 2 GPUs") as error:
         check_devices()
-    assert "--num_processes 2" in str(error.value)
+    assert "start 2 per host (accelerate's --num_processes, torchrun's --nproc_per_node" in str(error.value)
     assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
     for enough in (0, 4, 8):  # none at all is a rehearsal
         simulate_gpus(monkeypatch, enough)
