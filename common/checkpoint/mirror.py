@@ -29,10 +29,9 @@ class Mirror:
     """Uploads one checkpoint at a time in its own thread; of later ones only the newest is queued.
 
     The training never waits for it. A failed upload is printed, and retried with the next checkpoint, at the
-    end of the run, and when the same command is started again. lost(): the message
-    once another run owns the prefix, as after a pause of this machine: from then on nothing is written or
-    removed there. Only a request whose check came before the pause still goes out: the new owner's next
-    upload repairs it.
+    end of the run, and when the same command is started again. lost(): the message once another run owns the
+    prefix, as after a pause of this machine: from then on nothing is written or removed there. Only a request
+    whose check came before the pause still goes out: the new owner's next upload repairs it.
     """
 
     def __init__(

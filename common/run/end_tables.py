@@ -17,7 +17,7 @@ TIMED_STEPS = 10  # of shorter runs no speed is shown: the first steps take long
 
 
 def show(folder: Path, chance: float | None) -> None:
-    """Prints the folder's result.json and its weights as tables, and its files. chance: to be right by it."""
+    """Prints result.json and the weights as tables, and the files. chance: the share of the largest class."""
     from rich.console import Console
 
     result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
