@@ -154,7 +154,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
     extras += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if job.deterministic:
-        extras += ", deterministic: gradients in float64, which doubles their memory and traffic"
+        extras += ", deterministic"
+        if batch.processes * batch.accumulations > 1:
+            extras += ": gradients in float64, which doubles their memory and traffic"
         extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     stop.is_ready = True
@@ -268,8 +270,9 @@ def wrap(
     else:
         prepared, wrapped = accelerator.prepare(model, optimizer)
     if is_exact:
-        accelerator.exact_sum = ExactSum(accelerator, prepared)
         keep_strides(prepared)
+        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # gradients to add
+            accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         # The engine has clipped; Accelerate 1.15 would copy the norm to the host, and nothing reads it.

@@ -73,6 +73,8 @@ class Bucket:
         self.is_added = True
 
     def exchange(self) -> None:
+        if not self.seen:
+            self.sums.zero_()
         self.had.fill_(1)
         for i in self._missing():
             self.had[i] = 0
@@ -89,7 +91,6 @@ class Bucket:
         parts = self.sums.float().div_(unit).split(self.sizes)  # by a power of two, which rounds nothing
         for i, (p, part) in enumerate(zip(self.parameters, parts, strict=True)):
             p.grad = None if i in without else part.as_strided(p.shape, p.stride())
-        self.total.zero_()
         self.work, self.seen = None, set()
 
     def _missing(self) -> set[int]:
@@ -207,7 +208,8 @@ class ExactSum:
             self.norms[i] = norm
         assert not bucket.work, "a parameter has two gradients of one micro-batch"
         for part, sums in zip(units.split(self.chunk), bucket.sums.split(self.chunk), strict=True):
-            sums.add_(self._in_units(part, out=part))
+            self._in_units(part, out=part)
+            sums.add_(part) if bucket.seen else sums.copy_(part)
         bucket.end_micro_batch()
 
     def _exchange_next(self) -> None:
@@ -245,7 +247,7 @@ class ExactSum:
             if bucket.came:  # not all of its parameters had a gradient
                 self._add(bucket)
             bucket.is_added = False
-        torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)
+        self.largest = torch.maximum(self.largest, torch.stack(self.norms))
         self.norms = [self.zero] * len(self.names)
 
     @torch.no_grad()
@@ -262,8 +264,7 @@ class ExactSum:
         if self.accelerator.scaler is not None:
             fits |= ~self.largest.isfinite()  # the scaler skips such a step
         self.steps += 1
-        # In place, as a captured step reads and writes the same memory in each replay.
-        torch.minimum(self.failed, torch.where(fits, math.inf, self.steps), out=self.failed)
+        self.failed = torch.minimum(self.failed, torch.where(fits, math.inf, self.steps))
         self.largest.zero_()
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
@@ -282,8 +283,8 @@ class ExactSum:
             high, low = both = sums.new_empty(2, len(values))
             torch.div(values, divisor, out=low)
             torch.addcmul(zero, low, low, value=unit, out=low)  # unit * the square
-            torch.round(low, out=high)
-            low.sub_(high).mul_(unit).round_()
+            torch.trunc(low, out=high)
+            low.frac_().mul_(unit).round_()
             sums += both.sum(1)
         sums = sums.to(largest.device)
         self._reduce(sums, dist.ReduceOp.SUM)

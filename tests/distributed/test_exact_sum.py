@@ -88,13 +88,17 @@ PAIRS = [pair if pair == QUICK else full(*pair) for pair in itertools.product(SC
 SCRIPTS["vit, 4 micro-batches"] = [*SCRIPTS["vit"], "--per_device_batch_size", "24"]
 SCRIPTS["cnn_b compiled"] = [*SCRIPTS["cnn_b"], "--compile", "default"]
 PAIRS.append(("vit, 4 micro-batches", "fsdp 2"))
+SCRIPTS["vit, 1 micro-batch"] = [*SCRIPTS["vit"], "--per_device_batch_size", "96"]
+WAYS["fsdp 1"] = [*STRATEGIES["fsdp"], "--num_processes", "1"]
+PAIRS.append(full("vit, 1 micro-batch", "fsdp 1"))
 PAIRS.append(pytest.param("cnn_b compiled", "fsdp 2", marks=[pytest.mark.full, pytest.mark.needs("g++")]))
 
 
 @pytest.mark.parametrize(("script", "way"), PAIRS)
 def test_the_bits_of_one_process(script, way, one_process, tmp_path, cache):
     output = run([*WAYS[way], *words(script, cache), "--output_dir", tmp_path / "run"])
-    assert "deterministic: gradients in float64" in output
+    assert ", deterministic" in output
+    assert ("gradients in float64" in output) == (way != "fsdp 1"), "one gradient is no sum"
     assert bits(tmp_path / "run") == one_process(script)
 
 
@@ -272,7 +276,7 @@ def test_any_order_on_any_number_of_processes_gives_the_same_bits(case):
     ("old", "new"),
     [
         ("out=out).round_()", "out=out)"),
-        ("sums.add_(self._in", "sums.copy_(sums.float() + self._in"),
+        ("sums.add_(part)", "sums.copy_(sums.float() + part)"),
         (
             "loss / self.micro_batches",
             "loss / self.accelerator.gradient_accumulation_steps / self.accelerator.num_processes",
@@ -289,6 +293,21 @@ def test_a_gradient_that_is_too_large_is_refused():
         FloatingPointError, match=r"gradient of 0 at step 1 is not finite, or more than 117\.0"
     ):
         added(exact_sum, gradients_of(0, [0.0] * 35) * 1e6)
+
+
+def test_a_bucket_without_gradients_in_a_step_adds_none_of_the_last_one(monkeypatch):
+    def all_reduce(tensor, how=dist.ReduceOp.SUM, async_op=False):
+        tensor += exact_sum.UNIT  # the other process has 1 everywhere
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(exact_sum, "BUCKET", 1)
+    model = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
+    summed = exact_sum.ExactSum(fake(processes=2, sync_gradients=True), model)
+    summed.backward(4 * model[0].sum() + 4 * model[1].sum())
+    model.zero_grad()
+    summed.backward(4 * model[0].sum())
+    assert [p.grad.tolist() for p in model] == [[3.0] * 3, [1.0] * 3]
 
 
 def test_gradients_are_those_of_torch_and_none_where_it_has_none():
