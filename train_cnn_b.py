@@ -5,7 +5,7 @@ max-pool): SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, cosine, 
 flips; its README reports 93.02 with an older step schedule. What differs here: Nesterov's momentum, a
 warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm
 (arXiv 1812.01187, section 3.1), and 40 epochs instead of 200, to reach 0.94 on CIFAR-10, which is not yet
-measured. On one H200 recipes/cnn_b_cifar10_fast.yaml had 0.9033 on a JPEG copy, in 22.6 s (docs/gpu.md).
+measured. On one H200 recipes/cnn_b_cifar10_fast.yaml had 0.9032 on a JPEG copy, in 22.1 s (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
     deepspeed --hostfile hostfile train_cnn_b.py --deepspeed_config ds_configs/zero2.json

@@ -6,7 +6,7 @@
 #
 #   SIZE=rehearsal   small, on the CPUs of this machine; SIZE=full is for GPUs
 #   DATA=cifar10     as the train scripts take --data
-#   HOSTFILE=hostfile   of the two hosts, for SIZE=full
+#   HOSTFILE=hostfile   of the hosts, for SIZE=full; as shipped this machine alone. Start on its first host
 #   S3_PREFIX=       s3://bucket/prefix: the checkpoints of each run go below it
 #   FOLDER=          of the runs; runs/experiment_<name>/<size> by default. Other data or flags need another one
 #   LOGBOOK=         the folder of the pages; that of logbook.py by default

@@ -4,7 +4,7 @@
 # the training images chooses the best checkpoint.
 #
 #   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, with 1.75 GiB each
-#   SIZE=full HOSTFILE=hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
+#   SIZE=full HOSTFILE=~/hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
 #   experiments/vit.sh --seeds 5      five runs of each training, with the seeds 0 to 4; started again it goes on
 #
 #   RECIPE=recipes/vit_b32_cifar10_finetune.yaml   with SIZE=full; recipes/vit_b32_cifar10_scratch.yaml starts afresh

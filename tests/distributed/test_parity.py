@@ -1,6 +1,6 @@
 """The same training everywhere: each strategy on 2 processes against one process; broken code must fail.
 
-Batch 96 of 1,437 digits: an epoch has 14 steps, with --holdout 11, so 20 steps cross its end, and the data of
+Batch 96 of 1,437 digits: an epoch has 14 steps, with --holdout 11, so 16 steps cross its end, and the data of
 the second epoch.
 """
 
