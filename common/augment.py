@@ -138,11 +138,14 @@ def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], si
     pixels = h * w if h * w <= REPEATED_PIXELS else 1
     scale, shift = _normalization(mean, std, pixels, images.device)
     floats = images.reshape(b, -1, pixels * c).float().mul_(scale).add_(shift)
-    if (h, w) != (size, size):
+    if (h, w) != (size, size) and max(h, w) <= 4096:  # a longer edge's matrices would take gigabytes
         rows, columns = _bicubic(h, w, size, images.device)
         floats = rows @ (floats.view(b * h, w * c) @ columns).view(b, h, size * c)  # [B, size, size * 3]
         h = w = size
-    return floats.view(b, h, w, c).permute(0, 3, 1, 2)
+    planes = floats.view(b, h, w, c).permute(0, 3, 1, 2)
+    if (h, w) != (size, size):
+        planes = F.interpolate(planes, (size, size), mode="bicubic", antialias=size < max(h, w))
+    return planes
 
 
 @lru_cache(maxsize=8)
@@ -166,7 +169,7 @@ def _bicubic(h: int, w: int, size: int, device: torch.device) -> tuple[Tensor, .
     (32 to 224 pixels); not yet measured on a GPU.
     """
     rows, columns = (
-        F.interpolate(torch.eye(n)[None, None], (size, n), mode="bicubic", antialias=size < min(h, w))[0, 0]
+        F.interpolate(torch.eye(n)[None, None], (size, n), mode="bicubic", antialias=size < max(h, w))[0, 0]
         for n in (h, w)
     )
     matrices = rows, torch.kron(columns.T.contiguous(), torch.eye(3))

@@ -75,7 +75,7 @@ class Recipe(Job):
     name: str | None = setting(None)
     resume: str = setting("auto")
     allow_changed: tuple[str, ...] = setting(())
-    checkpoint_every: str = setting("epoch")
+    checkpoint_every: int | str = setting("epoch")
     checkpoint_s: float = setting(60.0, minimum=0)
     keep_every: int | None = setting(None, minimum=1)
     s3: str | None = setting(None)
@@ -94,7 +94,7 @@ class Recipe(Job):
             )
         if "none" in self.trackers and len(self.trackers) > 1:
             raise ValueError(f"--trackers {as_text(self.trackers)}: `none` stands alone")
-        if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", self.checkpoint_every):
+        if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", str(self.checkpoint_every)):
             raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
         if self.name and (self.name != Path(self.name).name or self.name.startswith(".")):
             raise ValueError(f"--name {self.name}: a folder's name, without a path; --output_dir has paths")

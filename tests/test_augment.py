@@ -64,16 +64,19 @@ def test_crop_and_flip_is_pad_crop_flip(images):
     assert y[0].tolist() == [(last * 32 + line) * 32 for line in range(32)]
 
 
-@pytest.mark.parametrize("size", [12, 20, 48])
-def test_to_float_is_torchvisions_normalize_and_resize(images, size):
-    square = images[:, :, :20].contiguous()
+@pytest.mark.parametrize(
+    ("h", "w", "size"), [(20, 20, 12), (20, 20, 20), (20, 20, 48), (20, 24, 22), (24, 20, 22), (2, 10**6, 12)]
+)
+def test_to_float_is_torchvisions_normalize_and_resize(h, w, size):
+    """Also where one edge grows and one shrinks, and of a picture whose matrices no memory holds."""
+    images = torch.randint(256, (64 if w < 99 else 1, h, w, 3), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-    ours = to_float(square, mean, std, size)
-    plain = square.permute(0, 3, 1, 2)
-    theirs = v2.functional.normalize(plain.float() / 255, mean, std)
-    if size != 20:
-        theirs = v2.functional.resize(theirs, [size, size], v2.InterpolationMode.BICUBIC, antialias=size < 20)
-    assert ours.shape == (64, 3, size, size)
+    ours = to_float(images, mean, std, size)
+    theirs = v2.functional.normalize(images.permute(0, 3, 1, 2).float() / 255, mean, std)
+    if (h, w) != (size, size):
+        shrinks = size < max(h, w)
+        theirs = v2.functional.resize(theirs, [size, size], v2.InterpolationMode.BICUBIC, antialias=shrinks)
+    assert ours.shape == (len(images), 3, size, size)
     assert ours.is_contiguous(memory_format=torch.channels_last)
     assert torch.allclose(ours, theirs, atol=1e-4)
 

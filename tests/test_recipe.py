@@ -51,12 +51,14 @@ def test_flags(words, field, value):
 def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
     text = {
         "recipe.yaml": "epochs: 3\nlr: 1e-3\nwidths: [1, 2]\npretrained: true\nmax_steps: null\n"
-        "compile: no\n",
-        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": "True", "compile": "no"}',
+        "compile: no\ncheckpoint_every: 500\n",
+        "recipe.json": '{"epochs": 3, "lr": 1e-3, "widths": "1,2", "pretrained": "True", "compile": "no", '
+        '"checkpoint_every": "500"}',
     }[name]
     (tmp_path / name).write_text(text)
-    expected = Sample(epochs=5, lr=1e-3, widths=(1, 2), pretrained=True, compile="no")
-    assert parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"]) == expected
+    found = parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"])
+    expected = {"epochs": 5, "lr": 1e-3, "widths": (1, 2), "pretrained": True, "compile": "no"}
+    assert found == Sample(**expected, checkpoint_every=500)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from common.data.shards import Manifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
-VAL_CHOICE = "val, validation, valid or test"
 EARLY_S = 1.0  # of waiting before torch is imported
 _listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # that list_early() began
 
@@ -76,7 +75,7 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
     if holdout is not None:
-        text = holdout if isinstance(holdout, str) else f"{holdout:g}"
+        text = holdout if isinstance(holdout, str) else f"{holdout:.12g}"
         if source.test_name:
             raise ValueError(
                 f"--holdout {text}: --data {data} has {source.val_name} to choose the best checkpoint by and"
@@ -88,8 +87,8 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
         return replace(source, hashes=(*source.hashes, f"holdout {text}"))
     if source.val_name is None and not is_evaluated:
         raise ValueError(
-            f"--data {data} has no {VAL_CHOICE} to evaluate on: give it one, or hold out a tenth of its"
-            " training images by --holdout 0.1"
+            f"--data {data} has no val, validation, valid or test to evaluate on: give it one, or hold out a"
+            " tenth of its training images by --holdout 0.1"
         )
     return source
 

@@ -29,7 +29,6 @@ HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
 ROWS = 256  # read at a time
-MIXED = "must be all numbers, or all names in columns without ClassLabel"
 
 
 class Columns(NamedTuple):
@@ -109,7 +108,7 @@ def _named_files(folder: Path, split: str) -> list[Path]:
 def _files_in_folders(folder: Path, split: str) -> list[Path]:
     """Parquet files of a folder that holds no folders: class folders may have such a file among them."""
     name = split_folders(folder).get(split)
-    return sorted((folder / name).glob("*.parquet")) if name and not folder_names(folder / name) else []
+    return sorted((folder / name).glob("[!.]*.parquet")) if name and not folder_names(folder / name) else []
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
@@ -192,14 +191,16 @@ def read_labels(
     labels are all -1 or null, as the hub has hidden ones, is left out.
     """
     values, names, rows = {}, {}, {}
+    with (first := splits["train"][0]).open() as (schema, _):  # the one of all files, not each file's guess
+        chosen = chosen._replace(label=label_column(schema, chosen, first.where))
     for split, tables in splits.items():
         found, of_split, counts = _read_split(split, tables, chosen, beat)
         if split != "test" or set(found) != {-1}:
             values[split], names[split], rows[split] = found, of_split, counts
     kinds = {type(value) for column in values.values() for value in column}
     if len(kinds) > 1 or (names["train"] and str in kinds):
-        where = [table.where for split in splits.values() for table in split]
-        raise ValueError(f"labels of {some_of(where, 3)} {MIXED}")
+        where = some_of([table.where for split in splits.values() for table in split], 3)
+        raise ValueError(f"labels of {where} must be all numbers, or all names in columns without ClassLabel")
     classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in values}
     train = classes["train"]
     for split, theirs in classes.items():

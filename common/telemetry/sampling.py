@@ -248,7 +248,7 @@ class HostMeter:
     def sample(self) -> dict[str, float | None]:
         elapsed_s, totals, memory = self.age_s(), _totals_mib(), psutil.virtual_memory()
         rates = {
-            f"{name}_mib_s": None if now is None else round((now - (self.totals[name] or 0)) / elapsed_s, 3)
+            f"{name}_mib_s": now and round(max(0, now - (self.totals[name] or 0)) / elapsed_s, 3)
             for name, now in totals.items()
         }
         self.sampled_at, self.totals = self.sampled_at + elapsed_s, totals

@@ -79,6 +79,10 @@ def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
     assert one.source != two.source
     with pytest.raises(ValueError, match="are for tables: --data digits has no columns"):
         opened("digits", cache, label_column="x")
+    pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
+    pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")  # x is a lone number, and no label
+    with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only: a, b, x"):
+        opened(tmp_path, cache, image_column="a")
 
 
 def test_parquet_in_folders_of_splits(tmp_path):
@@ -87,6 +91,7 @@ def test_parquet_in_folders_of_splits(tmp_path):
         for part in range(2):
             file = tmp_path / "pets" / "default" / folder / f"000{part}.parquet"
             write_parquet(file, images, [part] * count, ["cat", "dog"])
+            file.with_name(f"._{file.name}").write_bytes(b"as a Mac's tar has it")
     prepared = prepare_with(tmp_path / "pets", tmp_path / "cache")
     images = open_images(Path(prepared.folder))
     assert (images.train.labels.tolist(), len(images.val), len(images.test)) == ([0] * 4 + [1] * 4, 6, 4)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from common.system.s3 import ObjectStore
 from tests.conftest import lines, python, run, torchrun
 from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected
 from tests.data.test_shards import NO_WORKERS, VIT, read
-from tests.support.data_sets import jpeg, tar, write_shards
+from tests.support.data_sets import jpeg, tar, write, write_shards
 from tests.support.imagenet import fails, prep
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (fixture)
 from tools.prepare import preparation
-from tools.prepare.webdataset import WebDataset
+from tools.prepare.webdataset import WebDataset, match
 
 FROM_SHARDS = ["--from", "shards", "--format", "index"]
 INDICES = ("train_index.npy", "val_index.npy")
@@ -122,6 +123,15 @@ def test_braces(theirs, tmp_path):
     assert {split: len(about["shards"]) for split, about in splits.items()} == {"train": 24, "val": 2}
 
 
+def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
+    names = ("train-0.tar", "._train-1.tar", "a/train-2.tar", ".a/train-3.tar", "a/.train-4.tar")
+    write(tmp_path / "wds", dict.fromkeys(names, b"x"))
+    store = SimpleNamespace(url=f"s3:/{tmp_path}", list=lambda _: [f"wds/{name}" for name in names])
+    for pattern in ("*train*.tar", "*/*.tar", ".a/*", "a/.*"):
+        found = match(f"{tmp_path}/wds/{pattern}", None)
+        assert match(f"{store.url}/wds/{pattern}", store) == [f"s3:/{path}" for path in found] != []
+
+
 @pytest.mark.parametrize(
     ("members", "said"),
     [
@@ -133,6 +143,7 @@ def test_braces(theirs, tmp_path):
         ({"a.jpg": b"x", "a.cls": b"-1"}, "its class is '-1', not a number"),
         ({"a.jpg": b"x", "a.json": b'{"label": true}'}, "its class is True, not a number"),
         ({"a.jpg": b"x", "a.json": b"{"}, "a.json"),
+        ({"a.jpg": b"", "a.cls": b"0"}, "train-0.tar: a has an empty image: remove the sample"),
         ({"a.txt": b"x"}, "train-0.tar holds no samples with an image"),
     ],
 )
@@ -150,6 +161,7 @@ def test_a_sample_that_is_none_is_named(members, said, tmp_path):
         ([*FROM_SHARDS, "--out", "s3://bucket/x", "--work_dir", "w"], 2, "other hosts can't read"),
         ([*FROM_SHARDS, "--train", "nothing-{0..3}.tar"], 1, "nothing-0.tar is no file"),
         ([*FROM_SHARDS, "--train", "nothing-*.tar"], 1, "nothing-*.tar names no shards"),
+        ([*FROM_SHARDS, "--train", __file__, "--val", __file__], 1, f"{__file__} is in train and in val"),
         ([*FROM_SHARDS], 1, "holds no shards named *train*.tar"),
         (["--classes", "x"], 2, "--classes"),
     ],

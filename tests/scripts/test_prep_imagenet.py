@@ -186,7 +186,7 @@ def test_other_images(source, ilsvrc, tmp_path):
     data.mkdir()
     for split in ("train", "val"):
         if source == "tar":
-            content = tar({f"{name}.tar": tar(files) for name, files in classes.items()})
+            content = tar({"./._cat.tar": b"x"} | {f"{c}.tar": tar(files) for c, files in classes.items()})
             (data / f"{split}.tar").write_bytes(content)
         else:
             images = {f"{split}/{name}/{file}": c for name, its in classes.items() for file, c in its.items()}

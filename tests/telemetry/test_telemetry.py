@@ -214,6 +214,11 @@ def test_what_a_gpu_answers(nvml, uuid, first, then, expected, complaint):
     assert complaint in "".join(complaints)
 
 
+def test_a_rate_does_not_fall_below_zero_with_an_interface_that_is_gone(monkeypatch):
+    monkeypatch.setattr(sampling, "_totals_mib", [{"net_sent": 1.0}, {"net_sent": 5.0}].pop)
+    assert sampling.HostMeter().sample()["net_sent_mib_s"] == 0
+
+
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
     """Only the job's GPUs are sampled; the host is sampled even when NVML does not know them."""

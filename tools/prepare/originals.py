@@ -16,6 +16,7 @@ from common.data.class_folders import (
     DANGLING,
     LOOSE,
     LeftOut,
+    is_hidden,
     is_image,
     list_classes,
     list_images,
@@ -85,6 +86,8 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
     """Yields the class tars, `<class>.tar`, of a tar, in its order."""
     for outer in members(archive):
         name = outer.name.rpartition("/")[2]
+        if is_hidden(name):
+            continue
         if not name.endswith(".tar"):
             raise ValueError(f"{outer.where} is no class tar: expected members <class>.tar that hold images")
         yield ImageGroup(name.removesuffix(".tar"), outer.where, members(outer))
@@ -92,9 +95,8 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
     """Yields the classes of a folder, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
-    for name, paths in list_folders(root).items():
-        files = (ImageFile(path.removeprefix(f"{name}/"), (root / path).read_bytes) for path in paths)
-        files = (file._replace(name=file.name.replace("/", "_")) for file in files)
+    for name, its in list_folders(root).items():
+        files = (ImageFile(p.removeprefix(f"{name}/").replace("/", "_"), (root / p).read_bytes) for p in its)
         yield ImageGroup(name, str(root / name), files)
 
 

@@ -56,6 +56,9 @@ class WebDataset(Originals):
         if any((store and store.url) != (self.store and self.store.url) for store in others):
             raise ValueError("the shards of train and val must lie all on this host, or all in one bucket")
         self.shards = {split: find_shards(pattern, self.store) for split, pattern in self.parts.items()}
+        names = [{shard.url for shard in shards} for shards in self.shards.values()]
+        if len(names) == 2 and (both := names[0] & names[1]):
+            raise ValueError(f"{min(both)} is in train and in val: give --train and --val")
         for split, shards in self.shards.items():
             self.bytes[split] = sum(shard.bytes for shard in shards)
             self.versions[split] = digest([*map(tuple, shards)])
@@ -108,9 +111,10 @@ def match(pattern: str, store: ObjectStore | None) -> list[str]:
         return sorted(glob.glob(pattern)) if WILDCARD.search(pattern) else [pattern]
     if not WILDCARD.search(pattern):
         return [pattern]
-    key = pattern.removeprefix(f"{store.url}/")
-    names = [name for name in store.list(WILDCARD.split(key)[0]) if name.count("/") == key.count("/")]
-    return [f"{store.url}/{name}" for name in names if fnmatch.fnmatchcase(name, key)]
+    bucket = f"{store.url}/"
+    urls = [bucket + name for name in store.list(WILDCARD.split(pattern.removeprefix(bucket))[0])]
+    parts = re.findall("/[.]?", pattern)  # as on a disk no wildcard is a slash or begins a hidden name
+    return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == parts]
 
 
 def find_shards(pattern: str, store: ObjectStore | None) -> list[Tar]:
@@ -146,6 +150,8 @@ def _rows(archive: Member) -> Iterator[tuple[int, int, int]]:
         for member in sample:
             field = member.name[len(key) + 1 :].lower()
             if field in IMAGES:
+                if not member.size:
+                    raise ValueError(f"{where} has an empty image: remove the sample")
                 images.append((member.offset, member.size))
             elif field in CLASSES:
                 if member.size > LARGEST_FIELD_BYTES:
