@@ -6,7 +6,7 @@
     CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
         --memory_limit_gib 2 train_cnn_b.py --data digits
 
-Each trial launches a short training with the same data and model: 4 optimizer steps without accumulation, a
+Each trial launches a short training with the same data and model: 7 optimizer steps without accumulation, a
 checkpoint and an evaluation. Two sizes show how memory grows; then the largest size that should fit is tried.
 The search ends when a size ran and --quantum images more did not. A trial fails when any process runs out of
 memory, so the process that needs most memory decides. Without a GPU, --memory_limit_gib is required: it
@@ -15,7 +15,7 @@ limits the data of each process (RLIMIT_DATA).
 The largest batch is often not the best. Each size is shown with its images/s, measured in a few steps. The
 knee is the smallest size that no other beats by 5 percent. Not yet measured on a GPU.
 
-With RandAugment a step's memory depends on its random operations, and a trial has only 4 steps: 5 percent of
+With RandAugment a step's memory depends on its random operations, and a trial has only 7 steps: 5 percent of
 the limit stay free.
 """
 
@@ -46,8 +46,7 @@ STEPS = 7
 UNTIMED = 4  # create the optimizer's state, and capture a step graph
 WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # do not affect memory
 SHOWN = 25  # last lines of a launch that failed
-RAN, OUT_OF_MEMORY, TOO_LARGE = "ran", "out of memory", "more than the images"
-IN_MARGIN = "ran in the margin"
+RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = "ran", "out of memory", "more than the images", "ran in the margin"
 # Share of the limit that is kept free where a recipe's memory differs from step to step. RandAugment's own
 # tensors peak at 21 bytes a pixel of the batch. Their peak in 150 steps is 13 percent above that in 4 steps
 # with 32 images, and 4 percent with 512 (torch's profiler, 2 layers, CPU). What CUDA's allocator adds is not
@@ -202,6 +201,7 @@ class Search:
             "streams": self.processes,  # of shards: must divide any size
             "epochs": STEPS,  # in case one batch is the whole data set
             "max_steps": STEPS,
+            "patience": STEPS,  # evaluations, at most one a step: ends no trial
             "max_val_images": 2 * batch_size,
             "lr": 0,  # the recipe's is for another batch, and the loss must not diverge
             "checkpoint_every": STEPS - 1,  # the last step runs while the checkpoint is written

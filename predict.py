@@ -130,6 +130,9 @@ def predict(
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
         with autocast(accelerator):
             logits = model(inputs)
+        if not logits.isfinite().all():
+            reason = "it diverged, or overflows in this --mixed_precision"
+            raise ValueError(f"the model's output is not finite: {reason}")
         best = logits.float().softmax(1).topk(min(flags.top, len(classes)))
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]
@@ -158,6 +161,7 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
         table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
     write_csv(folder / "predictions.csv", table)
+    (folder / "sheet.png").unlink(missing_ok=True)  # an earlier call's
     if good := [row for row in rows if "classes" in row][:SHEET]:
         draw(folder / "sheet.png", good, trained)
 
@@ -180,26 +184,23 @@ def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
     from common.data.decode import decode
     from common.run import plots
 
-    pictures = [Image.fromarray(decode(Path(row["file"]).read_bytes())) for row in rows]
+    pictures = (Image.fromarray(decode(Path(row["file"]).read_bytes())) for row in rows)  # one at a time
     squares = [np.asarray(ImageOps.pad(one, (EDGE, EDGE), color="white")) for one in pictures]
-    captions = []
-    for row in rows:
-        name = Path(printable(row["file"])).name
-        captions.append(f"{name}\n{row['classes'][0]}\n{row['probabilities'][0]:.3f}")
+    shown = [(Path(printable(row["file"])).name, row["classes"][0], row["probabilities"][0]) for row in rows]
+    captions = [f"{name}\n{label}\n{share:.3f}" for name, label, share in shown]
     plots.image_sheet(file, np.stack(squares), captions, f"{trained.script}: {len(rows)} predictions")
 
 
 def show(rows: list[Row], folder: Path, seconds: float) -> None:
     """Prints the first predictions, the unreadable files, and the speed."""
-    good = [row for row in rows if "classes" in row]
+    good, bad = ([row for row in rows if key in row] for key in ("classes", "error"))
     for row in good[:PRINTED]:
         print(f"{printable(row['file'])}: {row['classes'][0]} ({row['probabilities'][0]:.3f})")
     if len(good) > PRINTED:
         print(f"... and {len(good) - PRINTED:,} more")
-    for row in rows:
-        if "error" in row:
-            print(f"{printable(row['file'])} is left out: {printable(row['error'])}", file=sys.stderr)
-    counts = f"{plural(len(good), 'picture')} predicted, {len(rows) - len(good):,} left out"
+    for row in bad:
+        print(f"{printable(row['file'])} is left out: {printable(row['error'])}", file=sys.stderr)
+    counts = f"{plural(len(good), 'picture')} predicted, {len(bad):,} left out"
     print(f"{counts}, {len(rows) / seconds:,.0f} pictures/s, in {folder}")
 
 

@@ -1,5 +1,6 @@
 """Which hosts are in the next round of an elastic job, and when it ends. No host is contacted."""
 
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,3 +278,12 @@ def test_a_host_that_waits_is_named_once_with_the_reason(hosts, monkeypatch):
     found.start("node1", "node2")
     found.job._look_for_more_hosts()
     assert found.logged[-1] == "node3 waits: --max_hosts 2"
+
+
+def test_an_ssh_that_hangs_before_an_answer_holds_no_terminal(hosts):
+    found = hosts(1)
+    connection = found.connect(Host("node1", (0,)))
+    with subprocess.Popen(["sleep", "30"], stdin=subprocess.PIPE) as ssh:
+        connection.hello, connection.process = None, ssh
+        found.job.close()
+    assert ssh.returncode == -9

@@ -164,6 +164,13 @@ def test_a_plan(tmp_path, monkeypatch):
     assert "--mixed_precision fp16" in output  # a T4 has no bf16
 
 
+def test_a_plan_ends_with_max_steps_and_says_that_all_layers_are_planned(capsys):
+    plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
+    line = plan.line("single", made(peaks={16: {"Total": 0}}), 16, 16)
+    assert line.hours == pytest.approx(5 * line.step_s / 3600)
+    assert "--freeze: planned as if all layers were trained" in capsys.readouterr().out
+
+
 @pytest.mark.full
 def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path, monkeypatch):
     """With 2 images the optimizer's step is the peak, with thousands the activations are."""

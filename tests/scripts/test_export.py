@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,16 +15,19 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
 from common.checkpoint.weights import TrainedModel, find
+from common.data.workers import Pictures, Preprocessing
+from common.script import load_script
+from common.system.files import write_json
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, lines, metrics, python, result, rows_of, run
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
-from tools.inference.exported import Exported, open_trained
+from tools.inference.exported import MODEL_PY, Exported, open_trained
 from tools.logbook.card import model_card
 
 SCRIPTS = {"cnn_b": RESNET, "vit": VIT}
@@ -92,6 +96,22 @@ def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path
 
 def open_run(place: Path, scratch: Path, cache: list) -> Exported:
     return open_trained(str(place), "best", None, [str(word) for word in cache], scratch, IMAGES)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
+def test_an_exported_model_prepares_a_picture_as_predict_does(mode, tmp_path):
+    """Upright by its EXIF tag, transparency on white, 16 bits scaled."""
+    values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
+    config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.py").write_text(MODEL_PY.render(script="mine", model=""))
+    noise = np.random.RandomState(0).randint(0, 256, (32, 32, 4), np.uint8)
+    pixels = {"RGB": noise[..., :3], "RGBA": noise, "I;16": noise[..., 0] * np.uint16(257)}[mode]
+    (exif := Image.Exif())[ExifTags.Base.Orientation] = 6
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    pictures = Pictures([str(tmp_path / "a.png")], Preprocessing(32, **values, is_cropped=False))
+    prepared = load_script(tmp_path / "model.py").prepare(Image.open(tmp_path / "a.png"))
+    assert torch.allclose(prepared[0], pictures[0][1], atol=1e-6)
 
 
 def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache):
@@ -186,10 +206,10 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 
 
 @pytest.mark.parametrize(("data", "shown"), rows_of("data on a card"))
-def test_the_card_has_no_private_path(data, shown):
-    recipe = train_cnn_a.CnnA(data=data)
+def test_the_card_has_no_private_path(data, shown, tmp_path):
+    recipe = train_cnn_a.CnnA(data="/moved/since")
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
-    told = vars(recipe) | {"weights": weights, "data_root": [data]}  # a flag of version 1.0
+    told = vars(recipe) | {"data": data, "weights": weights, "data_root": [data]}  # a flag of version 1.0
     trained = TrainedModel(weights, "", "", 9, "train_cnn_a", told, ["a", "b"])
     model, ones = torch.nn.Linear(2, 2), (1.0, 1.0, 1.0)
     exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, ones, False, torch.ones(1))
@@ -198,6 +218,14 @@ def test_the_card_has_no_private_path(data, shown):
     assert f"| data | {shown} |" in text
     assert f"| `data` | `{data if data.startswith('hub:') else shown}` |" in text
     assert "| `weights` | `model.safetensors` |" in text
+    (tmp_path / "checkpoints").mkdir()
+    exported = replace(exported, trained=replace(trained, weights=f"{tmp_path}/checkpoints/step_00000009/m"))
+    write_json(tmp_path / "result.json", {"best_step": 9, "best_accuracy": 0.5, "val_name": "val"})
+    for most, images in ((None, "val split"), (7, "7 images of the val split")):
+        write_json(tmp_path / "recipe.json", {"recipe": {"max_val_images": most}})
+        text = model_card("mine", exported, {"architecture": "Linear"})
+        assert f"Of step 9, on the {images}." in text
+        assert ("model-index" in text, f"name: {shown}\n" in text) == (most is None, most is None)
 
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])

@@ -224,13 +224,13 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         memory = {"reserved": gib, "other": 0, "device": 1.0, "peak": gib}
         write_json(folder / "result.json", dict.fromkeys((*names, "device")) | {"memory_gib": [memory]})
         write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
-        lines = [json.dumps({"step": s, "train/images_per_s": size}) for s in range(find_batch_size.STEPS)]
+        lines = [json.dumps({"step": s, "train/images_per_s": size}) for s in range(int(flags["patience"]))]
         (folder / "metrics.jsonl").write_text("\n".join(lines))
         return LaunchResult(0, "", 0, 1.0, False)
 
     monkeypatch.setattr(find_batch_size, "launch", launched)
     file = tmp_path / "found" / "result.json"
-    words = ["--config_file=accelerate_configs/single_gpu.yaml", f"--output={file}", *VIT]
+    words = ["--config_file=accelerate_configs/single_gpu.yaml", f"--output={file}", *VIT, "--patience=1"]
     find_batch_size.Search(find_batch_size.parse([*words, f"--randaug_layers={layers}"])).run()
     found = json.loads(file.read_text())
     assert (found["answer"], found["margin"]) == (answer, 0.05 if layers == "2" else 0)

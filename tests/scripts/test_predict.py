@@ -110,6 +110,13 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
     assert torch.equal(batch.inputs, expected)
 
 
+def test_an_output_that_is_not_finite_is_refused(pictures):
+    flags = predict.Prediction(workers=0, mixed_precision="no")
+    one = Pictures([str(pictures / "even" / "000.png")], Preprocessing(8, (0.5,) * 3, (0.2,) * 3, False))
+    with pytest.raises(ValueError, match="output is not finite: it diverged, or overflows"):
+        predict.predict(flags.start()[0], lambda x: x[:, 0, 0, :1] * torch.nan, one, ["a"], flags)
+
+
 class Unsent(Pictures):
     """Its worker can't open a file to send a batch."""
 
@@ -126,11 +133,13 @@ def test_a_worker_that_can_not_send_its_pictures_ends_the_command():
 
 def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "draw", lambda *_: None)
+    (tmp_path / "sheet.png").touch()
     names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "cat"]
     shown = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", r"\x09=1", r"\x0d=1", "cat"]
     pairs = {"classes": names, "probabilities": [1 / 7] * 7}
     rows = [{"file": "=cmd.png"} | pairs, {"file": "-.png", "error": "@error"}]
     predict.write(tmp_path, rows, None)
+    assert not (tmp_path / "sheet.png").exists(), "that of an earlier call stayed"
     with open(tmp_path / "predictions.csv", newline="") as file:
         good, bad = csv.DictReader(file)
     assert [good[f"class_{k}"] for k in range(1, 8)] == shown

@@ -269,6 +269,8 @@ FORGERIES = {
     "test accuracy": (forged_test_accuracy, " is 0.9999, in the replay 0."),
     "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, 0."),
     "other title": (in_result(epochs=400, batch_size=4096), "epochs: 400, in the replay 4"),
+    "parameters": (in_result(parameters=7), "parameters: 7, in the replay "),
+    "total steps": (in_result(total_steps=320), "total_steps: 320, in the replay 32"),
     "run cut": (run_cut, "steps is 16 in result.json, 32 by the recipe and the log"),
     "epochs in a line": (in_lines("test/loss", epoch=90.0), "step 32 is in epoch 90 of the log"),
     "repeated line": (repeated_line, " stands 2 times in the log, 1 in its replay"),
@@ -371,7 +373,7 @@ def test_what_is_not_verified_is_listed(finished, check, tmp_path):
     assert status == 0, output
     text = page(RunRecord(folder), "x", [])
     for said in (
-        "not verified: 24 steps; devices, hosts, strategy, times, speeds and memory; commit, ",
+        "not verified: 24 steps; devices, hosts, strategy, model FLOPs, times, speeds and memory; commit, ",
         "weights of the checkpoints of steps 16, 24, 32; flags that train_vit.py does not have: teacher",
     ):
         assert said in output

@@ -36,9 +36,9 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
 
 
 def test_what_a_lost_connection_cuts_off_does_not_count(monkeypatch):
-    said = f"a banner\n{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
+    said = f"a banner\na title{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
     connection = Connection(None, SimpleNamespace(stdout=io.StringIO(said), stdin=io.StringIO()))
-    assert list(connection.events()) == ["a banner", {"event": "step", "step": 1}]
+    assert list(connection.events()) == ["a banner", "a title", {"event": "step", "step": 1}]
     connection.request("start", words=["a b"], first=True)
     connection.request("kill")
     sent = connection.process.stdin.getvalue()

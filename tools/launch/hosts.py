@@ -125,7 +125,7 @@ SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "S
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # an existing connection has other options
 SSH_FAILED = 255  # ssh's own exit status
-EVENT = "\x1eevent "  # prefix of an event, which ssh's own output may precede
+EVENT = "\x1eevent "  # before an event; text without a newline may precede it, as a shell's that sets a title
 
 
 @dataclass(eq=False)
@@ -146,8 +146,11 @@ class Connection:
         """Yields its events, and the lines of other output, until it ends."""
         assert self.process.stdout
         for line in self.process.stdout:
-            with contextlib.suppress(json.JSONDecodeError):  # a lost connection cuts an event off
-                yield json.loads(line.removeprefix(EVENT)) if line.startswith(EVENT) else line.rstrip("\n")
+            text, mark, event = line.rstrip("\n").partition(EVENT)
+            if text or not mark:
+                yield text
+            with contextlib.suppress(json.JSONDecodeError):  # no event, or one that a lost connection cut off
+                yield json.loads(event)
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:

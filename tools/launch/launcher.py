@@ -86,6 +86,8 @@ class Launcher(ABC):
 
     def close(self) -> None:
         self._show_hang(COLLECT_S)
+        for silent in [connection for connection in self.connections if connection.hello is None]:
+            silent.process.kill()  # an ssh that hangs; there is nothing to save
         close_and_wait(self.connections, END_S)
 
     def handle_event(self) -> None:

@@ -23,8 +23,10 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
     folder, run = run_folder(exported.trained.weights), None
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(folder) if folder else None
-    metadata = _metadata(name, exported, run.facts if run else {})
     recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
+    # The run's, which the accuracy was measured on, whatever --data is now.
+    data = _name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
+    metadata = _metadata(name, exported, run, data)
     return render(
         "card.md.j2",
         name=name,
@@ -36,7 +38,7 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
         script=f"{exported.script.__name__}.py",
         run=run,
         step=exported.trained.step,
-        data=_name(exported.recipe.data).removeprefix("hub:"),
+        data=data,
         is_timms=exported.is_timms,
         recipe=[[code(key), code(_name(as_flag(value)))] for key, value in sorted(recipe.items())],
         **(_measures(exported, run) if run else {}),
@@ -61,8 +63,9 @@ def _name(value: str) -> str:
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
-def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[str, Any]:
-    """What the hub reads. Its word for a licence that is not named is `unknown`."""
+def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
+    """What the hub reads: no accuracy on a part of a split, and `unknown` for a licence that is not named."""
+    facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
     about: dict[str, Any] = {
         "license": "unknown",
         "library_name": "timm" if exported.is_timms else "pytorch",
@@ -75,28 +78,21 @@ def _metadata(name: str, exported: "Exported", facts: dict[str, Any]) -> dict[st
         found = facts["test_accuracy" if is_tested else "best_accuracy"] if own is None else own
         accuracy = {"type": "accuracy", "value": found}
         split = facts.get("test_name" if is_tested else "val_name", "val")
-        data = dict.fromkeys(("name", "type"), _name(exported.recipe.data).removeprefix("hub:"))
-        task = {"type": "image-classification"}
-        result = {"task": task, "dataset": data | {"split": split}, "metrics": [accuracy]}
+        task, dataset = {"type": "image-classification"}, {"name": data, "type": data, "split": split}
+        result = {"task": task, "dataset": dataset, "metrics": [accuracy]}
         about["model-index"] = [{"name": name, "results": [result]}]
     return about
 
 
 def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
     """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
-    step, facts, split = exported.trained.step, run.facts, run.facts.get("val_name", "val")
+    step, facts, which = exported.trained.step, run.facts, "val"
     if (own := _own_accuracy(exported)) is not None:
-        return {"split": split, "measures": [("accuracy", f"{own:.4f}")], "by_class": None}
-    lines = [line for line in run.evaluations if line.get("step") == step]
-    measures = [
-        (key.removeprefix("val/"), f"{line[key]:.4f}")
-        for line in lines
-        for key in sorted(line)
-        if key.startswith("val/")
-    ]
-    which = "val"
+        return {"images": run.evaluated_images(), "measures": [("accuracy", f"{own:.4f}")], "by_class": None}
+    values = [pair for line in run.evaluations if line["step"] == step for pair in sorted(line.items())]
+    measures = [(key[4:], f"{value:.4f}") for key, value in values if key.startswith("val/")]
     if "test_name" in facts and step == facts.get("best_step"):
-        which, split = "test", facts["test_name"]
+        which = "test"
         measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
     name = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
     reports = (one for one in run.reports.values() if one.get("checkpoint", "").endswith(name))
@@ -105,7 +101,7 @@ def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
         matrices.append(run.confusion)
     matrix = next((one["confusion"] for one in matrices), None)
     by_class = None if matrix is None else _by_class(matrix, exported.classes)
-    return {"split": split, "measures": measures, "by_class": by_class}
+    return {"images": run.evaluated_images(which), "measures": measures, "by_class": by_class}
 
 
 def _by_class(confusion: list[list[int]], classes: tuple[str, ...]) -> list[tuple[str, ...]]:

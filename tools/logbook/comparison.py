@@ -238,8 +238,7 @@ def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None
     names = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
     names += ["grad_checkpointing"]
     for search in searches:
-        recipe = {name: value for name, value in search["recipe"].items() if name != "streams"}
-        same_recipe = all(run.recipe.get(name) == value for name, value in recipe.items())
+        same_recipe = all(run.recipe.get(name) == value for name, value in search["recipe"].items())
         same_sharding = search.get("sharding") == run.about.get("sharding")
         same_facts = all(search.get(name) == run.facts.get(name) for name in names)
         if same_recipe and same_sharding and same_facts:

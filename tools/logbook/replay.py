@@ -33,7 +33,7 @@ NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
 EXACT = ("lr", "images", "logged_step")  # last words of keys whose values no rounding changes
 SAME = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]  # in result.json
 SAME += ["val_name", "val_images", "test_name", "test_images"]
-SAME_ABOUT = ("source", "unit", "val_chosen")  # in recipe.json
+SAME_WHERE_KNOWN = ("source", "unit", "val_chosen", "parameters", "total_steps")  # in either file
 SAME_BITS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
 
 Numbers = dict[tuple[int, str], list[float]]  # by step and key
@@ -110,8 +110,9 @@ def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str
     """Differences in what the page says of the training. is_moved: the data is at another place now."""
     names = [name for name in SAME if not (is_moved and name == "data")]
     pairs = {name: (run.facts.get(name), replay.facts.get(name)) for name in names}
+    told, again = run.about | run.facts, replay.about | replay.facts
     # Older versions have not recorded all of these.
-    pairs |= {name: (run.about[name], replay.about.get(name)) for name in SAME_ABOUT if name in run.about}
+    pairs |= {name: (told[name], again.get(name)) for name in SAME_WHERE_KNOWN if name in told}
     pairs["steps in an epoch"] = steps_per_epoch(run), steps_per_epoch(replay)
     return [f"{name}: {ours}, in the replay {its}" for name, (ours, its) in pairs.items() if ours != its]
 

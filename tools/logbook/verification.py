@@ -30,7 +30,7 @@ SHOWN = 15  # last lines of a failed replay
 # Settings outside of the recipe that the run's numbers may depend on
 KEPT = ("log_every", "deterministic", "image_column", "label_column", "workers")
 NOT_VERIFIED = (
-    "devices, hosts, strategy, times, speeds and memory",
+    "devices, hosts, strategy, model FLOPs, times, speeds and memory",
     "commit, versions and command",
     "pictures, confusion matrices and reports of validate.py",
 )
@@ -64,8 +64,7 @@ class Verification:
         self._check_device(about.get("devices") or [""])
         is_exact, threads = self.recipe.get("deterministic"), str(about.get("threads", 1))
         self.env = {"OMP_NUM_THREADS": threads} if is_exact else {}  # of the replays
-        self.intervals = self._choose(self._all_intervals())
-        self.intervals += self._evaluations()
+        self.intervals = self._choose(self._all_intervals()) + self._evaluations()
 
     def _beginning(self, other: str | None) -> dict[int, Path | None]:
         """The step and the checkpoint with which the run began; None at step 0; {} if it is not here."""

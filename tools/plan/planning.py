@@ -110,6 +110,8 @@ class Planning:
             raise ValueError(f"{script[0]}: no such script")
         self.script, self.cluster = list(script), cluster
         self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
+        if getattr(self.recipe, "freeze", False):
+            print("--freeze: planned as if all layers were trained, with more memory, traffic and time")
         self.images = _training_images(self.recipe.data, getattr(self.recipe, "holdout", None))
         # Refuses what the training would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
@@ -204,16 +206,14 @@ class Planning:
         step_s, limit = cost.step_time(trace, cluster, how, self.least_launches, accumulations)
         speed = self.recipe.batch_size / step_s
         self.first_speed = self.first_speed or speed / processes
-        hours = None  # where the number of images is not known
-        if self.images:
-            hours = self.images // self.recipe.batch_size * self.recipe.epochs * step_s / 3600
+        steps = (self.images or 0) // self.recipe.batch_size * self.recipe.epochs
         return replace(
             line,
             limit=self.cluster.device.link if limit == "link" else limit,
             step_s=step_s,
             images_per_s=speed,
             efficiency=speed / processes / self.first_speed,
-            hours=hours,
+            hours=min(steps, self.recipe.max_steps or steps) * step_s / 3600 if self.images else None,
         )
 
     def execution(self, processes: int, accumulations: int) -> Execution:
