@@ -20,7 +20,6 @@ from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import Heartbeat, lower_priority
 
 LOGS = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
-RUN_FILES = (*LOGS, "result.json")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so it is sent once, with the result
 LOG_LIMIT_BYTES = 2**31
 
@@ -59,13 +58,6 @@ class Mirror:
         with self.changed:
             pairs = filter(None, (self.waiting, self.sending))
             return {step for pair in pairs for step in pair if step is not None}
-
-    def retry(self) -> None:
-        """Queues the last upload again if it failed."""
-        with self.changed:
-            if self.failed and not self.waiting:
-                self.waiting = self.failed
-                self.changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
         """True once nothing is queued or being sent. Each request to the store has its own timeout."""
@@ -107,8 +99,9 @@ class Mirror:
                 self.changed.notify_all()
 
     def _send(self, step: int, best: int | None) -> None:
-        """Uploads the checkpoint, the best one if it is missing, index.json and the run's files."""
+        """Uploads the logs, never behind a checkpoint, it, the best one if it is missing, and index.json."""
         self._check_owner()
+        self._send_run_files(*LOGS)
         there = committed(self.store)
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:
@@ -117,7 +110,7 @@ class Mirror:
         index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
         self._check_owner()
         self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(index).encode())
-        self._send_run_files(*RUN_FILES)
+        self._send_run_files("result.json")
         self._prune(checkpoints.to_keep({s for s in there if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
@@ -126,6 +119,7 @@ class Mirror:
         remote = f"checkpoints/{step_name(step)}"
         for path in own_files(local, "*"):
             if path.name != MANIFEST_FILE:
+                self._check_owner()
                 self.store.upload(path, f"{remote}/{path.name}")
         manifest = (local / MANIFEST_FILE).read_bytes()
         made = self.store.create(f"{remote}/{MANIFEST_FILE}", manifest)

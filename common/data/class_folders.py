@@ -288,7 +288,7 @@ def find_pictures(words: Sequence[str]) -> list[str]:
     left_out = LeftOut()
     for word in words:
         if word == "-":
-            found += [line.rstrip("\n") for line in sys.stdin if line.strip()]
+            found += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
         elif os.path.isdir(word):
             images = [os.path.join(word, name) for name in list_images(Path(word), left_out)]
             if not images:

@@ -70,7 +70,7 @@ def _results(result: dict[str, Any], unit: str, chance: float | None) -> "Table"
         **_luck(result, chance),
         "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
-        "training time of an epoch, on average": f"{result['epoch_s']:.2f} s",
+        "training time of an epoch, on average": f"{result['epoch_s'] or 0.0:.2f} s",
         "whole time": f"{result['wall_s']:.1f} s",
         **({"speed": f"{result['images_per_s']:,.0f} {unit}/s"} if result["steps"] >= TIMED_STEPS else {}),
         "peak memory of a process": f"{result['peak_memory_gib']:.2f} GiB",

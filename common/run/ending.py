@@ -16,10 +16,9 @@ from common.distributed.watch import begin_exit, report_failure, stop
 from common.recipe import Batch, Recipe
 from common.run.folder import folders
 from common.run.lease import RECORD
-from common.run.main_record import WRITING_GRACE_S, result
+from common.run.main_record import WRITING_GRACE_S
 from common.run.opening import run_name
 from common.run.ranks import Ranks
-from common.run.state import RunState
 from common.system.files import not_written, read_json, write_json
 from common.system.phase import ENDING, SAVING, now
 from common.system.processes import says_out_of_memory
@@ -60,8 +59,7 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
     if folder and not (folder / RECORD).exists():  # else another process runs there, or was killed
         file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
-            ours = result(accelerator, recipe, batch, "preempted", RunState())
-            write_json(file, (read_json(file) if file.exists() else ours) | {"status": "preempted"})
+            write_json(file, (read_json(file) if file.exists() else {}) | {"status": "preempted"})
     let_main_close_first(accelerator)
 
 

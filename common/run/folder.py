@@ -44,9 +44,8 @@ PATHS = ("data", "weights")  # flags of a recipe that may be local paths
 class RunFolder:
     """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from.
 
-    name: of the folder where none is given. last_step: of this run. A prefix in S3 that already has a
-    checkpoint of that step belongs to another run. ValueError when the folder has another owner or run, or
-    has checkpoints but none verifies.
+    name: of the folder where none is given. last_step: of this run. ValueError when the folder or the prefix
+    has another owner or run, or has checkpoints but none verifies.
     """
 
     mirror: "Mirror | None" = None
@@ -113,10 +112,9 @@ class RunFolder:
             store.probe()
             self.leases.append(Lease(PrefixRecord(store), self.heartbeat))
             self.mirror = Mirror(store, path, self.recipe.keep_every, self.leases[-1].check)
-        self.checkpoint, has_begun = self._own_checkpoint()
+        self.checkpoint = self._own_checkpoint()
         if resume not in ("auto", "never"):
-            # A checkpoint downloaded by an interrupted start is still another run's.
-            self.is_new = self.checkpoint is None or not (has_begun or (path / "recipe.json").exists())
+            self.is_new = self.checkpoint is None
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
             _check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
@@ -124,9 +122,9 @@ class RunFolder:
             begun = {"resumed_from": None if resume in ("auto", "never") else resume}
             self.began_at = resume if self.is_new else (_recipe_json(path) or begun).get("resumed_from")
 
-    def _own_checkpoint(self) -> tuple[Checkpoint | None, bool]:
-        """The newest checkpoint in the folder, after a download if S3 has a newer one; and if S3 has any."""
-        parent, checkpoint, problem, there = self.path / "checkpoints", None, None, -1
+    def _own_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint in the folder, after a download if S3 has a newer one."""
+        parent, checkpoint, problem = self.path / "checkpoints", None, None
         try:
             checkpoint = checkpoints.newest(parent, self.heartbeat)
         except ValueError as error:
@@ -141,16 +139,17 @@ class RunFolder:
             if there >= 0 and not steps_in(parent) and (is_never or _is_finished(result, self.last_step)):
                 what = "and --resume is never" if is_never else "which is finished"
                 raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
-            if there > here:
+            if there >= 0:  # also where nothing is fetched, as the mirror removes what is older
                 with contextlib.suppress(checkpoints.Damaged, WrongSize):  # fetch_newest() finds another one
                     _check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
+            if there > here:
                 fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
                 lost = self.leases[-1].check
                 if fetch_newest(store, parent, here, self.heartbeat, lost) is not None:
-                    return checkpoints.newest(parent, self.heartbeat), True
+                    return checkpoints.newest(parent, self.heartbeat)
         if problem:
             raise problem
-        return checkpoint, there >= 0
+        return checkpoint
 
 
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
@@ -164,7 +163,8 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     is_said = last_step is None
     where = Path(recipe.output_dir or "runs/*")
     given, parent = where if where.name != "*" else None, where.parent / script_name()
-    names = [n for n in _begun(parent, name.removeprefix(model_part(recipe)), recipe, last_step) if n != name]
+    old = name.removeprefix(model_part(recipe))  # as 1.0 named it
+    names = _begun(parent, old, recipe, last_step) if not given and old != name else ()
     usual = map(parent.joinpath, itertools.chain(names, numbered(name)))
     for folder in itertools.repeat(given) if given else usual:
         try:
@@ -296,7 +296,7 @@ def _is_finished(read: Callable[[], Any], last_step: int | None) -> bool:
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
     """The checkpoint that --resume names: in S3, a checkpoint's folder, or the newest in a run's folder."""
-    path, parent, checkpoint = Path(resume), folder / "checkpoints", None
+    path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None  # temporary
     if resume.startswith("s3://"):
         from common.checkpoint.mirror import fetch_newest
         from common.system.s3 import ObjectStore

@@ -107,8 +107,6 @@ class MainRecord:
         with writing("the end of the run", folder):
             # After an interruption an evaluation may come after its checkpoint.
             checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
-            if mirror:
-                mirror.offer(state.step, state.best_step)
             # After a day they take seconds, for which a launcher does not wait when it stops a run; the page
             # of an unfinished one makes them.
             from common.telemetry.summary import energy_wh
@@ -153,7 +151,7 @@ class MainRecord:
         mirror, file = self.place.mirror, self.folder / "result.json"
         if mirror is None:
             return
-        mirror.retry()
+        mirror.offer(self.state.step, self.state.best_step)
         while not mirror.wait(0.5):
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             heartbeat()

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from common.checkpoint.format import Checkpoint, steps_in
+from common.checkpoint.format import Checkpoint, remove_temporary, steps_in
 from common.checkpoint.saver import Saver
 from common.checkpoint.training import TrainingState
 from common.distributed import strategy as job
@@ -204,6 +204,7 @@ class Opening:
         assert place
         own = None if place.is_new else place.checkpoint
         with writing("the log", place.path):
+            remove_temporary(place.path / "checkpoints")  # a downloaded one of another run
             (place.path / "result.json").unlink(missing_ok=True)
             log = RunLog(place.path, self.recipe, about, state, steps)
             if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):

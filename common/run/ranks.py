@@ -216,7 +216,7 @@ class Ranks:
                 losses=[*losses],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,
-                train_s=state.train_s + meter.elapsed_s(),
+                train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),  # else evaluating
                 **saver.training.scalars(),
                 **(self.record.log.tracker_ids() if self.record else {}),
             ).to_json()

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -18,13 +19,16 @@ import pytest
 
 from common.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
 from common.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
+from common.run.folder import RunFolder
 from common.run.lease import Lease, PrefixRecord
+from common.system.files import read_json
 from common.system.s3 import ObjectStore, StoreError
 from tests.checkpoint.test_checkpoints import HELLO, LONG, damage, start_and_wait, straight  # noqa: F401
 from tests.checkpoint.test_stored import STORED
 from tests.conftest import Job, latest, lines, metrics, mutate, result, run, torchrun, wait_until
 from tests.support.compare import assert_same_end, assert_same_tensors
 from tests.support.s3 import BUCKET, SECRET, aws_env, s3, s3_proxy  # noqa: F401 (fixtures)
+from train_cnn_a import CnnA
 
 
 class Bucket:
@@ -103,10 +107,13 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     index = json.loads(bucket.store.read("checkpoints/index.json"))
     assert index == {"latest": "step_00000014", "best": index["best"]}
     assert json.loads(bucket.store.read("result.json"))["uploaded"] is True
-    status, output = bucket.start(tmp_path / "other", "--lr", "0.1").wait()
-    assert status == 1
-    assert "is of another recipe (--lr was 0.01, now 0.1)" in output
+    run([*HELLO, "--lr", "0.1", "--max_steps", "16", "--output_dir", tmp_path / "further"])
+    for name in ("other", "further"):
+        status, output = bucket.start(tmp_path / name, "--lr", "0.1").wait()
+        assert status == 1
+        assert "is of another recipe (--lr was 0.01, now 0.1)" in output
     assert not (tmp_path / "other" / "checkpoints").exists(), "nothing of another run is downloaded"
+    assert bucket.steps()[-1] == 14
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
@@ -217,8 +224,7 @@ def test_credentials_that_expire_in_the_middle(bucket, mirror):
     assert SECRET not in message
     bucket.proxy.clear()
     assert bucket.steps() == [14]
-    mirror.retry()
-    assert mirror.wait(60)
+    send(mirror, 20)
     assert mirror.failed is None
     assert bucket.steps() == [14, 20]
 
@@ -257,7 +263,7 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
 
 PAUSES = {  # of an upload: a request before which it is paused, and how often that one comes before
     "before index.json": ("PUT", "step_00000016/manifest", 0),
-    "before a removal": ("PUT", "/recipe.json", 0),
+    "before a removal": ("PUT", "/result.json", 0),
     "in a removal": ("GET", "list-type=2.*checkpoints%2Fstep_", 1),
 }
 
@@ -268,6 +274,7 @@ def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket
     owner = Lease(PrefixRecord(mirror.store), lambda: None)
     mirror.lost = owner.check
     send(mirror, 14)
+    (tmp_path / "run" / "result.json").write_text("{}")
     successor = Mirror(bucket.store, tmp_path / "run")
     method, path, before = PAUSES[pause]
     requests = itertools.count()
@@ -390,6 +397,18 @@ def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one_and_another_run_tak
     status, output = Job(words, env=bucket.env).wait()
     assert status == 1
     assert "holds no checkpoint" in output
+
+
+def test_a_killed_start_from_anothers_checkpoint_is_still_a_new_run(bucket, mirror, tmp_path):
+    send(mirror, 14)
+    about = read_json(tmp_path / "run" / "recipe.json")["recipe"]
+    flags = {"resume": bucket.url, "output_dir": str(tmp_path / "new")}
+    recipe = CnnA(**{f.name: about[f.name] for f in fields(CnnA) if f.name in about} | flags)
+    for _ in range(2):
+        place = RunFolder(recipe, "new", 24, lambda: None)
+        assert (place.is_new, place.checkpoint.step) == (True, 14)
+        shutil.copy(tmp_path / "run" / "recipe.json", place.path)  # as it is written before the first step
+        place.release()
 
 
 @pytest.mark.full

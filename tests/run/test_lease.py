@@ -153,6 +153,11 @@ def test_the_folder_of_a_start_that_trained_no_step_is_taken_again(tmp_path):
     opened = place(tmp_path)
     assert opened.path.name == "named-2"
     opened.release()
+    for name in ("named", "named-2"):
+        began(parent / name, recipe_part(Small()))
+    opened = place(tmp_path)
+    assert opened.path.name == "named", "the first of them"
+    opened.release()
 
 
 @dataclass(frozen=True, kw_only=True)

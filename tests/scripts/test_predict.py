@@ -150,7 +150,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
 
 def test_words_for_pictures(pictures, monkeypatch):
     first, second = (str(pictures / "even" / f"{k:03d}.png") for k in (0, 2))
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n\n{first}\nnot there.jpg\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n\n{first}\r\nnot there.jpg\n"))
     assert find_pictures(["-", first]) == [second, first, "not there.jpg"]
     assert len(find_pictures([str(pictures / "odd"), str(pictures / "*.png")])) == COUNT // 2 + 1
     assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]  # listed as left out
