@@ -35,13 +35,14 @@ from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.class_folders import find_pictures
 from common.data.workers import Pictures, Preprocessing, picture_batches
 from common.distributed.agreement import agree
+from common.distributed.precision import autocast_forward
 from common.distributed.process import run_process
 from common.distributed.watch import Preempted, wanted
 from common.recipe import parse, setting
 from common.script import normalisation
 from common.system.files import write_bytes, write_csv, write_text
 from common.system.text import plural, printable
-from tools.inference.inference import Inference, autocast, keep_features, own_words
+from tools.inference.inference import Inference, keep_features, own_words
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop, for a model that does not say so
 SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
@@ -119,6 +120,7 @@ def predict(
 ) -> list[Row]:
     """A row per picture, in order, the same on all processes. Collective."""
     mine: dict[int, Row] = {}
+    autocast_forward(accelerator, model)
     features = keep_features(model) if flags.embeddings else []
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
     for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
@@ -128,12 +130,10 @@ def predict(
         if not len(batch.ids):
             continue
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
-        with autocast(accelerator):
-            logits = model(inputs)
+        logits = model(inputs)
         if not logits.isfinite().all():
-            reason = "it diverged, or overflows in this --mixed_precision"
-            raise ValueError(f"the model's output is not finite: {reason}")
-        best = logits.float().softmax(1).topk(min(flags.top, len(classes)))
+            raise ValueError("the output is not finite: it diverged, or overflows in --mixed_precision")
+        best = logits.softmax(1).topk(min(flags.top, len(classes)))
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]
             mine[i] = {"file": pictures.files[i], "classes": names, "probabilities": values}

@@ -36,6 +36,7 @@ from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.agreement import agree
+from common.distributed.precision import autocast_forward
 from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.distributed.watch import Preempted, wanted
@@ -45,7 +46,7 @@ from common.script import normalisation
 from common.system.cli import underscores
 from common.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
-from tools.inference.inference import Inference, autocast, own_words, pixels_of
+from tools.inference.inference import Inference, own_words, pixels_of
 from tools.inference.report import TOP, Rows
 
 
@@ -192,18 +193,18 @@ def predict(
     """
     (mean, std), parts = mean_std, list[dict[str, Tensor]]()
     began = time.perf_counter()
-    with autocast(accelerator):
-        for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
-            probability, predicted = part.logits.softmax(1).max(1)
-            columns = {
-                "id": torch.from_numpy(part.ids),
-                "label": part.labels,
-                "predicted": predicted,
-                "top": part.logits.topk(min(TOP, part.logits.shape[1])).indices,
-                "loss": F.cross_entropy(part.logits, part.labels, reduction="none").double(),
-                "probability": probability.double(),
-            }
-            parts.append(columns)
+    autocast_forward(accelerator, model)  # and not what prepares the images, as in training
+    for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
+        probability, predicted = part.logits.softmax(1).max(1)
+        columns = {
+            "id": torch.from_numpy(part.ids),
+            "label": part.labels,
+            "predicted": predicted,
+            "top": part.logits.topk(min(TOP, part.logits.shape[1])).indices,
+            "loss": F.cross_entropy(part.logits, part.labels, reduction="none").double(),
+            "probability": probability.double(),
+        }
+        parts.append(columns)
     mine = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
     everyones = gather_object([mine])
     images_per_s = counted(split, recipe) / (time.perf_counter() - began)
@@ -220,10 +221,8 @@ def check(rows: Rows, ids: np.ndarray) -> None:
     times = np.bincount(np.searchsorted(ids, rows["id"]), minlength=len(ids))
     wrong = times != 1
     assert not wrong.any(), f"image {ids[wrong][0]} was counted {times[wrong][0]} times"
-    wrong = ~np.isfinite(rows["loss"])
-    if wrong.any():
-        count = f"{wrong.sum():,} of {len(ids):,} images"
-        raise ValueError(f"the loss of {count} is not finite: the model diverged")
+    if bad := (~np.isfinite(rows["loss"])).sum():
+        raise ValueError(f"the loss of {bad:,} of {len(ids):,} images is not finite: the model diverged")
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:

@@ -61,7 +61,8 @@ def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool, comp
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
     """Puts the model's forward under autocast and its outputs into fp32, as Accelerate does for DDP."""
-    autocast = torch.autocast(accelerator.device.type, HALF[accelerator.precision.mixed_precision])
+    half = HALF.get(accelerator.precision.mixed_precision)
+    autocast = torch.autocast(accelerator.device.type, half, enabled=half is not None)
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 

@@ -22,6 +22,7 @@ from tests.conftest import (
     CNN,
     ROOT,
     STRATEGIES,
+    VIT,
     Job,
     deepspeed,
     full,
@@ -136,6 +137,28 @@ def test_the_numbers_of_the_run(trained, validated, report):
     assert all(image["label"] != image["predicted"] for image in report["worst"])
     assert not callers, "it went to the network"
     assert not list(home.rglob("evaluate_modules")), "it left a copy of a module that could grow old"
+
+
+@pytest.mark.full
+def test_in_half_precision_images_are_enlarged_in_fp32_as_in_training(tmp_path, cache):
+    half = ["--mixed_precision", "bf16"]
+    run(
+        [
+            *python(),
+            *VIT,
+            *cache,
+            "--data",
+            "digits",
+            "--epochs",
+            "1",
+            *half,
+            "--output_dir",
+            tmp_path / "run",
+        ]
+    )
+    run([*python(), "validate.py", tmp_path / "run", *cache, *half])
+    [file] = tmp_path.glob("run/validation/*/report.json")
+    assert read(file.parent)["loss"] == pytest.approx(metrics(tmp_path / "run")[-1]["val/loss"], rel=1e-12)
 
 
 LAUNCHERS = {"torchrun": torchrun(2), "torchrun of three": torchrun(3), **STRATEGIES}

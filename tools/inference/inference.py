@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -17,7 +16,6 @@ from common.checkpoint.weights import TrainedModel, find
 from common.data.splits import Split
 from common.distributed.accelerator import start
 from common.distributed.agreement import once
-from common.distributed.strategy import precision
 from common.distributed.watch import begin_exit
 from common.recipe import Batch, ImageRecipe, Job, setting
 from common.system.env import world_size
@@ -61,12 +59,6 @@ class Inference:
         once(accelerator, "report", partial(run_with_heartbeat, report), self.timeout_s)
         begin_exit()
         accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
-
-
-def autocast(accelerator: Accelerator) -> torch.autocast:
-    """The job's precision. Each `with` may enter it anew."""
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision(accelerator))
-    return torch.autocast(accelerator.device.type, half, enabled=half is not None)
 
 
 def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe) -> Tensor:
