@@ -47,7 +47,7 @@ SECTIONS = {
     "recipes": (speed.recipes, 75),
     "scripts": (checks.scripts, 67),
     "strategies": (parallel.strategies, 40),
-    "determinism": (lambda: checks.determinism() | parallel.same_bits(), 60),
+    "determinism": (lambda: parallel.same_bits() | checks.determinism(), 60),
     "snapshots": (partial(device.rows_of, "snapshots"), 20),
     "memory": (checks.memory, 35),
     "inputs": (speed.inputs, 35),

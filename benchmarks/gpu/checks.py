@@ -195,7 +195,7 @@ def one_line(setting: Setting) -> Result:
 def search(setting: Setting) -> Result:
     """In a dry run CNN-A under a limit of memory, which stands for the GPU's."""
     file, script = setting.folder / "found.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
-    limit = ["--memory_limit_gib", 2, "--quantum", 1024] if setting.dry_run else []
+    limit = ["--memory_limit_gib", 2, "--quantum", 1024] if setting.dry_run else ["--quantum", 256]
     config = ["--config_file", "accelerate_configs/single_gpu.yaml", "--output", file]
     words = ["find_batch_size.py", *config, *limit, *small_images(setting, script)]
     words += ["--cache_dir", setting.folder.parent / "cache"]

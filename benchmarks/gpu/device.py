@@ -133,7 +133,7 @@ def saves(setting: Setting) -> Result:
     """How long a save holds up a step, beside accelerator.save_state."""
     model = ["--model", "vit_tiny_patch16_224"] if setting.is_small else []
     file = setting.folder / "saves.json"
-    words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(5, 1), *model, "--json", file]
+    words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(2, 1), *model, "--json", file]
     succeeds(setting, [*words, "--folder", setting.folder / "saves"])
     rounds = json.loads(file.read_text())["rounds"]
     ours, theirs = (1e3 * statistics.median(each[arm] for each in rounds) for arm in ("ours", "save_state"))
