@@ -19,7 +19,6 @@ from .augment import LUMA, send_arrays
 
 Factors = tuple[float | np.ndarray, ...]
 
-LAYERS = 4  # maximum
 DRAWN = 4  # columns of a sample's draws per layer
 GREY = 128  # the fill colour
 EDGE = 224  # pixels: the image size for which shifts and cut-outs are given

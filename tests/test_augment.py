@@ -28,7 +28,7 @@ from common.augment import (
 from common.data.decode import _resize
 from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
-from common.rand_augment import DRAWN, LAYERS
+from common.rand_augment import DRAWN
 from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.support.data_sets import write_shards
 
@@ -221,7 +221,7 @@ def test_each_kind_of_draw_has_columns_of_its_own():
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]
-    assert len(columns) == len(set(columns)) == 52 + LAYERS * DRAWN
+    assert len(columns) == len(set(columns)) == 52 + 4 * DRAWN
     few, many = uniforms(0, 1, np.arange(9), 3), uniforms(0, 1, np.arange(9), DRAWS)
     assert (few == many[:, :3]).all()  # so that what was drawn before is drawn still
 

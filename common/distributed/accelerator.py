@@ -154,9 +154,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
     extras += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if job.deterministic:
-        extras += ", deterministic"
-        if batch.processes * batch.accumulations > 1:
-            extras += ": gradients in float64, which doubles their memory and traffic"
+        is_summed = batch.processes * batch.accumulations > 1
+        extras += f", deterministic{': gradients in float64, twice the memory and traffic' * is_summed}"
         extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
     accelerator.print(f"{strategy(accelerator)}, {batch}, mixed precision {precision(accelerator)}{extras}")
     stop.is_ready = True
@@ -264,6 +263,8 @@ def wrap(
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
     if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
         use_foreach(optimizer)  # it steps on the CPU
+    elif is_exact and accelerator.scaler:  # fused SGD that unscales rounds otherwise than FSDP2's
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     if is_exact and not sharded:  # without DDP
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         wrapped = accelerator.prepare_optimizer(optimizer)

@@ -4,6 +4,7 @@ A sum of fp32 numbers depends on its order, and so on who adds what. Here each m
 rounded to multiples of 1 / UNIT and added in float64, whose 53 bits hold every sum of such numbers below
 LIMIT exactly: on a process, between processes, bucket by bucket or shard by shard. float64 and not int64, as
 FSDP2 reduces in it by its own settings, and the bytes are the same. Only the sum is rounded to fp32, once.
+A step of one micro-batch needs none of this: its gradient has one order.
 
 benchmarks/README.md has the gradients of three models, by which UNIT was chosen. Demmel and Nguyen choose the
 grid by the largest number instead (Parallel Reproducible Summation, IEEE TC 2015).
