@@ -28,7 +28,7 @@ from common.augment import (
 from common.data.decode import _resize
 from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
-from common.rand_augment import DRAWN
+from common.rand_augment import DRAWN, rand_augment
 from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.support.data_sets import write_shards
 
@@ -174,14 +174,18 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
     def augmented(rows, epoch=0):
         ids = np.arange(64)[rows]
         draws = uniforms(3, epoch, ids, DRAWS)
-        pixels = color_jitter(cropped(images[ids], draws, 4, flip=True), draws[:, COLOR], 0.4)
+        pixels = rand_augment(cropped(images[ids], draws, 4, flip=True), draws[:, RAND_AUGMENT], 2, 10)
+        pixels = color_jitter(pixels, draws[:, COLOR], 0.4)
         floats = to_float(pixels, (0.5,) * 3, (0.5,) * 3, 24)
         return random_erasing(floats, draws[:, ERASING], 0.5)
 
-    whole, last, one = augmented(slice(64)), augmented(slice(40, 64)), augmented([7])
-    assert torch.equal(whole[40:], last)
-    assert torch.equal(whole[7:8], one)
-    assert not torch.equal(augmented([7], epoch=1), one)
+    before = images.clone()
+    whole = augmented(slice(64))
+    assert torch.equal(images, before)
+    assert torch.equal(augmented(slice(40, 64)), whole[40:])
+    for i in range(8):
+        assert torch.equal(augmented([i]), whole[[i]])
+    assert not torch.equal(augmented([7], epoch=1), whole[[7]])
     large = torch.randint(256, (9, 256, 256, 3), dtype=torch.uint8)
     draws = uniforms(3, 0, np.arange(9), DRAWS)[:, COLOR]
     beside_it = color_jitter(large, draws, 0.4)  # threads share out the pixels of few images
@@ -222,8 +226,6 @@ def test_each_kind_of_draw_has_columns_of_its_own():
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]
     assert len(columns) == len(set(columns)) == 52 + 4 * DRAWN
-    few, many = uniforms(0, 1, np.arange(9), 3), uniforms(0, 1, np.arange(9), DRAWS)
-    assert (few == many[:, :3]).all()  # so that what was drawn before is drawn still
 
 
 def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():

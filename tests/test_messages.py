@@ -83,6 +83,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         Path("w.safetensors").write_bytes(POINTER),
         build_model(Vit(model="test_vit", weights="w.safetensors"), 10),
     ),
+    "no weights of timm": lambda: build_model(Vit(model="vit_base_r26_s32_224", pretrained=True), 10),
     "no such model": lambda: build_model(Vit(model="vit_nothing"), 10),
     "no patches": lambda: build_model(Vit(model="resnet18", patch_size=4), 10),
     "shared parameters": lambda: build_model(Vit(model="coat_lite_tiny", image_size=32), 10),
@@ -102,13 +103,17 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
     assert said == MESSAGES[mistake].format(here=tmp_path)
 
 
-def test_a_hub_out_of_reach_is_one_line(monkeypatch, capfd, caplog):
-    """Its client does not try again, five times for each file."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+@pytest.mark.parametrize(("offline", "why"), [(False, "refused"), (True, "")])
+def test_a_hub_out_of_reach_is_one_line(offline, why, monkeypatch, capfd, caplog):
+    """Its client does not try again, five times for each file. The line fetches the file elsewhere."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"the hub can't be reached \(.*refused\): fetch the file"):
-        build_model(Vit(model="vit_tiny_patch16_224.augreg_in21k", pretrained=True), 10)
+    model, file = "vit_tiny_patch16_224.augreg_in21k", "model.safetensors"
+    why += r"\): fetch the file where it can, by `hf download timm/"
+    why += rf"{model} {file} --local-dir \.`, copy it here, and give --weights {file}$"
+    with pytest.raises(ValueError, match=rf"the hub can't be reached \(.*{why}"):
+        build_model(Vit(model=model, pretrained=True), 10)
     assert time.monotonic() - began < 5
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 

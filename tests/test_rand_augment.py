@@ -112,20 +112,6 @@ def test_all_operations_are_as_frequent_and_the_layers_independent():
     assert len(OPERATIONS) == 16
 
 
-def test_it_belongs_to_the_sample_whatever_is_beside_it(images):
-    def augmented(rows, epoch=0):
-        ids = np.arange(COUNT)[rows]
-        return rand_augment(images[ids], uniforms(3, epoch, ids, DRAWS)[:, RAND_AUGMENT], 2, 10)
-
-    before = images.clone()
-    whole = augmented(slice(COUNT))
-    assert torch.equal(images, before)
-    assert torch.equal(augmented(slice(3, COUNT)), whole[3:])
-    for i in range(COUNT):
-        assert torch.equal(augmented([i]), whole[[i]])
-    assert not torch.equal(augmented(slice(COUNT), epoch=1), whole)
-
-
 def test_the_training_has_it(tmp_path):
     recipe = Vit(data="digits", image_size=32, batch_size=16, randaug_layers=2, randaug_magnitude=7)
     digits = open_images(prepare_data("digits", tmp_path))

@@ -57,13 +57,6 @@ def straight(tmp_path_factory):
 # --- Kill -9
 
 
-def of_one_commit(found: list[str]) -> list[int]:
-    """The numbers of all file operations of one commit late in the run."""
-    starts = [i for i, what in enumerate(found) if re.search(r"os.remove \.step_\d+\.tmp", what)]
-    assert len(starts) == 6
-    return list(range(starts[3] + 1, starts[4] + 1))
-
-
 FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json")
 QUICK = {"open manifest.json", "open .index.json.tmp"}
 EACH = {*QUICK, *(f"open {name}" for name in FILES if "ema" not in name)}
@@ -73,7 +66,9 @@ EACH |= {"os.rename .step_", "shutil.rmtree .step_"}
 @pytest.mark.parametrize("parts", [*({part} for part in sorted(QUICK)), full(EACH)], ids=len)
 def test_killed_in_a_commit(parts, straight, tmp_path):
     """Before the first operation of each kind; in full before every one."""
-    each = of_one_commit(straight[1])
+    starts = [i for i, what in enumerate(straight[1]) if re.search(r"os.remove \.step_\d+\.tmp", what)]
+    assert len(starts) == 6
+    each = range(starts[3] + 1, starts[4] + 1)  # the operations of one commit late in the run
     firsts = [next(n for n in each if part in straight[1][n - 1]) for part in parts]
     for number in firsts if parts <= QUICK else each:
         folder = tmp_path / str(number)
@@ -351,16 +346,13 @@ def test_all_ranks_go_back_and_end_as_the_undisturbed_run(straight, tmp_path):
 
 
 def test_when_none_is_good_the_run_stops(straight, tmp_path):
-    shutil.copytree(straight[0], tmp_path / "run")
-    (tmp_path / "run" / "result.json").unlink()
-    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+    parent = shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
+    for folder in parent.glob("step_*"):
         damage(folder / "state.json", "truncated")
-    before = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    status, output = Job([*HELLO, "--output_dir", tmp_path / "run"]).wait()
-    assert status == 1
-    assert output.count("error: none of the ") == 1, output
-    assert "verifies" in output
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == before
+    before = sorted(os.listdir(parent))
+    with pytest.raises(ValueError, match=r"^none of the . checkpoints in .* verifies"):
+        newest(parent)
+    assert sorted(os.listdir(parent)) == before
 
 
 # --- Hostile checkpoints

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from common.checkpoint.optimizer_trial import try_out
 from common.distributed.layout import Layout, _Zero
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
+from tests.support.optimizers import CASES
 from train_vit import Vit, build_model, build_optimizer, learning_rate
 
-CASES = ["adamw", "amsgrad", "adamw_first_without_gradient", "sgd", "sgd_momentum", "lion", "lamb", "nadam"]
-CASES += ["adafactor", "adafactor_unfactored", "muon", "muon_mixed", "lookahead", "schedule_free"]
 WHOLE = "depends on the whole parameter"
 NOT_FLAT = dict.fromkeys(("lamb", "adafactor", "adafactor_unfactored", "muon_mixed"), WHOLE)
 NOT_FLAT |= {"muon": "Param gradient must be a 2D matrix", "lookahead": "group by group"}

@@ -248,9 +248,11 @@ def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
     words += ["--max_steps", "9", "--output_dir", folder]
     run(words)
     words[words.index("9")] = "12"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     status, output = Job([*words, "--lr", "0.001"]).wait()
     assert status == 1
-    assert "--lr was 0.003, now 0.001" in output
+    assert "holds a run already (--lr was 0.003, now 0.001;" in output
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert "--allow_changed" in output
     elsewhere = [*words, "--resume", folder, "--output_dir", tmp_path / "other"]
     status, output = Job([*elsewhere, "--seed", "1"]).wait()

@@ -96,19 +96,6 @@ def parse_task(tmp_path_factory):
     return parse
 
 
-@pytest.fixture(scope="module")
-def validate_job():
-    """Kubeflow's models on a TrainJob, as (status, output)."""
-    python = environment("kubeflow-trainer-api", "2.3.0")
-
-    def validate(job: dict) -> tuple[int, str]:
-        words = [python, "-c", VALIDATE_JOB]
-        done = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stderr
-
-    return validate
-
-
 def test_skypilots_parser_takes_the_task_and_no_wrong_key(parse_task, tmp_path):
     status, output = parse_task(SKYPILOT)
     assert status == 0, output
@@ -120,11 +107,16 @@ def test_skypilots_parser_takes_the_task_and_no_wrong_key(parse_task, tmp_path):
         assert (status > 0, wrong.rstrip(":") in output) == (True, True), output
 
 
-def test_kubeflows_models_take_the_trainjob_and_no_wrong_key(validate_job):
+def test_kubeflows_models_take_the_trainjob_and_no_wrong_key():
+    def validate(job: dict) -> tuple[int, str]:
+        words = [environment("kubeflow-trainer-api", "2.3.0"), "-c", VALIDATE_JOB]
+        done = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stderr
+
     job = load(TRAINJOB)
-    assert validate_job(job) == (0, "")
+    assert validate(job) == (0, "")
     job["spec"]["trainer"]["numNode"] = 2
-    status, output = validate_job(job)
+    status, output = validate(job)
     assert (status > 0, "TrainJob.spec.trainer.numNode'" in output) == (True, True), output
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster import virtual_cluster as hosts
-from tests.conftest import ROOT, Job, run
+from tests.conftest import ROOT, Job, run, wait_until
 
 SCRIPT = [sys.executable, "cluster/virtual_cluster.py"]
 
@@ -139,8 +139,7 @@ def test_down_leaves_nothing(cluster_tools):
     before = run(["ip", "-brief", "link"])
     run([*SCRIPT, "up", "--hosts", "2"])
     sleeper = Job([*SCRIPT, "run", "--host", "node2", "sleep", "1000"])
-    while "sleep 1000" not in on("node2", "ps", "ax", "-o", "args"):
-        assert sleeper.process.poll() is None
+    wait_until(lambda: "sleep 1000" in on("node2", "ps", "ax", "-o", "args"), sleeper)
     run([*SCRIPT, "down"])
     assert sleeper.wait(60)[0] != 0
     assert hosts.names() == []

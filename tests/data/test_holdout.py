@@ -167,8 +167,6 @@ def test_other_data_are_evaluated_whole(finished, cache, tmp_path):
     assert "without the training's --holdout 0.2" in run(command, cwd=tmp_path)
     report = read_json(tmp_path / f"validation/run/other/train_{result(finished)['best_step']}/report.json")
     assert (report["images"], report["split"]) == (20, "train")
-    status, output = Job([*command, "--split", "test"], cwd=tmp_path).wait()
-    assert (status, "--split test: there is no second held-out split" in output) == (1, True)
 
 
 TESTED = "            run.log_test(measure(images.test), images.test_name)\n"

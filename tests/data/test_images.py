@@ -30,6 +30,7 @@ from common.data.sources import find_source
 from common.data.splits import ArraySplit, FileSplit, Part
 from common.recipe import ImageRecipe
 from common.run.opening import Opening
+from common.system.processes import is_running, start_ticks
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
 from tests.support.data_sets import class_folders, encode, opened, parquet_folder, picture, png, write_parquet
 
@@ -68,17 +69,6 @@ def decode(images, pixels, ids):
 real, image_cache._decode, image_cache.allowed_cores = image_cache._decode, decode, lambda: 1
 print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def photograph_folders(photographs, tmp_path_factory) -> Path:
-    """100 photographs as class folders: train with 80, val with 20, two classes."""
-    root = tmp_path_factory.mktemp("photographs")
-    for k, path in enumerate(sorted(photographs.iterdir())):
-        folder = root / ("train" if k % 5 else "val") / f"class{k % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, folder)
-    return root
 
 
 # The kinds of data
@@ -411,8 +401,13 @@ def test_a_jpeg_cut_short_is_an_error(options, part):
 # Batches of files
 
 
-def test_photographs_keep_their_order_whatever_the_workers(photograph_folders, tmp_path):
-    images = opened(photograph_folders, tmp_path)
+def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path):
+    """100 photographs in folders of two classes: train with 80, val with 20."""
+    for k, path in enumerate(sorted(photographs.iterdir())):
+        folder = tmp_path / "data" / ("train" if k % 5 else "val") / f"class{k % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder)
+    images = opened(tmp_path / "data", tmp_path / "cache")
     assert isinstance(images.train, FileSplit)
     assert (len(images.train), len(images.val)) == (80, 20)
     ids = np.random.RandomState(0).permutation(80)[:30]
@@ -436,7 +431,7 @@ def test_photographs_keep_their_order_whatever_the_workers(photograph_folders, t
     assert (one == two).all()
     from torchvision.transforms.v2 import functional as F
 
-    for k, path in enumerate(sorted((photograph_folders / "val").glob("*/*"))[:5]):
+    for k, path in enumerate(sorted((tmp_path / "data" / "val").glob("*/*"))[:5]):
         pixels = torch.from_numpy(decode(path.read_bytes()).copy()).permute(2, 0, 1)
         expected = F.center_crop(F.resize(pixels, [round(48 * 256 / 224)], antialias=True), [48, 48])
         assert (one[k].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
@@ -507,14 +502,6 @@ if __name__ == "__main__":
 """
 
 
-def alive(pid: int) -> bool:
-    """True while the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.parametrize("end", [full("fails"), "is killed"])
 def test_workers_end_with_the_trainer(tmp_path, end):
     root = class_folders(tmp_path / "data")
@@ -529,10 +516,10 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         workers = [int(pid) for pid in line.split()[1:]]
         assert len(workers) == 2
         if end == "is killed":
-            assert all(map(alive, workers))
+            assert all(is_running(pid, start_ticks(pid)) for pid in workers)
             trainer.process.kill()
         trainer.process.wait(30)
-        wait_until(lambda: not any(map(alive, workers)), timeout_s=10)
+        wait_until(lambda: not any(is_running(pid, start_ticks(pid)) for pid in workers), timeout_s=10)
     finally:
         trainer.kill()  # what is left, too
         trainer.wait()

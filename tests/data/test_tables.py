@@ -219,9 +219,9 @@ def test_a_data_set_of_the_hub_that_holds_files(tmp_path, monkeypatch):
     assert (images.train.images == np.stack(expected)).all()
 
 
-@pytest.mark.parametrize("path", [None, "/nowhere/1.png"])
-def test_a_row_without_bytes_is_named(path, tmp_path):
-    rows = pa.table({"img": [{"bytes": PNG, "path": None}, {"bytes": None, "path": path}], "label": [0, 0]})
+def test_a_row_without_bytes_is_named(tmp_path):
+    images = [{"bytes": PNG, "path": None}, {"bytes": None, "path": "/nowhere/1.png"}]
+    rows = pa.table({"img": images, "label": [0, 0]})
     splits = {"train": [Table("the rows", rows)], "val": [Table("the rows", rows)]}
     with pytest.raises(ValueError, match="row 1 of the rows has no image bytes"):
         write_tables(splits, Columns(), tmp_path, lambda: None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Job
+from tests.conftest import Job, read_until
 from tests.logbook.pages import check, rows
 
 SAVES = """#!/bin/bash
@@ -76,8 +76,7 @@ def test_an_experiment_ends_with_the_name_of_what_failed(told, reason, tmp_path)
 def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
     """SIGTERM to itself, and Ctrl-C, which reaches all processes of a terminal."""
     job = experiment("speedup", tmp_path / "runs", PYTHON=stand_in(tmp_path, SAVES))
-    while job.process.stdout.readline() != "trains\n":
-        assert job.process.poll() is None
+    read_until("trains\n", job)
     send(job.process.pid, number)
     status, output = job.wait(60)
     assert status == 1

@@ -43,19 +43,6 @@ def one(project, cache) -> tuple[Path, str]:
     return project / "runs/one", output
 
 
-@pytest.fixture(scope="module")
-def killed(project, cache) -> Path:
-    """A run that got SIGKILL after its first evaluation."""
-    folder = project / "runs/killed"
-    words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
-    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
-    log = folder / "metrics.jsonl"
-    wait_until(lambda: log.exists() and "val/loss" in log.read_text(), job, 120)
-    job.kill()
-    job.wait()
-    return folder
-
-
 def page_of(book, *words: object) -> str:
     """The text of the page that a command has written."""
     status, output, errors = book(*words)
@@ -112,7 +99,15 @@ def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
     assert "GPU" not in text.replace("says nothing about GPUs", "")
 
 
-def test_a_killed_run_has_a_page_that_says_so(killed, book, tmp_path):
+def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
+    """By SIGKILL, after its first evaluation."""
+    killed = project / "runs/killed"
+    words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
+    job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
+    log = killed / "metrics.jsonl"
+    wait_until(lambda: log.exists() and "val/loss" in log.read_text(), job, 120)
+    job.kill()
+    job.wait()
     text = page_of(book, "add", killed)
     last = re.search(r"Not finished: killed or still running\*\*. Last seen at step (\d+)", text)[1]
     assert int(last) >= max(line["step"] for line in metrics(killed))

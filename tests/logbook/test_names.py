@@ -61,7 +61,6 @@ def renamed_classes(root: Path) -> Path:
 
 
 def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
-    """Goes from the folders to the page without a traceback."""
     data, folder = renamed_classes(tmp_path / os.fsdecode(b"donn\xe9es")), tmp_path / "run"
     cache = ["--cache_dir", tmp_path / "cache", "--mixed_precision", "no"]
     flags = ["--data", data, "--batch_size", "8", "--epochs", "1", "--max_steps", "1", "--telemetry_s", "0"]

@@ -1,6 +1,5 @@
 """Where the time of a run went: its parts, what restarts have lost, and the section of the page."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,21 +67,13 @@ def test_odd_values_break_no_page(spent, tmp_path):
     check(tmp_path / "page.md")
 
 
-FLAGS = [*CNN, "--data", "digits", "--batch_size", "64", "--epochs", "2", "--log_every", "10"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, cache) -> Path:
-    """A run of two processes, one after another."""
-    place = tmp_path_factory.mktemp("spent")
-    words = [*python(), *FLAGS, *cache, "--telemetry_s", "0.1", "--output_dir", place / "run", "--max_steps"]
+def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
+    """Over two processes, one after another; the time between them does not count."""
+    folder, flags = tmp_path / "run", ["--data", "digits", "--batch_size", "64", "--epochs", "2"]
+    words = [*python(), *CNN, *flags, *cache, "--log_every", "10", "--telemetry_s", "0.1"]
+    words += ["--output_dir", folder, "--max_steps"]
     run([*words, "20"])
     assert "continuing at step 20" in run([*words, "44"])
-    return place / "run"
-
-
-def test_the_parts_of_a_run_add_up_to_its_time(folder):
-    """Over both processes; the time between two of them does not count."""
     found = result(folder)
     parts = found["spent_s"]
     assert parts.keys() == {"starting", "training", "reading data", "evaluation", "saving", "ending"}

@@ -122,8 +122,6 @@ REFUSALS = {  # a member's blocks, its name in the message, and the reason
     "parent in GNU's": (header("@", b"L", 5) + padded(b"/../b") + header("a.JPEG"), "/../b", PLAIN),
     "symbolic link": (header("a.JPEG", tarfile.SYMTYPE), "a.JPEG", SPECIAL),
     "hard link": (header("a.JPEG", tarfile.LNKTYPE), "a.JPEG", SPECIAL),
-    "device": (header("a.JPEG", tarfile.CHRTYPE), "a.JPEG", SPECIAL),
-    "fifo": (header("a.JPEG", tarfile.FIFOTYPE), "a.JPEG", SPECIAL),
     "sparse": (header("a.JPEG", tarfile.GNUTYPE_SPARSE), "a.JPEG", SPECIAL),
     "sparse in PAX": (pax(b"GNU.sparse.map=0,1"), "a.JPEG", SPECIAL),
     "unknown": (header("a.JPEG", b"Z"), "a.JPEG", SPECIAL),

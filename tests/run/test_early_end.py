@@ -2,6 +2,7 @@
 
 import pytest
 
+from common.checkpoint.format import steps_in
 from tests.conftest import HALF_THE_CORES, STRATEGIES, Job, copy_project, full, metrics, mutate, result, run
 from tools.logbook import markdown as md
 from tools.logbook.page import page
@@ -40,16 +41,12 @@ def whole(project, tmp_path_factory, cache):
     return folder
 
 
-def saved(folder) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
-
-
 def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     """It finished with the schedule of the whole run, its best weights are there, and all places say so."""
     found, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
     said = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
     assert said.items() <= found.items()
-    assert {BEST, end} <= set(saved(folder))
+    assert {BEST, end} <= set(steps_in(folder / "checkpoints"))
     assert (folder / found["best_checkpoint"] / "manifest.json").exists()
     assert "test_accuracy" in found, "of the best weights"
     assert output.count(f"{sentence}\n") == 1, "a line of the log"
@@ -126,4 +123,4 @@ def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
     status, output = Job(words, cwd=project, env=env).wait()
     assert (status, result(tmp_path / "run")["status"]) == (1, "failed"), output
     waited = EPOCH - 4 if failure == "before an evaluation" else BEST
-    assert waited in saved(tmp_path / "run"), output
+    assert waited in steps_in(tmp_path / "run" / "checkpoints"), output

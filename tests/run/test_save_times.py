@@ -16,9 +16,6 @@ from common.run import ranks as ranks_module
 from common.run.ranks import Ranks
 from common.run.run import Run
 from common.run.state import RunState
-from tests.checkpoint.test_checkpoints import HELLO
-from tests.conftest import result, run
-from tests.support.faults import at_file_operation, operations
 
 
 class Simulation:
@@ -96,12 +93,3 @@ def test_when_checkpoints_are_written(flags, step_s, written, monkeypatch):
     one = Simulation(monkeypatch, per_epoch=10, epochs=4, **flags)
     one.train(step_s)
     assert [(step, at_s - 1000) for step, at_s in one.written] == written
-
-
-def test_short_epochs_write_few_checkpoints_and_the_best_is_there(tmp_path):
-    words = [*HELLO, "--checkpoint_s", "60", "--output_dir", tmp_path / "run"]
-    run(words, env=at_file_operation(tmp_path, "/run/checkpoints", "list"))
-    found = operations(tmp_path)
-    written = [what.split("step_")[1][:8] for what in found if " os.rename .step_" in what]
-    best = int(result(tmp_path / "run")["best_checkpoint"][-8:])
-    assert sorted({4, best, 24}) == list(map(int, written))  # of six epochs

@@ -87,16 +87,6 @@ def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp
         assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_a_folder_that_holds_a_run_is_not_touched(tmp_path, cache):
-    words = [*python(), *CNN, *SMALL, *cache, "--output_dir", tmp_path / "run"]
-    run(words)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    status, output = Job([*words, "--epochs", "3"]).wait(60)
-    assert status == 1
-    assert "holds a run already (--epochs was 10, now 3;" in output
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-
-
 @pytest.mark.parametrize(
     ("launcher", "precision"),
     [(torchrun(2), "no"), (accelerate("zero2_2gpu"), "fp16")],

@@ -250,7 +250,6 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
     [
         ((), 2, "name the script"),
         (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
-        (("--memory_limit_gib=-1", *CNN), 2, "--memory_limit_gib -1: must be more than 0"),
         (("--memory=1", *CNN), 2, "--memory=1"),
         ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
         (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),

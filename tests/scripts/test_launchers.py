@@ -178,7 +178,9 @@ def test_launch(command, project_copy, request, cache):
         return
     (folder,) = (path.parent for path in project_copy.glob("*/*/*/result.json"))
     found = result(folder)
-    hosts, processes, strategy = len(jobs), expected_processes(command), expected_strategy(command)
+    hosts, processes = len(jobs), expected_processes(command)
+    sharded = re.search("configs/(fsdp|zero[123])", command)
+    strategy = sharded[1] if sharded else "ddp" if processes > 1 else "single"
     assert (found["script"], found["status"]) == (script.removesuffix(".py"), "finished")
     assert (found["strategy"], found["hosts"], found["processes"]) == (strategy, hosts, processes)
     assert folder.parent.parent.name == ("weights" if ONE_TWO_AND_TWO_HOSTS in command else "runs")
@@ -192,11 +194,6 @@ def expected_processes(command: str) -> int:
     per_host = re.search(r"nproc_per_node=(\d)|num_gpus (\d)|_(\d)gpu", command)
     on_host = int(next(filter(None, per_host.groups()))) if per_host else 2 if "hostfile" in command else 1
     return 2 * on_host if "--nnodes=2" in command else on_host
-
-
-def expected_strategy(command: str) -> str:
-    found = re.search("configs/(fsdp|zero[123])", command)
-    return found[1] if found else "ddp" if expected_processes(command) > 1 else "single"
 
 
 def test_no_command_is_left_out():

@@ -410,7 +410,6 @@ def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
 
 
 def test_a_true_run(finished, check, tmp_path):
-    """From the beginning to the end; the page has the stamp."""
     folder = copy_of(finished, tmp_path)
     status, output, stamp = check(folder, "--steps", 16)
     assert status == 0, output

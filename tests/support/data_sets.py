@@ -97,11 +97,9 @@ class_folders = partial(data_set, train=8, val=8)
 parquet_folder = partial(data_set, kind="parquet", train=40, test=20)
 
 
-def write_parquet(
-    path: Path, images: list, labels: list, names: list | None = None, columns=("img", "label")
-) -> Path:
-    features = {columns[0]: {"_type": "Image"}, columns[1]: {"names": names, "_type": "ClassLabel"}}
-    table = pa.table({columns[0]: [{"bytes": b, "path": None} for b in images], columns[1]: labels})
+def write_parquet(path: Path, images: list, labels: list, names: list | None = None) -> Path:
+    features = {"img": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+    table = pa.table({"img": [{"bytes": b, "path": None} for b in images], "label": labels})
     if names is not None:
         about = {"huggingface": json.dumps({"info": {"features": features}})}
         table = table.replace_schema_metadata(about)
