@@ -6,6 +6,7 @@ import json
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
 
 import predict
 from common.augment import to_float
@@ -111,10 +113,13 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
 
 
 def test_an_output_that_is_not_finite_is_refused(pictures):
-    flags = predict.Prediction(workers=0, mixed_precision="no")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    nn.init.constant_(model[1].bias, torch.nan)
     one = Pictures([str(pictures / "even" / "000.png")], Preprocessing(8, (0.5,) * 3, (0.2,) * 3, False))
+    single = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
+    single.precision = SimpleNamespace(mixed_precision="no")
     with pytest.raises(ValueError, match="output is not finite: it diverged, or overflows"):
-        predict.predict(flags.start()[0], lambda x: x[:, 0, 0, :1] * torch.nan, one, ["a"], flags)
+        predict.predict(single, model, one, ["a", "b"], predict.Prediction(workers=0))
 
 
 class Unsent(Pictures):
