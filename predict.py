@@ -132,7 +132,7 @@ def predict(
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
         logits = model(inputs)
         if not logits.isfinite().all():
-            raise ValueError("the output is not finite: it diverged, or overflows in --mixed_precision")
+            raise ValueError("the model diverged, or --mixed_precision overflows: its output is not finite")
         best = logits.softmax(1).topk(min(flags.top, len(classes)))
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]

@@ -15,7 +15,7 @@ from tests.conftest import BIN, ROOT, Job, full, python
 
 # Lines of Python, as many as there are: a change that needs more room takes as much away, and one that takes
 # away lowers the number. The aim is 13,600, 6,100, 2,450, 20,500 and 2,600 lines.
-BUDGETS = {"common/": 15_508, "tools/": 6_602, "": 2_493, "tests/": 23_715, "benchmarks/": 2_824}
+BUDGETS = {"common/": 15_507, "tools/": 6_602, "": 2_493, "tests/": 23_715, "benchmarks/": 2_824}
 MOST_LINES = 400  # of a file outside of tests/ and benchmarks/
 WHOLE = {"common/checkpoint/format.py": 410}  # what a split would cut: more lines, 600 at most
 MOST_FILES = 80  # of common/

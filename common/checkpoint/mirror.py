@@ -44,7 +44,7 @@ class Mirror:
         self.changed = threading.Condition()
         self.waiting: tuple[int, int | None] | None = None  # (step, best step)
         self.sending: tuple[int, int | None] | None = None
-        self.failed: tuple[int, int | None] | None = None
+        self.failed = False  # the last upload
         threading.Thread(target=self._work, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
@@ -83,25 +83,24 @@ class Mirror:
                 assert self.waiting
                 (step, best), self.waiting = self.waiting, None
                 self.sending = step, best
-            problem = None
+            failed = False
             try:
                 self._send(step, best)
             except Exception as error:  # of any kind, because the end of the run waits for this thread
-                problem = error
+                failed = True
                 print(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
                     " disk. The next upload sends it, or run the same command again later",
                     flush=True,
                 )
             with self.changed:
-                self.failed = (step, best) if problem else None
-                self.sending = None
+                self.failed, self.sending = failed, None
                 self.changed.notify_all()
 
     def _send(self, step: int, best: int | None) -> None:
-        """Uploads the logs, never behind a checkpoint, it, the best one if it is missing, and index.json."""
+        """Uploads the logs, the checkpoint, the best one if it is missing, and index.json."""
         self._check_owner()
-        self._send_run_files(*LOGS)
+        self._send_run_files(*LOGS)  # first, as they are never behind a checkpoint
         there = committed(self.store)
         for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
             if wanted not in there:

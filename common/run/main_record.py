@@ -156,7 +156,7 @@ class MainRecord:
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             heartbeat()
         times = {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
-        content = read_json(file) | times | {"uploaded": mirror.failed is None}
+        content = read_json(file) | times | {"uploaded": not mirror.failed}
         if content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)

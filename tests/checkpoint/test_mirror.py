@@ -225,7 +225,7 @@ def test_credentials_that_expire_in_the_middle(bucket, mirror):
     bucket.proxy.clear()
     assert bucket.steps() == [14]
     send(mirror, 20)
-    assert mirror.failed is None
+    assert not mirror.failed
     assert bucket.steps() == [14, 20]
 
 

@@ -118,7 +118,7 @@ def test_an_output_that_is_not_finite_is_refused(pictures):
     one = Pictures([str(pictures / "even" / "000.png")], Preprocessing(8, (0.5,) * 3, (0.2,) * 3, False))
     single = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
     single.precision = SimpleNamespace(mixed_precision="no")
-    with pytest.raises(ValueError, match="output is not finite: it diverged, or overflows"):
+    with pytest.raises(ValueError, match="the model diverged, or --mixed_precision overflows"):
         predict.predict(single, model, one, ["a", "b"], predict.Prediction(workers=0))
 
 
