@@ -38,7 +38,7 @@ import signal
 import sys
 
 from common.system.cli import command_parser, run_command
-from common.system.text import printable_lines
+from common.system.text import message_text
 from tools.prepare.preparation import NAMES, Preparation
 
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}
@@ -49,7 +49,7 @@ def main() -> int:
     try:
         Preparation(parse(sys.argv[1:])).run()
     except OSError as error:  # a full disk, above all
-        what = printable_lines(f"{error.filename}: {error.strerror}" if error.filename else error)
+        what = message_text(f"{error.filename}: {error.strerror}" if error.filename else error)
         print(f"error: {what}. Correct that, then run the same command to resume", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import CommandParser, tell_torchrun, underscores
+from common.system.cli import EMPTY, CommandParser, tell_torchrun, underscores
 from common.system.env import is_hosts_first
-from common.system.files import parse_json, read_yaml
+from common.system.files import parse_json, read_yaml, unique_keys
 from common.system.paths import ROOT
-from common.system.text import did_you_mean, printable_lines
+from common.system.text import did_you_mean, message_text, shortened, some_of
 
 
 def flag(
@@ -67,9 +67,10 @@ class Parser(CommandParser):
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
             meant = did_you_mean(unknown, self._option_string_actions)
-            meant = _of_others(unknown) or (f": {meant}" if meant else "; --help lists them all")
-            message = f"unknown flag {unknown}{meant}"
-        message = printable_lines(message)
+            advice = _of_our_scripts(unknown) or _of_others(unknown)
+            advice = advice or (f": {meant}" if meant else "; --help lists them all")
+            message = f"unknown flag {shortened(unknown)}{advice}"
+        message = message_text(message)
         tell_torchrun(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         if not is_hosts_first():  # a launcher kills all when one exits: the first must have printed by then
@@ -82,6 +83,17 @@ class Parser(CommandParser):
     def print_once(self, text: str, file: Any = None) -> None:
         if is_hosts_first():
             print(text, end="", file=file or sys.stdout, flush=True)
+
+
+def _of_our_scripts(unknown: str) -> str:
+    """Return which other train scripts have this flag. Their text is searched, as imports take seconds."""
+    field = re.compile(rf"^    {re.escape(unknown.removeprefix('--'))}: .*= (flag|setting)\(", re.M)
+    shared = Path(__file__).with_name("recipe.py").read_text().partition("class ImageRecipe")[2]
+    sources = {path.name: path.read_text() for path in sorted(ROOT.glob("train_*.py"))}
+    scripts = [
+        name for name, text in sources.items() if field.search(text + shared * ("(ImageRecipe)" in text))
+    ]
+    return f". {some_of(scripts)} {'has' if len(scripts) == 1 else 'have'} it" if scripts else ""
 
 
 def _of_others(unknown: str) -> str:
@@ -164,7 +176,8 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
     meta = field.metadata
     for part in value if isinstance(value, tuple) else (value,):
         if meta["choices"] and part not in meta["choices"]:
-            raise ValueError(f"{name} {as_text(value)}: choose among {', '.join(meta['choices'])}")
+            choices = ", ".join(meta["choices"])
+            raise ValueError(f"{name} {shortened(as_text(value))}: choose among {choices}")
         if isinstance(part, (int, float)) and not meta["minimum"] <= part <= meta["maximum"]:
             low, high = meta["minimum"], meta["maximum"]
             bounds = f"at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
@@ -178,7 +191,7 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
     """Checked values from YAML or JSON. ValueError names the file and the key or the line."""
     try:
         if path.suffix == ".json":
-            content = parse_json(path.read_bytes(), f"--config {path}")
+            content = parse_json(path.read_bytes(), f"--config {path}", unique_keys)
         else:
             content = read_yaml("--config", path)
     except OSError as error:
@@ -193,7 +206,8 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         name = "lr" if name == "learning_rate" else name
         if name not in by_name:
             meant = did_you_mean(name, by_name)
-            raise ValueError(f"--config {path}: unknown key {key}" + (meant and f", {meant}"))
+            shown = shortened(str(key))
+            raise ValueError(f"--config {path}: unknown key {shown}" + (meant and f", {meant}"))
         if value is None and by_name[name].default is None:
             continue
         field = by_name[name]
@@ -203,6 +217,8 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
 
 
 def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
+    if value == "":
+        raise ValueError(f"{name} {EMPTY}")
     try:
         converted = _converted(field, value)
     except (ValueError, TypeError):
@@ -212,5 +228,6 @@ def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
             "bool": "true or false",
             "tuple": "numbers as 4,8,32" if int in typing.get_args(field.type) else "words as a,b",
         }
-        raise ValueError(f"{name} {value}: must be {kind.get(_base_type(field).__name__, 'text')}") from None
+        expected = kind.get(_base_type(field).__name__, "text")
+        raise ValueError(f"{name} {shortened(str(value))}: must be {expected}") from None
     return _checked(field, converted, name)

@@ -20,7 +20,7 @@ from common.distributed.watch import MISTAKES, Preempted, begin_exit, report_fai
 from common.recipe import Batch, Recipe, from_flags
 from common.system.cli import settle_environment, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
-from common.system.text import printable_lines
+from common.system.text import message_text
 
 R = TypeVar("R", bound=Recipe)
 Main = Callable[[R, Accelerator, Batch], None]
@@ -72,7 +72,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         begin_exit()
         report_failure(error)
         is_mistake = isinstance(error, MISTAKES)
-        message = printable_lines(error) if is_mistake else f"{type(error).__name__}: {error}"
+        message = message_text(error) if is_mistake else f"{type(error).__name__}: {error}"
         tell_torchrun(message)
         if not is_mistake and (not dist.is_initialized() or first_to_report(repr(error))):
             traceback.print_exc()

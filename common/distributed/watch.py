@@ -37,7 +37,7 @@ from common.system import processes
 from common.system.cli import tell_torchrun
 from common.system.env import EVENTS_FILE, PREEMPTED, launched, local_rank, report
 from common.system.phase import Evidence, collectives, evidence, hang_table, stacks
-from common.system.text import printable_lines
+from common.system.text import message_text
 from common.system.threads import start_daemon
 
 MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
@@ -126,7 +126,7 @@ def report_failure(error: BaseException) -> BaseException:
     """
     if not (ranks := stop.ranks) or not isinstance(error, Exception):
         return error
-    mine = printable_lines(error)
+    mine = message_text(error)
     if isinstance(error, MISTAKES):
         ranks.own.first(ranks.failure, mine)
         return error

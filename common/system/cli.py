@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.system.text import printable_lines
+from common.system.text import message_text
+
+# Never the working folder, nor the root of the file system.
+EMPTY = "is empty. Is the variable set from which it comes?"
 
 
 def run_command(main: Callable[[], int]) -> int:
@@ -27,7 +31,7 @@ def run_command(main: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return 0
-        message = printable_lines(_text(error))
+        message = message_text(_text(error))
         tell_torchrun(message)
         print(f"error: {message}", file=sys.stderr)
         return 1
@@ -65,8 +69,11 @@ class CommandParser(argparse.ArgumentParser):
     """Takes flags in both spellings."""
 
     def parse_known_args(self, args=None, namespace=None):
-        words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([underscores(word) for word in words], namespace)
+        words = [underscores(word) for word in (sys.argv[1:] if args is None else args)]
+        for word, following in itertools.pairwise([*words, "-"]):
+            if word.startswith("--") and (word.endswith("=") or not following):
+                self.error(f"{word.rstrip('=')} {EMPTY}")
+        return super().parse_known_args(words, namespace)
 
 
 def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:

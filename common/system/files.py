@@ -10,17 +10,19 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import shutil
 import stat
 import sys
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.system.text import printable
+from common.system.text import printable, shortened
 
 READ_BYTES = 16 * 2**20
 # A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, or a union of them.
@@ -221,14 +223,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_regular(path), path)
 
 
-def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
+def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> dict[str, Any]:
     """The JSON object in `content`.
 
     ValueError for anything else: other text, another encoding, too deep nesting, numbers with thousands of
-    digits. The error names `where` and quotes nothing from the content.
+    digits. The error names `where` and quotes nothing from the content. pairs_hook: as json.loads has it.
     """
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=pairs_hook)
     except RecursionError:
         raise ValueError(f"{where} can't be read: its JSON is nested too deep") from None
     except json.JSONDecodeError as error:
@@ -241,13 +243,57 @@ def parse_json(content: bytes | str, where: object) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def _strict_loader() -> type:
+    """Return YAML's safe loader without what surprises: aliases, repeated keys, numbers in base 8 or 60.
+
+    A few aliases of aliases are gigabytes once they are expanded.
+    """
+    import yaml
+
+    class StrictLoader(yaml.SafeLoader):
+        def compose_node(self, parent, index):
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark
+                raise yaml.composer.ComposerError(None, None, "aliases (*name) are not accepted", mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node, deep=False):
+            keys = set()
+            for key, _ in node.value:
+                if key.value in keys:
+                    problem = f"the key {shortened(str(key.value))} occurs twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                keys.add(key.value)
+            return super().construct_mapping(node, deep)
+
+        def construct_number(self, node):
+            is_integer = node.tag.endswith("int")
+            value = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
+            if ":" in node.value or (is_integer and re.fullmatch("[+-]?0[0-9_]+", node.value)):
+                problem = f"YAML reads {node.value} as {value}. Write that number, or quote the text"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            return value
+
+    for kind in ("int", "float"):
+        StrictLoader.add_constructor(f"tag:yaml.org,2002:{kind}", StrictLoader.construct_number)
+    return StrictLoader
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs, for json.loads. ValueError where a key occurs twice."""
+    if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise ValueError(f"the key {shortened(repeated[0])} occurs twice")
+    return dict(pairs)
+
+
 def read_yaml(flag: str, file: Path) -> dict[str, Any]:
     """The keys and values of a YAML file. ValueError names the flag, the file, and the line where it can."""
     import yaml
 
     where = f"{flag} {file}"
     try:
-        content = yaml.safe_load(file.read_text())
+        content = yaml.load(file.read_text(), _strict_loader())
     except RecursionError:
         raise ValueError(f"{where}: it is nested too deep") from None
     except yaml.YAMLError as error:

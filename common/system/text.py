@@ -10,6 +10,7 @@ from urllib.parse import quote
 # Control characters (so also terminal escapes), line and paragraph separators, marks that change the
 # direction of writing, and lone surrogates (bytes of a file name that are not UTF-8).
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+QUOTE_LENGTH, MESSAGE_LENGTH = 200, 10_000  # characters of input that a message quotes, and of a message
 _HIDDEN = "..."
 _CREDENTIALS = [  # and what is shown instead
     # An Authorization header and the rest of its line, as its value may have several words.
@@ -40,6 +41,16 @@ def printable(text: object) -> str:
 def printable_lines(text: object) -> str:
     """printable() for several lines: newlines and tabs stay."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))
+
+
+def message_text(text: object) -> str:
+    """Return printable_lines() of an error message, cut where somebody's input made it endless."""
+    return printable_lines(shortened(str(text), MESSAGE_LENGTH))
+
+
+def shortened(text: str, length: int = QUOTE_LENGTH) -> str:
+    """Return the text, or its beginning and the number of characters left out."""
+    return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} more characters)"
 
 
 def redacted(text: str, secrets: Iterable[str] = (), length: int = 200) -> str:
