@@ -4,6 +4,7 @@ import hashlib
 import os
 import secrets
 import shlex
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,12 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     import wandb
 
     settings = wandb.Settings(
-        init_timeout=INIT_S, finish_timeout=FINISH_S, finish_timeout_raises=True, console="off", silent=True
+        init_timeout=INIT_S,
+        finish_timeout=FINISH_S,
+        finish_timeout_raises=True,
+        console="off",
+        silent=True,
+        stop_fn=_save_and_stop,
     )
     if wandb.setup(settings).settings.mode == "disabled":
         print("W&B is off (WANDB_MODE=disabled)", flush=True)
@@ -188,6 +194,12 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
         tracker.start()
     print(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}", flush=True)
     return tracker
+
+
+def _save_and_stop() -> None:
+    """Stop as after SIGTERM, with a checkpoint. W&B's own way is SIGINT, which saves nothing."""
+    print("W&B's Stop button was pressed: saving a checkpoint", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _send_later(folder: Path | str) -> str:

@@ -231,9 +231,23 @@ def test_the_training_outlives_the_wandb_service(tmp_path, cache):
     assert result(tmp_path / "run")["status"] == "finished"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("server", ["stops"], indirect=True)
+def test_the_stop_button_of_wandb_saves_a_checkpoint(server, tmp_path, cache):
+    words = [*CNN, "--data", "digits", "--epochs", "9999", "--log_every", "5", "--trackers", "wandb", *cache]
+    job = Job([*words, "--output_dir", tmp_path / "run"], env=KEY | {"WANDB_BASE_URL": server[0]})
+    status, output = job.wait(120)
+    assert (status, output.count("W&B's Stop button was pressed: saving a checkpoint")) == (75, 1), output
+    assert "W&B does not" not in output
+    found = result(tmp_path / "run")
+    assert found["status"] == "preempted"
+    assert (tmp_path / "run" / found["checkpoint"] / "manifest.json").exists()
+
+
 @pytest.fixture
 def server(request) -> Iterator[tuple[str, list]]:
-    """A server that answers with an HTTP status, or (None) never. Yields its URL and the requests."""
+    """A server that answers with an HTTP status, never (None), or as W&B's does ("stops"). Yields its URL and
+    the requests."""
     seen: list = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -242,8 +256,18 @@ def server(request) -> Iterator[tuple[str, list]]:
             status = request.param
             if status is None:
                 closing.wait()
-                return
-            self.send_error(status)
+            elif status == "stops":
+                url = f"http://{self.headers['Host']}"
+                self.send_json(answer_of_wandb(self.path, seen[-1], url))
+            else:
+                self.send_error(status)
+
+        def send_json(self, content: dict) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
         do_GET = do_PUT = do_POST
 
@@ -257,6 +281,21 @@ def server(request) -> Iterator[tuple[str, list]]:
     closing.set()
     http_server.shutdown()
     http_server.server_close()
+
+
+def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
+    """Return what W&B's server answers to its client's requests; the user stops a run that has a loss."""
+    if "file_stream" in path:
+        return {"stopped": b"train/loss" in body}
+    request = json.loads(body) if path == "/graphql" else {"query": ""}
+    if "upsertBucket" in request["query"]:
+        project = {"id": "2", "name": "p", "entity": {"id": "3", "name": "e"}}
+        bucket = {"id": "1", "name": "x", "displayName": "x", "config": "{}", "project": project}
+        return {"data": {"upsertBucket": {"bucket": bucket | {"historyLineCount": 0}, "inserted": True}}}
+    if "createRunFiles" in request["query"]:
+        files = [{"name": name, "uploadUrl": f"{url}/upload"} for name in request["variables"]["files"]]
+        return {"data": {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}}
+    return {"data": {}}
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
