@@ -20,7 +20,9 @@ from common.system.cli import EMPTY, CommandParser, tell_torchrun, underscores
 from common.system.env import is_hosts_first
 from common.system.files import parse_json, read_yaml, unique_keys
 from common.system.paths import ROOT
-from common.system.text import did_you_mean, message_text, shortened, some_of
+from common.system.text import did_you_mean, is_printable, message_text, shortened, some_of
+
+LARGEST = 1e15  # of any flag's number
 
 
 def flag(
@@ -184,6 +186,10 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
             raise ValueError(f"{name} {as_text(value)}: must be {bounds}")
         if isinstance(part, float) and not math.isfinite(part):
             raise ValueError(f"{name} {value}: must be a finite number")
+        if isinstance(part, (int, float)) and abs(part) > LARGEST:
+            raise ValueError(f"{name} {shortened(as_text(value))}: must be at most {LARGEST:g}")
+        if isinstance(part, str) and not is_printable(part):
+            raise ValueError(f"{name} {part}: remove the characters that a terminal can't show")
     return value
 
 

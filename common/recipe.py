@@ -58,7 +58,9 @@ class Job:
     grad_checkpointing: bool = setting(False)
     deterministic: bool = setting(False)
     deepspeed_config: str | None = setting(None)
-    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
+    timeout_s: int = setting(
+        300, "seconds after which a silent process ends the job", minimum=1, maximum=7 * 24 * 3600
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,22 +119,27 @@ def begin_exit() -> None:
 
 
 def report_failure(error: BaseException) -> BaseException:
-    """Reports this rank's error to the others, except for Ctrl-C. Returns the error that explains it.
+    """Reports this rank's error to the others. Returns the error that explains it.
 
     The first failure of a job counts: an error that follows from it on another rank, such as a reset
-    connection, is replaced by its message.
+    connection, is replaced by its message. Ctrl-C reaches all ranks, which end by themselves; it explains
+    the error of another rank only where SIGINT was sent to one alone.
     """
-    if not (ranks := stop.ranks) or not isinstance(error, Exception):
+    if not (ranks := stop.ranks):
+        return error
+    where = f"rank {ranks.rank} (host {socket.gethostname()})"
+    if not isinstance(error, Exception):
+        ranks.own.first(ranks.interrupt, f"{where} was interrupted: it received SIGINT, which saves nothing")
         return error
     mine = message_text(error)
     if isinstance(error, MISTAKES):
         ranks.own.first(ranks.failure, mine)
         return error
-    mine = f"rank {ranks.rank} (host {socket.gethostname()}) failed: {type(error).__name__}: {mine}"
+    mine = f"{where} failed: {type(error).__name__}: {mine}"
     until = time.monotonic() + DYING_S
-    while not (dead := ranks.dead_sibling(ranks.own)) and time.monotonic() < until:
+    while not (cause := ranks.cause_elsewhere()) and time.monotonic() < until:
         time.sleep(0.1)
-    first = ranks.own.first(ranks.failure, dead or mine)
+    first = ranks.own.first(ranks.failure, cause or mine)
     return error if ranks.own.gone or first == mine else ValueError(first)
 
 
@@ -200,7 +205,7 @@ class _Ranks:
             if first == hosts_first and processes.is_running(pid, ticks) and rank != self.rank
         }
         job = everyones[0][0]  # a name that is new after a restart
-        self.failure, self.exit = f"{job}/failure", f"{job}/exit"
+        self.failure, self.interrupt, self.exit = f"{job}/failure", f"{job}/interrupt", f"{job}/exit"
         self.hang, self.alive = f"{job}/hang", f"{job}/alive"
         # Of poll(), of the main thread, which may wait in its other one, and of ask().
         self.polling, self.own, self.asking = (Channel().clone() for _ in range(3))
@@ -256,6 +261,10 @@ class _Ranks:
                     " killed, as for want of memory, or crashed; see the end of its output, and `dmesg`"
                 )
         return None
+
+    def cause_elsewhere(self) -> str | None:
+        """Return why a collective of this process may have failed: a message about another rank."""
+        return self.own.read(self.interrupt) or self.dead_sibling(self.own)
 
     def look_for_hang(self) -> None:
         """Reports a collective that has waited too long. Needs no store, which may hang, too."""

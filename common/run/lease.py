@@ -125,8 +125,10 @@ class Lease:
 
     def check(self) -> str | None:
         """Reads the record again. Returns the message once another run has taken over, before that None."""
-        theirs = _parsed(self.store.read())
-        if theirs.get("id") != self.record["id"]:
+        text = self.store.read()
+        if text is None:  # by hand, or by a run that took over while this one was stopped, and has ended
+            self.lost = f"{self.store.name} has no {RECORD} any more: somebody removed it, or used the folder"
+        elif (theirs := _parsed(text)).get("id") != self.record["id"]:
             self.lost = f"{self.store.name} was taken over by {_who(theirs)}"
         return self.lost
 

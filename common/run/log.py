@@ -20,6 +20,7 @@ from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import check_regular, read_lines, write_json, write_text
 from common.system.progress import TrainingProgress
+from common.system.text import shortened
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Predicted
@@ -223,6 +224,8 @@ def _was_before(line: dict[str, Any], state: RunState) -> bool:
     """True when the line was written before the state was saved. Changes of hosts at that step, and
     evaluations that will be repeated, count as later: they are written again."""
     step = line.get("step", math.inf)
+    if type(step) not in (int, float):
+        raise ValueError(f"metrics.jsonl has a line with the step {shortened(repr(step))}. Remove that line")
     is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
     again = step == state.step and is_repeated
     return step <= state.step and not again

@@ -30,6 +30,7 @@ NO_MEMORY = (  # in an error, or in the output of a failed process
     "unable to find an engine to execute this computation",  # cuDNN: no room for any engine's workspace
     "CUDA calloc",  # NCCL
     "can't allocate memory",  # torch on a CPU
+    "Storage size calculation overflowed",  # torch: more bytes than a number of 64 bits can count
     "could not create a primitive",  # oneDNN
 )
 NO_MEMORY_WHERE_LIMITED = (  # only under a limit on a process's memory, from other allocators than torch's

@@ -38,6 +38,11 @@ def printable(text: object) -> str:
     return _UNSAFE.sub(lambda found: _escaped(found[0]), str(text))
 
 
+def is_printable(text: str) -> bool:
+    """Return whether a text has none of these characters. Bytes that are not UTF-8 count as printable."""
+    return all("\ud800" <= character[0] <= "\udfff" for character in _UNSAFE.findall(text))
+
+
 def printable_lines(text: object) -> str:
     """printable() for several lines: newlines and tabs stay."""
     return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))

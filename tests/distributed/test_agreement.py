@@ -1,6 +1,7 @@
 """Agreement: processes neither go different ways nor wait for ever."""
 
 import os
+import re
 import signal
 import time
 
@@ -163,6 +164,16 @@ def test_a_channel_answers_as_if_alone_once_its_host_is_gone():
     assert (peer.read("a"), peer.first("a", 2), peer.count("n", 1)) == (1, 1, 2)
     del host
     assert (peer.count("n", 1), peer.read("a"), peer.first("a", 2), not peer.gone) == (1, None, 2, False)
+
+
+def test_sigint_to_one_rank_alone_names_it(tmp_path, cache):
+    job = start_long_training(tmp_path, cache)
+    ranks_of(job)[1].send_signal(signal.SIGINT)
+    status, output = job.wait(timeout_s=60)
+    assert status == 1, output
+    said = r"^error: rank 1 \(host .*\) was interrupted: it received SIGINT, which saves nothing$"
+    assert len(re.findall(said, output, re.MULTILINE)) == 1, output
+    assert 'train_cnn_a.py", line' not in output, output  # only the launcher shows a traceback
 
 
 def test_ctrl_c_ends_everything(tmp_path, cache):

@@ -115,6 +115,14 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
 
+def test_a_record_that_was_removed_is_not_another_owner(tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
+    owner = own(tmp_path)
+    (tmp_path / "owner.json").unlink()
+    wait_until(lambda: owner.lost)
+    assert owner.lost == f"{tmp_path} has no owner.json any more: somebody removed it, or used the folder"
+
+
 def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
     before = own_age_s()
     monkeypatch.setattr(time, "time", lambda: 0.0)

@@ -1,5 +1,6 @@
 """Run folders that come from a stranger: links in them lead to no other file, and pipes hold no command."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -95,3 +96,12 @@ def test_a_pipe_in_the_place_of_weights(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*no regular file"):
         model_with_weights("test_vit", tmp_path / "model.safetensors", 10)
+
+
+@pytest.mark.parametrize("step", ['"x"', "null", "[]", "true"])
+def test_a_line_of_the_log_without_a_number_of_its_step(step, strange, cache):
+    with open(strange / "metrics.jsonl", "a") as log:
+        log.write(f'{{"step": {step}, "train/loss": 1}}\n')
+    status, output = Job([*python(), *COMMANDS["a resume"](strange), *cache]).wait(60)
+    assert (status, "Traceback" in output) == (1, False), output
+    assert f"metrics.jsonl has a line with the step {json.loads(step)!r}. Remove that line" in output
