@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from array import array
@@ -46,6 +47,8 @@ if importlib.util.find_spec("pillow_heif"):
 TO_READ_HEIC = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
+MOST_PADDING = 2**16  # bytes before a marker
+_PADDING = re.compile(b"\xff+")
 LONGEST = 64  # times its shorter side: what central_crop scales of an image
 
 
@@ -92,7 +95,10 @@ def damage(data: bytes) -> str | None:
     torchcodec and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
     of 110 kB damage() takes 1.0 ms of one core, decode() 1.4 ms.
     """
-    frame = jpeg_frame(data)
+    try:
+        frame = jpeg_frame(data)
+    except ValueError as error:
+        return str(error)
     if frame is None or len(data) < frame.least_bytes or not checks_jpegs():
         return _refusal(data)
     import simplejpeg
@@ -138,7 +144,10 @@ class JpegFrame(NamedTuple):
 
 
 def jpeg_frame(data: bytes) -> JpegFrame | None:
-    """Reads the frame header of a JPEG; None where there is none (ITU T.81, B.1.1, B.2.2 and A.2.4)."""
+    """Reads the frame header of a JPEG; None where there is none (ITU T.81, B.1.1, B.2.2 and A.2.4).
+
+    Raises ValueError for endless padding, which PIL would read byte by byte.
+    """
     at = 2 if data[:2] == JPEG else len(data)
     while at + 10 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
@@ -152,8 +161,15 @@ def jpeg_frame(data: bytes) -> JpegFrame | None:
                 if widest and highest
             )
             return JpegFrame(height, width, data[at + 9], blocks // 8 if marker <= 0xC2 else 0)
-        # 0xFF is padding; all other segments before the frame have a length, which includes itself
-        at += 1 if marker == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+        if marker == 0xFF:
+            padding = len(_PADDING.match(data, at)[0]) - 1  # type: ignore[index]  # it matches
+            if padding > MOST_PADDING:
+                raise ValueError(
+                    f"its header has {padding:,} bytes of padding: at most {MOST_PADDING:,} are read"
+                )
+            at += padding
+        else:  # all other segments before the frame have a length, which includes itself
+            at += 2 + int.from_bytes(data[at + 2 : at + 4])
     return None
 
 

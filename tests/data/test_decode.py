@@ -130,6 +130,16 @@ def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
+    jpeg = encode(picture(), "JPEG")
+    assert decode(jpeg[:2] + b"\xff" * 1000 + jpeg[2:]).shape == decode(jpeg).shape  # the format allows it
+    monkeypatch.setattr("common.data.decode._decode_by_pil", None)  # it would read for half a minute
+    padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "its header has 20,000,000 bytes of"
+    with pytest.raises(ValueError, match=reason):
+        decode(padded)
+    assert damage(padded).startswith(reason)
+
+
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("format", ["PNG", "JPEG"])
 def test_bombs_are_refused_by_their_header(format, monkeypatch):
