@@ -206,16 +206,27 @@ def test_such_a_script_on_unequal_hosts(fault, expected, message, cluster, tmp_p
     wait_until_empty(hosts.names(), 5)
 
 
+def test_a_dry_run_needs_no_network(tmp_path):
+    (tmp_path / "hostfile").write_text("nowhere-1.invalid slots=2\nnowhere-2.invalid slots=2\n")
+    words = ["launch.py", "--dry_run", "--hostfile", tmp_path / "hostfile", "--include"]
+    output = run([sys.executable, *words, "nowhere-1.invalid:1@nowhere-2.invalid", *HELLO], env={"PATH": ""})
+    assert "nowhere-1.invalid  rank 0  devices 1  master nowhere-1.invalid:29500" in output
+    assert "nowhere-2.invalid  ranks 1-2  devices 0,1" in output
+    assert re.findall("CUDA_VISIBLE_DEVICES=(.).* --machine_rank ([01])", output) == [("1", "0")]
+    assert "--machine_rank 1 --main_process_ip nowhere-1.invalid --main_process_port 29500" in output
+
+
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
     """The command that it prints for each host starts that host's part by hand."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
-    status, output = start(words, tmp_path, ["--dry_run"], slots=(2, 2)).wait(30)
+    flags = ["--dry_run", "--master_addr", "10.77.0.1"]
+    status, output = start(words, tmp_path, flags, slots=(2, 2)).wait(30)
     assert status == 0, output
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "logs").exists()
-    assert "node1  10.77.0.1  ranks 0-1  devices 0,1  master 10.77.0.1:29500" in output
-    assert "node2  10.77.0.2  ranks 2-3  devices 0,1" in output
+    assert "node1  ranks 0-1  devices 0,1  master 10.77.0.1:29500" in output
+    assert "node2  ranks 2-3  devices 0,1" in output
     commands = [line.strip() for line in output.splitlines() if line.startswith("    ")]
     jobs = [Job(hosts.inside(f"node{k}", shlex.split(c), ROOT)) for k, c in enumerate(commands, 1)]
     assert [job.wait()[0] for job in jobs] == [0, 0]

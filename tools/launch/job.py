@@ -12,7 +12,7 @@ from common.system.env import PREEMPTED, PROCESSES
 from common.system.paths import ROOT
 from tools.launch.agent import SUSPENDED
 from tools.launch.hosts import SSH_FAILED, Host, master_address
-from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
+from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
 
 USE_CPU = "ACCELERATE_USE_CPU"
 # Begins ssh's own line about a lost connection
@@ -44,6 +44,17 @@ class LaunchPlan:
             own += f"--machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}".split()
         return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *own, *self.script]
 
+    def shares(self, master: str) -> list[str]:
+        """Return each host's ranks and devices, as text; for the first one of several also the master."""
+        texts, first = [], 0
+        for host in self.hosts:
+            count = len(host.devices)
+            ranks = f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1}"
+            address = f"  master {master}:{self.port}" if first == 0 and len(self.hosts) > 1 else ""
+            texts.append(f"{ranks}  devices {','.join(map(str, host.devices))}{address}")
+            first += count
+        return texts
+
     def address(self, connections: Sequence[HostConnection]) -> str:
         """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
         hellos = [connection.hello for connection in connections if connection.hello]
@@ -73,7 +84,7 @@ class LaunchPlan:
                 "start",
                 job=job,
                 words=self.words(rank, address),
-                env=connection.visible_devices() | self.env | {PROCESSES: str(self.processes)} | env,
+                env=selected_devices(connection.host) | self.env | {PROCESSES: str(self.processes)} | env,
                 master=(address, self.port) if len(connections) > 1 else None,
                 first=rank == 0,
             )
@@ -88,18 +99,22 @@ class JobRunner(Launcher):
         self.failed: list[HostConnection] = []  # in the order in which they ended
 
     def run(self, dry_run: bool) -> int:
-        """Runs the job. Returns the exit status: 0, 75 after a preemption, 1, or 128 + a signal's number."""
+        """Runs the job. Returns the exit status: 0, 75 after a preemption, 1, or 128 + a signal's number.
+
+        dry_run: print the command of each host instead, without connecting to one.
+        """
+        if dry_run:
+            self._show_commands()
+            return 0
         began = time.monotonic()
         self.listen()
         for host in self.plan.hosts:
             self.connect(host)
         try:
             if self._wait_for_agents():
-                self._show_hosts(self.plan.address(self.connections), dry_run)
+                self._show_hosts(self.plan.address(self.connections))
                 if remark := self.plan.remark(self.connections):
                     self.log(remark)
-                if dry_run:
-                    return 0
                 self.plan.start(self.connections)
                 self.log(f"started after {time.monotonic() - began:.2f} s, logs in {self.log_dir}")
                 while any(connection.status is None for connection in self.connections):
@@ -128,21 +143,27 @@ class JobRunner(Launcher):
             self.handle_event()
         return True
 
-    def _show_hosts(self, address: str, with_commands: bool) -> None:
-        """Prints the hosts and their ranks, and the command that would start each host's part by hand."""
-        first = 0
-        for rank, connection in enumerate(self.connections):
-            count = len(connection.host.devices)
-            ranks = f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1}"
-            first += count
-            devices = ",".join(map(str, connection.host.devices))
-            master = f"  master {address}:{self.plan.port}" if rank == 0 and len(self.connections) > 1 else ""
+    def _show_hosts(self, address: str) -> None:
+        """Prints the hosts, where ssh reached them, and their ranks."""
+        shares = self.plan.shares(address)
+        for rank, (connection, share) in enumerate(zip(self.connections, shares, strict=True)):
             assert connection.hello
             at = connection.hello["reached_at"] or (address if rank == 0 else "this host")
-            self.log(f"{self.label(connection)}  {at}  {ranks}  devices {devices}{master}")
-            if with_commands:
-                visible = [f"{name}={value}" for name, value in connection.visible_devices().items()]
-                self.log(f"    {shlex.join([*visible, *self.plan.words(rank, address)])}")
+            self.log(f"{self.label(connection)}  {at}  {share}")
+
+    def _show_commands(self) -> None:
+        """Prints the command that starts each host's part by hand. A launch finds the address by ssh."""
+        hosts, address = self.plan.hosts, self.plan.master_addr or self.plan.hosts[0].name
+        if len(hosts) > 1 and not self.plan.master_addr:
+            self.log(
+                f"All hosts must reach the first one as {address}. Otherwise give --master_addr ADDRESS."
+            )
+        for rank, (host, share) in enumerate(zip(hosts, self.plan.shares(address), strict=True)):
+            self.log(f"{host.name}  {share}")
+            visible = [f"{name}={value}" for name, value in selected_devices(host).items()]
+            self.log(f"    {shlex.join([*visible, *self.plan.words(rank, address)])}")
+        if remark := self.plan.remark(self.connections):
+            self.log(remark)
 
     def _status(self) -> int:
         if not self.failed and all(connection.status == 0 for connection in self.connections):

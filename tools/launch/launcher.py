@@ -49,10 +49,11 @@ class HostConnection(Connection):
             with open(self.log_file, "a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
 
-    def visible_devices(self) -> dict[str, str]:
-        """The environment that selects the host's devices; {} if they are the first ones."""
-        devices = self.host.devices
-        return {} if devices == tuple(range(len(devices))) else visible_devices(devices)
+
+def selected_devices(host: Host) -> dict[str, str]:
+    """Return the environment that selects the host's devices; {} if they are the first ones."""
+    first_ones = tuple(range(len(host.devices)))
+    return {} if host.devices == first_ones else visible_devices(host.devices)
 
 
 class Launcher(ABC):
