@@ -25,6 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.system.cli import say_loading
+
+if __name__ == "__main__":
+    say_loading()  # before the imports below, which take seconds
+
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -69,7 +74,8 @@ def main() -> None:
     look = partial(find_pictures, names)  # one process reads stdin
     with flags.trained(accelerator, location, look) as (trained, files, _):
         step = "" if trained.step is None else f", of step {trained.step:,}"
-        evaluated = "" if trained.accuracy is None else f", val accuracy {trained.accuracy:.4f}"
+        split = "holdout" if (trained.recipe or {}).get("holdout") else "val"
+        evaluated = "" if trained.accuracy is None else f", {split} accuracy {trained.accuracy:.4f}"
         accelerator.print(f"model {trained.name}{step}{evaluated}")
         model, preparation = build(accelerator, flags, trained)
         began = time.perf_counter()

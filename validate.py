@@ -25,6 +25,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from common.system.cli import say_loading
+
+if __name__ == "__main__":
+    say_loading()  # before the imports below, which take seconds
+
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -13,7 +13,7 @@ def check_early(kind: Kind) -> Kind:
     """
     if kind.__module__ == "__main__":
         from common.recipe import ImageRecipe, from_flags
-        from common.system.cli import run_command
+        from common.system.cli import run_command, say_loading
         from common.system.env import is_hosts_first, launched, processes_per_host, world_size
         from common.system.processes import end_with_parent
 
@@ -21,9 +21,10 @@ def check_early(kind: Kind) -> Kind:
             end_with_parent()
 
         recipe: Any = from_flags(kind)
+        say_loading()
         if isinstance(recipe, ImageRecipe) and is_hosts_first() and world_size() == processes_per_host():
-            from common.data.sources import list_early
+            from common.data.sources import check_inputs
 
-            if status := run_command(lambda: list_early(recipe)):
+            if status := run_command(lambda: check_inputs(recipe)):
                 sys.exit(status)
     return kind

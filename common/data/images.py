@@ -82,7 +82,8 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
-    accelerator.print(summary(recipe.data, train, evaluated, len(images.classes), left_out))
+    splits = {"training" if images.val is not images.train else "": train, **evaluated}
+    accelerator.print(summary(recipe.data, splits, len(images.classes), left_out))
     for line in (*warnings(train, evaluated, images.classes), *images.flaws):
         accelerator.print(f"warning: {line}")
     return images
@@ -163,12 +164,11 @@ def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecip
 Labels = Mapping[str, np.ndarray]  # int64 [N], by the name of the evaluated split
 
 
-def summary(name: str, train: np.ndarray, evaluated: Labels, classes: int, left_out: str) -> str:
-    """One line. train: labels int64 [N]."""
-    text = f"data {printable(name)}: {len(train):,} training images"
-    text += "".join(f", {len(labels):,} {split} images" for split, labels in evaluated.items())
-    text += f", {classes:,} {'class' if classes == 1 else 'classes'}"
-    return text + (f"; left out: {left_out}" if left_out else "")
+def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
+    """One line. splits: the labels of each split by its name, which is empty for data without splits."""
+    counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
+    counts.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
+    return f"data {printable(name)}: {', '.join(counts)}" + (f"; left out: {left_out}" if left_out else "")
 
 
 def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:

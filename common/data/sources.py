@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 KNOWN = ("digits", "cifar10", "synthetic")
 EARLY_S = 1.0  # of waiting before torch is imported
-_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # that list_early() began
+_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # that check_inputs() began
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,15 @@ def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
     return run_with_heartbeat(begun.result if begun else partial(_find_files, data, columns), beat)
 
 
-def list_early(recipe: ImageRecipe) -> int:
+def check_inputs(recipe: ImageRecipe) -> int:
     """Begins find_source() in a thread, for this process's next call, and waits EARLY_S for it.
 
-    Returns 0. Raises ValueError for data of this host that can't be used, if that is known by then.
+    Returns 0. Raises ValueError for data of this host that can't be used, if that is known by then, and for
+    weights that are not there.
     """
+    weights = getattr(recipe, "weights", None)  # a flag of some scripts
+    if weights and not Path(weights).expanduser().exists():
+        raise ValueError(f"--weights {weights}: there is no such folder or file")
     data, columns = recipe.data, Columns(recipe.image_column, recipe.label_column)
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))

@@ -65,10 +65,10 @@ class Predictions:
         pixels, labels, logits = (torch.cat([getattr(p, name) for p in self.examples]) for name in names)
         probabilities, predicted = logits.softmax(1).max(1)
         captions = [
-            f"{classes[label]}\n{classes[guess]}\n{probability:.2f}"
+            plots.prediction_caption(classes[label], classes[guess], float(probability))
             for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
         ]
-        title = f"{self.what}: the true class, the predicted one and its probability"
+        title = f"{self.what}: the true class, another predicted one, and the prediction's probability"
         plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
         return files
 
@@ -101,7 +101,8 @@ class RunLog:
         write_json(folder / "recipe.json", about | self.tracker_ids())
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit)
+        val_name = "holdout" if about["recipe"].get("holdout") else "val"
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
 
     def tracker_ids(self) -> dict[str, str]:
         return self.trackers.ids() if self.trackers else {}

@@ -108,6 +108,11 @@ def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str]
         figure.colorbar(image, label="share of the true class", shrink=0.8)
 
 
+def prediction_caption(label: str, guess: str, probability: float) -> str:
+    """Return the caption of an evaluated image: its class, the predicted one if it is another, how sure."""
+    return "\n".join([label, *([f"not {guess}"] if guess != label else []), f"{probability:.3f}"])
+
+
 def image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
 ) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common.system.env import rank
 from common.system.text import message_text
 
 # Never the working folder, nor the root of the file system.
@@ -87,6 +88,12 @@ def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def say_loading() -> None:
+    """Print a first line from rank 0, before the imports of torch, which take seconds."""
+    if rank() == 0:
+        print(f"{Path(sys.argv[0]).name}: loading PyTorch", file=sys.stderr, flush=True)
 
 
 def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:

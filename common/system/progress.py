@@ -53,10 +53,12 @@ class TrainingProgress:
     """Progress of a run.
 
     epochs, steps: of the whole run. step: the first of this process. unit: the word for samples, as `images`.
+    val_name: the word for the split of the values `val/...`.
     """
 
-    def __init__(self, epochs: int, step: int, steps: int, unit: str):
+    def __init__(self, epochs: int, step: int, steps: int, unit: str, val_name: str = "val"):
         self.epochs, self.step, self.steps, self.unit = epochs, step, steps, unit
+        self.val_name = val_name
         self.values: dict[str, float] = {}  # the newest of each
         self.began: tuple[float, int] | None = None  # time and step of the first advance()
         self.display = Display(steps, "starting")
@@ -72,7 +74,7 @@ class TrainingProgress:
         if self.display.is_due():
             where = f"step {self.step:,}/{self.steps:,}"
             values = {name: self.values[name] for name in BESIDE_THE_BAR if name in self.values}
-            beside = "  ".join(filter(None, [where, doing, self._left(), _numbers(values, self.unit)]))
+            beside = "  ".join(filter(None, [where, doing, self._left(), self._numbers(values)]))
             self.display.show(beside if self.display.bar else doing or where, self.step)
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
@@ -80,15 +82,25 @@ class TrainingProgress:
         self.step, self.values = step, self.values | values
         where = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.steps:,}"
         if not self.display.bar:
-            self.display.print("  ".join(filter(None, [where, _numbers(values, self.unit), self._left()])))
+            self.display.print("  ".join(filter(None, [where, self._numbers(values), self._left()])))
         elif "val/loss" in values:
-            self.display.print(f"{where}  {_numbers(values, self.unit)}")
+            self.display.print(f"{where}  {self._numbers(values)}")
 
     def stop(self) -> None:
         if self.display.bar:
             self.display.shown_s = -math.inf
             self.tell("")
         self.display.stop()
+
+    def _numbers(self, values: dict[str, float]) -> str:
+        forms = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {self.unit}/s", "mfu_pct": "MFU {:.1f} %"}
+        words = {"train": "", "val": f"{self.val_name} "}
+        parts = []
+        for name, value in values.items():
+            split, _, short = name.partition("/")
+            label = words.get(split, f"{split} ") + short.replace("_", " ")
+            parts.append(forms[short].format(value) if short in forms else f"{label} {value:.4f}")
+        return "  ".join(parts)
 
     def _left(self) -> str:
         """The time left at the speed since the first advance(), including evaluations and saves."""
@@ -135,16 +147,6 @@ class ReadingProgress:
 
     def _gib(self, read: int) -> str:
         return f"{read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB"
-
-
-def _numbers(values: dict[str, float], unit: str) -> str:
-    forms = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {unit}/s", "mfu_pct": "MFU {:.1f} %"}
-    parts = []
-    for name, value in values.items():
-        kind, _, short = name.partition("/")
-        label = f"{kind} {short}".replace("train ", "").replace("_", " ")
-        parts.append(forms[short].format(value) if short in forms else f"{label} {value:.4f}")
-    return "  ".join(parts)
 
 
 def _duration(seconds: float) -> str:

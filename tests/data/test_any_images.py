@@ -240,9 +240,9 @@ def test_sixteen_bits_are_scaled_by_257(format):
 
 def test_the_line_of_what_was_found():
     train, val = np.array([0] * 3 + [1] * 4), np.array([1, 0])
-    said = summary("pe\x1bts", train, {"holdout": val[:1], "test": val}, 2, "")
+    said = summary("pe\x1bts", {"training": train, "holdout": val[:1], "test": val}, 2, "")
     assert said == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"
-    assert summary("x", train, {"val": val}, 1, "2 .txt").endswith("1 class; left out: 2 .txt")
+    assert summary("x", {"": val}, 1, "2 .txt") == "data x: 2 images, 1 class; left out: 2 .txt"
 
 
 def test_imbalance_and_missing_classes_are_named():

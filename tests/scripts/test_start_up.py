@@ -1,6 +1,7 @@
 """What commands import: --help, a wrong flag and data that are not there need no torch, and a script no
 module of common/ before it is needed."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -56,6 +57,26 @@ def test_data_that_cant_be_used_are_named_without_torch(tmp_path, files, message
     assert not packages & HEAVY
 
 
+def test_weights_that_are_not_there_are_named_without_torch():
+    status, packages, output = imported(
+        "train_vit.py", "--data", "digits", "--weights", "nothing.safetensors"
+    )
+    assert status == 1
+    assert "error: --weights nothing.safetensors: there is no such folder or file" in output
+    assert not packages & HEAVY
+
+
+@pytest.mark.parametrize("script", ["train_cnn_a.py", "train_hello.py", "validate.py", "predict.py"])
+def test_a_first_line_comes_before_torch(script):
+    env, first = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}, f"{script}: loading PyTorch\n"
+    words = [sys.executable, script]
+    with subprocess.Popen(words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True) as job:
+        imports = list(itertools.takewhile(lambda line: line != first, job.stderr))
+        job.kill()
+    assert imports
+    assert not re.search(r"\| +torch$", "".join(imports), re.MULTILINE)
+
+
 def test_files_are_listed_once_and_a_long_list_delays_no_import(tmp_path, monkeypatch):
     begun, may_end = [], threading.Event()
 
@@ -67,11 +88,11 @@ def test_files_are_listed_once_and_a_long_list_delays_no_import(tmp_path, monkey
     monkeypatch.setattr(sources, "_find_files", slow)
     monkeypatch.setattr(sources, "EARLY_S", 0)
     recipe = ImageRecipe(data=str(tmp_path))
-    assert sources.list_early(recipe) == 0
+    assert sources.check_inputs(recipe) == 0
     may_end.set()
     monkeypatch.setattr(sources, "EARLY_S", 10)
     assert sources.find_source(recipe, lambda: None).name == "images"
-    assert sources.list_early(recipe) == 0
+    assert sources.check_inputs(recipe) == 0
     assert sources.find_source(recipe, lambda: None).name == "images"
     assert len(begun) == 2
 

@@ -64,7 +64,7 @@ def write(folder: Path, found: dict[str, Any], rows: Rows, worst: np.ndarray, ti
 
     classes = found["classes"]
     captions = [
-        f"{classes[image['label']]}\nnot {classes[image['predicted']]}\n{image['probability']:.3f}"
+        plots.prediction_caption(classes[image["label"]], classes[image["predicted"]], image["probability"])
         for image in found["worst"]
     ]
     folder.mkdir(parents=True, exist_ok=True)

@@ -50,11 +50,11 @@ class Group:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The mean's 95 percent interval, by Student's t; None for one run."""
+        """The mean's 95 percent interval within 0 and 1, by Student's t; None for one run."""
         if self.deviation is None:
             return None
         half = _critical(len(self.values) - 1) * self.deviation * self.error
-        return self.mean - half, self.mean + half
+        return max(0.0, self.mean - half), min(1.0, self.mean + half)
 
     @property
     def error(self) -> float:
