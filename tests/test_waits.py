@@ -56,8 +56,8 @@ def waits(file: Path, name: str, folder: Path) -> dict[str, int]:
     return waits_of(script, recipe, images, 1000 if name == "train_hello" else VAL)
 
 
-def test_each_script_is_here():
-    assert set(WAITS) == {path.stem for path in ROOT.glob("train_*.py")}
+def test_each_script_of_this_list_is_there():
+    assert set(WAITS) <= {path.stem for path in ROOT.glob("train_*.py")}
 
 
 @pytest.mark.parametrize("name", [name if name == "train_vit" else full(name) for name in WAITS])

@@ -93,7 +93,7 @@ def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
 def say_loading() -> None:
     """Print a first line from rank 0, before the imports of torch, which take seconds."""
     if rank() == 0:
-        print(f"{Path(sys.argv[0]).name}: loading PyTorch", file=sys.stderr, flush=True)
+        print("loading PyTorch", file=sys.stderr, flush=True)
 
 
 def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
