@@ -4,10 +4,11 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
-from tests.conftest import BIN, ROOT, full, metrics, mutate, result, run
+from tests.conftest import BIN, ROOT, Job, full, metrics, mutate, python, result, run
 
 TEXT = (ROOT / "docs" / "add_a_model.md").read_text()
 EXAMPLES = dict(zip(("convnext", "mine"), TEXT.split("## Your own module"), strict=True))
@@ -73,3 +74,23 @@ def test_documents_and_tests_find_it(project):
     assert "--patch_size" not in section
     words = ["python", "-m", "pytest", "--collect-only", "-q", "tests/distributed/test_parity.py"]
     assert "[convnext-zero3]" in run(words, cwd=project, env={"PYTEST_ADDOPTS": ""})
+
+
+HOUSE = [
+    f"tests/{name}.py" for name in ["test_house", "test_waits", "test_recipe", "test_messages", "test_readme"]
+]
+NEW_FLAG = '    new_flag: float = flag(0.5, "a share", minimum=0)\n'
+NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1).amax(1)),\n'
+
+
+@pytest.mark.full
+@pytest.mark.real_processes  # it forks itself
+def test_a_flag_a_metric_and_scripts_pass_the_tests_of_the_house(project):
+    """By the steps of CONTRIBUTING.md."""
+    for before, new in (("    image_column: str", NEW_FLAG), ('    "loss": Metric("loss"', NEW_METRIC)):
+        mutate(project, "common/recipe.py", before, new + before)
+    run([*python(), "-m", "docs.generate"], cwd=project)
+    words = ["-m", "pytest", "-q", "-m", "not full", *HOUSE]
+    status, output = Job([sys.executable, *words], cwd=project).wait(300)
+    assert (status, "failed" in output) == (0, False), output
+    assert "new_flag" in (project / "docs" / "flags.md").read_text()

@@ -15,7 +15,8 @@ from tests.conftest import BIN, ROOT, Job, full, python
 
 # Statements of each layer, with a tenth of slack over what there was when they were set: a change that needs
 # more room should say in its commit what it is for.
-BUDGETS = {"common/": 10_560, "tools/": 4_900, "": 1_650, "tests/": 18_300, "benchmarks/": 1_900}
+# "": the commands at the top, without the train scripts, of which anyone may add one.
+BUDGETS = {"common/": 10_560, "tools/": 4_900, "": 1_060, "tests/": 18_300, "benchmarks/": 1_900}
 MOST_LINES = 600  # of a file outside of tests/ and benchmarks/
 SHARED_FLAGS = 44  # that all image scripts have
 
@@ -44,7 +45,9 @@ def statements_of(path: Path) -> int:
 
 @pytest.mark.parametrize(("folder", "budget"), BUDGETS.items())
 def test_the_budget(folder, budget):
-    inside = [path for path in sources() if str(path).startswith(folder) and (folder or len(path.parts) == 1)]
+    inside = [path for path in sources() if str(path).startswith(folder)]
+    if not folder:
+        inside = [path for path in inside if len(path.parts) == 1 and not path.match("train_*.py")]
     assert 0 < sum(map(statements_of, inside)) <= budget
 
 

@@ -79,7 +79,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--max_steps", "9" * 30], f"--max_steps {'9' * 30}: must be at most 1e+15"),
         (["--name", "\x1b[31mred"], "--name \\x1b[31mred: remove the characters that a terminal can't show"),
         (["--data", "\u202eabc"], "--data \\u202eabc: remove the characters"),
-        (["--mixup", "0"], "unknown flag --mixup. train_vit.py has it"),
+        (["--mixup", "0"], "unknown flag --mixup. train_"),
         (["--image_size=8"], "--image_size. train_cnn_a.py, train_cnn_b.py, "),
         (["--epochs", "9" * 5000], f" {'9' * 200}... (4,800 more characters): must be a whole number"),
         (["--compile", "x" * 5000], f"--compile {'x' * 200}... (4,800 more characters): choose among no,"),
