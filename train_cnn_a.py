@@ -35,7 +35,7 @@ class CnnA(ImageRecipe):
     weight_decay: float = flag(0.05, "on matrices and convolutions only", minimum=0)
     warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
-    class_weights: str = flag("none", choices=("none", "balanced"))
+    class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     step_graph: bool | None = setting(None)
 

@@ -48,7 +48,7 @@ class CnnB(ImageRecipe):
     warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
     schedule: str = flag("cosine", "how the rate falls to 0 after the warm-up", choices=("cosine", "linear"))
     label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
-    class_weights: str = flag("none", choices=("none", "balanced"))
+    class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
     clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
     step_graph: bool | None = setting(None)
 

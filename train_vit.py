@@ -52,7 +52,7 @@ class Vit(ImageRecipe):
     randaug_magnitude: float = flag(10.0, "RandAugment: strength; 10 is strong", minimum=0, maximum=30)
     random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
     label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
-    class_weights: str = flag("none", choices=("none", "balanced"))
+    class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
     optimizer: str = flag("adamw", "of timm's factory or torch.optim, as `sgd`, `lion`, `muon`")
     weight_decay: float = flag(0.05, "the optimizer's, on matrices only", minimum=0)
     layer_decay: float = flag(1.0, "a block's learning rate over the next's; 1 is off", minimum=0, maximum=1)

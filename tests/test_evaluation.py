@@ -115,6 +115,10 @@ def test_the_metrics_and_weights_are_scikit_learns():
     assert found[0] == pytest.approx(balanced_accuracy_score(labels, predicted))
     assert found[1] == pytest.approx(f1_score(labels, predicted, average="macro"))
     split = ArraySplit(np.zeros((5, 1, 1, 3), np.uint8), Part("train", labels))
-    weights = Images("x", tuple("abcdef"), split, split, "val").class_weights("balanced", torch.device("cpu"))
+    images, device = Images("x", tuple("abcdef"), split, split, "val"), torch.device("cpu")
     expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)
-    assert weights[[0, 1, 3]].numpy() == pytest.approx(expected)
+    assert images.class_weights("balanced", device)[[0, 1, 3]].numpy() == pytest.approx(expected)
+    rooted = images.class_weights("sqrt", device)
+    assert rooted[[1, 3]].numpy() / rooted[0].item() == pytest.approx(np.sqrt([3, 3]))
+    assert rooted[labels].mean().item() == pytest.approx(1)
+    assert rooted[[2, 4, 5]].tolist() == [0, 0, 0]

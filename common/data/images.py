@@ -52,12 +52,21 @@ class Images:
         return self.source, self.classes, self.val.cropped
 
     def class_weights(self, how: str, device: torch.device) -> Tensor | None:
-        """For "balanced" scikit-learn's weights of the loss, float32 [classes]; else None.
+        """Return the loss's weights, float32 [classes], whose mean over the training images is 1.
 
-        The weighted losses are averaged over images: torch's mean would be over a micro-batch's weights."""
+        how: "balanced" for scikit-learn's, the inverse of a class's share; "sqrt" for its inverse square root
+        (Mahajan et al. 2018, arXiv 1805.00932); "none" for None. The weighted losses are averaged over
+        images: torch's mean would be over a micro-batch's weights.
+        """
+        if how == "none":
+            return None
         counts = np.bincount(self.train.labels, minlength=len(self.classes))
-        weights = len(self.train) / (np.count_nonzero(counts) * np.maximum(counts, 1)) * (counts > 0)
-        return torch.from_numpy(weights.astype(np.float32)).to(device) if how == "balanced" else None
+        present = np.maximum(counts, 1)
+        if how == "sqrt":
+            weights = len(self.train) / (np.sqrt(counts).sum() * np.sqrt(present)) * (counts > 0)
+        else:
+            weights = len(self.train) / (np.count_nonzero(counts) * present) * (counts > 0)
+        return torch.from_numpy(weights.astype(np.float32)).to(device)
 
     @property
     def evaluated(self) -> dict[str, Split]:
