@@ -4,10 +4,14 @@
 images, the data and the batch size. It neither trains nor downloads.
 """
 
+import builtins
 import dataclasses
+import dis
 import importlib.util
 import json
+import re
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +25,9 @@ from common.timm_models import mean_and_std
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
 TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them
+# What the head of an exported model.py imports for the Model section.
+MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
+MOVE = "Move its import or definition into that section: the exported model.py has torch, but not our code"
 CLASSES = 10  # more classes change the size little
 # Flags that start from trained weights, and their values for new weights
 AFRESH: dict[str, Any] = {"pretrained": False, "weights": None, "freeze": False}
@@ -50,6 +57,30 @@ def load_script(path: Path) -> ModuleType:
     sys.modules[path.stem] = script
     spec.loader.exec_module(script)
     return script
+
+
+def model_section(text: str) -> str | None:
+    """Return the code of a script's section `# --- Model`, of which export.py makes model.py."""
+    section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
+    return section[1].strip() if section else None
+
+
+def names_from_above(section: str) -> list[str]:
+    """Return the names that a Model section uses and has neither from itself nor from the head of model.py.
+
+    The section is compiled, not run. Its annotations are not evaluated in model.py.
+    """
+    used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
+    codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                used.add(instruction.argval)
+            elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
+                defined.add(instruction.argval)
+    return sorted(name for name in used - defined if not name.startswith("__"))  # these each module has
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:

@@ -33,6 +33,7 @@ from common.system.env import EVENTS_FILE, report
 from common.system.files import writing
 from common.system.paths import ROOT, project_version
 from common.system.processes import parents
+from common.system.text import some_of
 from common.system.threads import Heartbeat
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
@@ -217,9 +218,22 @@ class Opening:
             from common.telemetry.flops import utilisation
 
             used = utilisation(self.recipe, len(self.classes), about["devices"], about["mixed_precision"])
+            self._warn_of_export()
         final = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
         run = self.accelerator, self.recipe, self.batch
         self.record = MainRecord(*run, steps, state, place, saver, log, used, final)
+
+    def _warn_of_export(self) -> None:
+        """Prints what export.py would refuse after the training: code of the model that is outside of it."""
+        from common.script import MOVE, model_section, names_from_above
+
+        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # none in a notebook
+        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm builds it again
+            return
+        section = model_section(Path(file).read_text())
+        if section and (names := names_from_above(section)):
+            lines = f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}"
+            print(lines, flush=True)
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
         """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""

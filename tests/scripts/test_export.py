@@ -263,11 +263,22 @@ def test_what_is_refused(words, said, runs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
 
 
+def test_a_training_says_what_its_export_would_refuse(project_copy, tmp_path, cache):
+    scripts = {"train_cnn_a": [], "train_cnn_b": ["--width", "8"], "train_cnn_c": []}
+    text = (project_copy / "train_cnn_a.py").read_text()
+    (project_copy / "train_cnn_c.py").write_text(text.replace("return Net(", "reseed, F; return Net("))
+    for name, flags in scripts.items():
+        words = [*python(), f"{name}.py", *flags, "--data", "digits", "--max_steps", 1, "--trackers", "none"]
+        output = run([*words, *cache, "--output_dir", tmp_path / name], cwd=project_copy)
+        said = "warning: export.py will refuse: the Model section needs reseed. Move its import or definition"
+        assert (said in output, "will refuse" in output) == (name == "train_cnn_c",) * 2, output
+
+
 def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
     file = tmp_path / "train_cnn_a.py"
     file.write_text((ROOT / "train_cnn_a.py").read_text().replace("return Net(", "reseed; return Net("))
     output = made(runs["cnn_a"], tmp_path / "out", "--script", file, *cache, status=1)
-    assert "needs reseed, and may need torch alone" in output
+    assert "its Model section needs reseed. Move its import or definition into that section" in output
     assert not (tmp_path / "out").exists()
 
 

@@ -1,7 +1,6 @@
 """Writes a trained model as files for timm, plain PyTorch and ONNX Runtime, without this repository."""
 
 import json
-import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from common.data.cache import prepare
 from common.data.images import open_images
 from common.data.sources import KNOWN
 from common.recipe import ImageRecipe, recipe_part
-from common.script import load_script, normalisation
+from common.script import MOVE, load_script, model_section, normalisation
 from tools.inference.inference import pixels_of
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
@@ -120,10 +119,8 @@ def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
     text = Path(str(exported.script.__file__)).read_text()
-    section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
-    if not section:
+    if (code := model_section(text)) is None:
         raise ValueError(f"{exported.script.__file__} has no section `# --- Model` to export")
-    code = section[1].strip()
     save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
     recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
     (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
@@ -151,7 +148,7 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
             loaded = load_script(folder / CODE).load(folder)
         except NameError as error:
             raise ValueError(
-                f"{exported.script.__file__}: its Model section needs {error.name}, and may need torch alone"
+                f"{exported.script.__file__}: its Model section needs {error.name}. {MOVE}"
             ) from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
