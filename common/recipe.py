@@ -98,13 +98,27 @@ class Recipe(Job):
             raise ValueError(f"--trackers {as_text(self.trackers)}: `none` stands alone")
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", str(self.checkpoint_every)):
             raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
-        if self.name and (self.name != Path(self.name).name or self.name.startswith(".")):
-            raise ValueError(f"--name {self.name}: a folder's name, without a path; --output_dir has paths")
+        name = self.filled_name()
+        if name and (name != Path(name).name or name.startswith(".")):
+            raise ValueError(f"--name {name}: a folder's name, without a path; --output_dir has paths")
         if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
             raise ValueError(f"--allow_changed {unknown.pop()}: no part of the recipe")
         for name, value in (("s3", self.s3), ("resume", self.resume)):
             if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):
                 raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")
+
+    def filled_name(self) -> str | None:
+        """Return --name with each flag in braces replaced by its value. ValueError for an unknown flag."""
+
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in names:
+                raise ValueError(
+                    f"--name {self.name}: there is no flag {match[1]} whose value {match[0]} could be"
+                )
+            return re.sub(r"[^\w.-]+", "_", as_text(getattr(self, match[1])))
+
+        names = {field.name for field in dataclasses.fields(self)} - {"name"}
+        return self.name and re.sub(r"\{(\w+)\}", value, self.name)
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """A recorded recipe, with this recipe's values for fields that were derived."""

@@ -72,6 +72,8 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
         (["--pretrained=maybe"], "--pretrained maybe: must be true or false"),
         (["--trackers", "none,wandb"], "--trackers none,wandb: `none` stands alone"),
+        (["--name", "a_{lrr}"], "--name a_{lrr}: there is no flag lrr"),
+        (["--name", "{data}/x"], "/x: a folder's name, without a path"),
         (["--name", ""], "--name is empty. Is the variable set from which it comes?"),
         (["--epochs", "3", "--model-folder="], "--model_folder is empty. Is the variable set"),
         (["--timeout_s", "1000000"], "--timeout_s 1000000: must be from 1 to 604800"),
@@ -169,6 +171,14 @@ def test_the_printed_recipe_is_a_config_file_of_itself(tmp_path, capsys):
     assert stop.value.code == 0
     (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
     assert parse(Sample, ["--config", str(tmp_path / "printed.yaml")]) == parse(Sample, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "filled"),
+    [("mine", "mine"), ("lr{lr}_s{seed}", "lr0.003_s1"), ("{data}-{widths}", "a_b-4_8"), ("{}{lr", "{}{lr")],
+)
+def test_a_name_may_contain_the_values_of_flags(name, filled):
+    assert Sample(name=name, lr=3e-3, seed=1, data="a/b").filled_name() == filled
 
 
 def test_batch_arithmetic():

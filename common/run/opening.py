@@ -250,8 +250,8 @@ class Opening:
 def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
     """--name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>, after the model of a script
     that has --model; hosts that are away count, too."""
-    if recipe.name:
-        return recipe.name
+    if name := recipe.filled_name():
+        return name
     hosts, processes = most_hosts(), most_processes()
     strategy = job.strategy(accelerator)
     strategy = "ddp" if strategy == "single" and processes > 1 else strategy

@@ -23,13 +23,14 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine"]
-    words += ["--max_steps"]
+    """The name has a flag's value in it."""
+    words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine_{epochs}"]
+    words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])
     changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
     assert "has not finished" not in changed
     changed = run([*words, 6, "--seed", "1"])
-    first = tmp_path / "train_hello" / "mine"
+    first = tmp_path / "train_hello" / "mine_9"
     said = f"{first} holds a run that has not finished; --seed was 0, now 1: to resume it, give that value"
     assert said in changed.splitlines()
     assert "has not finished" not in run([*words, 6])  # it is resumed
