@@ -1,0 +1,79 @@
+"""Classes are compared by name: each way in which two lists can differ, and the sentence that says so."""
+
+import numpy as np
+import pytest
+
+from common.data.class_names import NEW, match_classes
+
+NUMBERS = tuple(map(str, range(12)))
+AS_TEXT = tuple(sorted(NUMBERS))  # as class folders sort them
+SYNSETS = [("n1", "tench"), ("n2", "crane", "bird"), ("n3", "crane", "machine")]
+
+CASES = {  # model, data, labels, known, unknown, absent, sentence
+    "the same": ("ab", "ab", [0, 1], 2, "", "", ""),
+    "another order": (
+        *("abc", "cab", [2, 0, 1], 3, "", ""),
+        "D has the 3 classes of M in another order: they are matched by name.",
+    ),
+    "a subset": ("abc", "cb", [2, 1], 2, "", "a", "D has 2 of the 3 classes of M, matched by name."),
+    "one class": ("abc", "b", [1], 1, "", "ac", "D has 1 of the 3 classes of M, matched by name."),
+    "new classes": (
+        *("ab", "xby", [NEW, 1, NEW], 1, "xy", "a"),
+        "D has 1 of the 2 classes of M, and 2 others, matched by name.",
+    ),
+    "no common class": (
+        *("ab", "xy", [NEW, NEW], 0, "xy", "ab"),
+        "D has 0 of the 2 classes of M, and 2 others, matched by name.",
+    ),
+    "no names": (
+        *(None, "ba", [0, 1], 2, "", ""),
+        "M does not name its classes: they are taken in the order of D.",
+    ),
+    "accents apart": (["cafe\u0301", "x"], ["caf\u00e9", "x"], [0, 1], 2, "", "", ""),
+    "other characters": (["m\u00b2"], ["m2"], [NEW], 0, ["m2"], ["m\u00b2"], None),
+    "identical lists with equal names": ("aa", "aa", [0, 1], 2, "", "", ""),
+    "further names": (SYNSETS, ["machine", "n1", "bird"], [2, 0, 1], 3, "", "", None),
+    "a shared further name": (SYNSETS, ["crane", "tench"], [NEW, 0], 1, ["crane"], ["n2", "n3"], None),
+    "a first name is another's further one": ([("a", "b"), ("b",)], ["b"], [1], 1, "", "a", None),
+    "no classes": ("", "", [], 0, "", "", ""),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_lists_of_classes(case):
+    model, data, labels, known, unknown, absent, sentence = CASES[case]
+    match = match_classes(model, data)
+    assert match.labels.dtype == np.int64
+    assert match.labels.tolist() == labels
+    assert (len(match.known), match.unknown, match.absent) == (known, tuple(unknown), tuple(absent))
+    assert match.is_identity == (labels == list(range(len(model or data))))
+    assert match.is_permutation == (not unknown and not absent)
+    assert sentence is None or match.describe("D", "M") == sentence
+
+
+def test_labels_and_rows_follow_the_names():
+    match = match_classes(AS_TEXT, NUMBERS)  # a model of class folders, the same images as parquet
+    assert [AS_TEXT[label] for label in match.labels] == list(NUMBERS)
+    head = np.array([int(name) for name in AS_TEXT])  # each row says its class
+    assert head[match.labels].tolist() == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        ("ab", ["a", "a"], "the data has several classes with the same name, a: merge or rename them"),
+        ("aab", "ab", "the model has several classes with the same name, a"),
+        (["x"], ["caf\u00e9", "cafe\u0301"], "the data has several classes with the same name, caf\u00e9"),
+        (SYNSETS, ["n1", "tench"], "the data has n1, tench as different classes: to the model they are one"),
+    ],
+)
+def test_equal_names_are_refused(model, data, message):
+    with pytest.raises(ValueError, match=message):
+        match_classes(model, data)
+
+
+def test_unknown_classes_are_named():
+    match_classes("abc", "cb").refuse_unknown("D", "M")
+    message = r"D has 2 classes that M was not trained on: x, y\. The model's 3 classes: a, b, c$"
+    with pytest.raises(ValueError, match=message):
+        match_classes("abc", "xay").refuse_unknown("D", "M")
