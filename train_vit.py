@@ -34,7 +34,7 @@ class Vit(ImageRecipe):
     model: str = flag("vit_base_patch32_224", "any model of timm")
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
-        None, "start from a safetensors file, a run's or a checkpoint's folder; other classes have a new head"
+        None, "start from a safetensors file, a run's or a checkpoint's folder; known classes keep their rows"
     )
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
     image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
@@ -97,8 +97,11 @@ from common.timm_models import block_classes, fitting, head_names, mean_and_std,
 # --- Model ------------------------------------------------------------------------------------------------
 
 
-def build_model(recipe: Vit, classes: int) -> nn.Module:
-    """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it."""
+def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Module:
+    """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it.
+
+    names: of the classes, by which the head's rows of --weights are chosen.
+    """
     import timm  # takes seconds: the script's first lines are printed before
 
     if not timm.is_model(recipe.model):
@@ -108,7 +111,7 @@ def build_model(recipe: Vit, classes: int) -> nn.Module:
     options = fitting(recipe.model, recipe.image_size, **options)
     try:
         if recipe.weights:
-            model = model_with_weights(recipe.model, Path(recipe.weights), classes, **options)
+            model = model_with_weights(recipe.model, Path(recipe.weights), classes, names, **options)
         elif recipe.pretrained:
             model = pretrained_model(recipe.model, classes, **options)
         else:
@@ -197,7 +200,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
-        model = build_model(recipe, len(images.classes))
+        model = build_model(recipe, len(images.classes), images.classes)
         mean, std = mean_and_std(model)
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)

@@ -19,7 +19,7 @@ predictions.csv, confusion.png, and worst.png with the model's most confident mi
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
+from common.data.class_names import ClassMatch, match_classes
 from common.data.images import Images, load
 from common.data.splits import Split
 from common.distributed.agreement import agree
@@ -62,6 +63,7 @@ class Validation(Inference):
     checkpoint: str | None = setting(None, "the model, if it is not the first word")
     split: str | None = setting(None, choices=("val", "test", "train"))
     data: str | None = setting(None, "other data than the training's, whole unless --holdout is given, too")
+    only_its_classes: bool = setting(False, "predict only classes that the split has images of")
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
@@ -75,27 +77,34 @@ def main() -> None:
         trained = for_its_data(accelerator, flags, trained, words)
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
         images = load(accelerator, recipe, is_evaluated=True)
-        check_classes(accelerator, trained, images, recipe.data)
+        match = match_classes(trained.classes, images.classes)
+        match.refuse_unknown(recipe.data, trained.name)
         split_name, split = chosen_split(images, flags.split)
-        model = script.build_model(recipe, len(images.classes))
+        split.labels = match.labels[split.labels]
+        left_out = unused_classes(split, match) if flags.only_its_classes else []
+        for line in about_classes(flags, match, recipe.data, trained.name, left_out):
+            accelerator.print(line)
+        model = script.build_model(recipe, len(match.model))
         load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
         mean_std = normalisation(script, model)
-        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean_std)
+        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean_std, left_out)
 
         def report() -> None:
             found = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
                 "split": split_name,
-                **reports.measure(rows, len(images.classes), scratch),
+                **reports.measure(rows, len(match.model), scratch),
                 "images_per_s": images_per_s,
-                "classes": images.classes,
+                "classes": match.model,
+                "classes_left_out": len(left_out),
                 "strategy": strategy(accelerator),
                 "processes": batch.processes,
                 "device": device_name(accelerator),
                 "mixed_precision": precision(accelerator),
             }
             leaf = split_name if trained.step is None else f"{split_name}_{trained.step}"
+            leaf += "_only_its_classes" * flags.only_its_classes
             folder = Path(flags.output_dir or f"{trained.reports}/{leaf}")
             if not flags.output_dir:
                 refuse_link(folder.parent)
@@ -173,33 +182,47 @@ def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
     return name, split
 
 
-def check_classes(accelerator: Accelerator, trained: TrainedModel, images: Images, data: str) -> None:
-    """ValueError when the data has another number of classes than the model."""
-    theirs, ours = trained.classes, list(images.classes)
-    if theirs is None or theirs == ours:
-        return
-    if len(theirs) != len(ours):
-        raise ValueError(
-            f"{data} has {len(ours)} classes, and {trained.name} was trained for {len(theirs)}: give as"
-            " --data what it was trained with"
-        )
-    accelerator.print(f"the classes of {data} have other names than those that the model was trained for")
+def unused_classes(split: Split, match: ClassMatch) -> list[int]:
+    """Return the model's labels that no image of the split has, ascending."""
+    return sorted(set(range(len(match.model))) - set(split.labels.tolist()))
+
+
+def about_classes(
+    flags: Validation, match: ClassMatch, data: str, model: str, left_out: list[int]
+) -> Iterator[str]:
+    """Yield sentences on how the classes differ, and over which of them the accuracy is."""
+    if line := match.describe(data, model):
+        yield line
+    count = len(match.model)
+    if flags.only_its_classes:
+        yield f"The accuracy is over the {count - len(left_out):,} of {count:,} classes that have images."
+    elif match.absent:
+        yield f"The accuracy is over all {count:,} classes. --only_its_classes leaves out absent ones."
 
 
 # --- Predictions
 
 
 def predict(
-    accelerator: Accelerator, model: nn.Module, split: Split, recipe: ImageRecipe, batch: Batch, mean_std: Any
+    accelerator: Accelerator,
+    model: nn.Module,
+    split: Split,
+    recipe: ImageRecipe,
+    batch: Batch,
+    mean_std: Any,
+    left_out: list[int],
 ) -> tuple[Rows, float]:
     """A row per image, sorted by id, the same on all processes; and images/s, including decoding.
 
-    Collective. It gathers no logits, but 80 bytes per image, whatever the number of classes.
+    left_out: labels that are not predicted. Collective. It gathers no logits, but 80 bytes per image,
+    whatever the number of classes.
     """
     (mean, std), parts = mean_std, list[dict[str, Tensor]]()
     began = time.perf_counter()
     autocast_forward(accelerator, model)  # and not what prepares the images, as in training
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
+        if left_out:  # as ImageNet-R's paper does (arXiv 2006.16241)
+            part.logits[:, left_out] = -torch.inf
         probability, predicted = part.logits.softmax(1).max(1)
         columns = {
             "id": torch.from_numpy(part.ids),

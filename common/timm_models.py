@@ -110,7 +110,19 @@ def head_names(name: str) -> tuple[str, ...]:
     """The names of the layers that compute the logits: one, or two in DeiT's distilled models."""
     import timm
 
-    names = getattr(timm.get_pretrained_cfg(name), "classifier", None) or "head"
+    return _names_in(getattr(timm.get_pretrained_cfg(name), "classifier", None))
+
+
+def head_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers that compute the logits: timm's, or else the last linear layer."""
+    if config := getattr(model, "pretrained_cfg", None):
+        return _names_in(config.get("classifier"))
+    return tuple(name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))[-1:]
+
+
+def _names_in(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the names in timm's description of a classifier."""
+    names = classifier or "head"
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -4,7 +4,8 @@
 that it changes in its parameter groups, `manifest.json` its class and the names of its state.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Any
 
@@ -86,10 +87,11 @@ class OptimizerState:
 
     # --- In
 
-    def check(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def check(self, checkpoint: Checkpoint, state: dict[str, Any], moved: Collection[str] = ()) -> None:
         """Raises ValueError unless the checkpoint has this optimizer's state. One process calls it.
 
-        state: the scalars of the checkpoint's state.json, as TrainingState.scalars() gave them.
+        state: the scalars of the checkpoint's state.json, as TrainingState.scalars() gave them. moved:
+        parameters whose rows are in another order now.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
@@ -110,6 +112,10 @@ class OptimizerState:
         for name, dtype_and_shape in self.expected().items():
             if name in specs and specs[name] != dtype_and_shape:
                 raise ValueError(f"{folder}'s optimizer state {name} has another shape or type than here")
+        for name, (_, shape) in specs.items():
+            parameter = name.rpartition("/")[0]
+            if parameter in moved and shape != shapes[parameter] and math.prod(shape) > 1:
+                raise ValueError(f"{folder}'s {name} can't follow the classes to their new order")
         here = len(self.layout.constants)
         if any(groups) and len(groups) != here:
             raise ValueError(f"{folder} has {len(groups)} parameter groups, and this run's optimizer {here}")

@@ -5,7 +5,7 @@ extra memory is a process's own part on its host, and all of the snapshot on the
 broadcasts one whole tensor at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,10 @@ from common.checkpoint import format as checkpoints
 from common.checkpoint.format import Checkpoint, Snapshot, Specs, TensorFile
 from common.checkpoint.gather import Gather
 from common.checkpoint.optimizer_state import OptimizerState
+from common.data.class_names import SHOWN, ClassMatch, match_classes
 from common.distributed.layout import layout_of
+from common.system.text import some_of
+from common.timm_models import head_layers
 
 if TYPE_CHECKING:
     from common.optim import EMA
@@ -28,13 +31,19 @@ if TYPE_CHECKING:
 class TrainingState:
     """Model, optimizer, EMA and loss scale of a prepared training. Create it before the first forward.
 
+    classes: their names; rows of a checkpoint's head are restored to the class of the same name.
     Collective. ValueError for an optimizer whose state can't be saved, or whose update the strategy changes.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: AcceleratedOptimizer, ema: "EMA | None"
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        ema: "EMA | None",
+        classes: Sequence[str] = (),
     ):
-        self.accelerator, self.ema = accelerator, ema
+        self.accelerator, self.ema, self.classes = accelerator, ema, classes
         self.layout = layout_of(model, optimizer)
         same_bits = getattr(accelerator, "exact_sum", None) is not None  # as with --deterministic
         self.optimizer = OptimizerState(self.layout, same_bits)
@@ -131,7 +140,8 @@ class TrainingState:
     # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raises ValueError unless the weights have this training's names and shapes. Not collective."""
+        """Raise ValueError unless the weights have this training's classes, names and shapes."""
+        self.moved_rows(checkpoint)
         shapes, folder = self.gathering.shapes, checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
         TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
@@ -139,6 +149,32 @@ class TrainingState:
             raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
         if self.ema:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
+
+    def match(self, checkpoint: Checkpoint) -> ClassMatch:
+        """Find this training's classes among the checkpoint's. ValueError unless both have the same ones."""
+        names = checkpoint.manifest.get("classes") if self.classes else ()
+        match = match_classes(names or self.classes, self.classes)
+        if not match.is_permutation:
+            sides = {"new": match.unknown, "missing": match.absent}
+            differences = "; ".join(f"{side}: {some_of(its, SHOWN)}" for side, its in sides.items() if its)
+            raise ValueError(
+                f"{checkpoint.folder} was trained on other classes ({differences}). A resumed run keeps its"
+                " classes; train_vit.py --weights starts a new run and keeps the rows of those it knows"
+            )
+        return match
+
+    def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """Return for each parameter of the head the checkpoint's row of each class; {} if none has moved."""
+        if (match := self.match(checkpoint)).is_identity:
+            return {}
+        heads, shapes = head_layers(self.layout.module), self.gathering.shapes
+        names = [name for name in shapes if name.rpartition(".")[0] in heads]
+        if not names or any(shapes[name][:1] != (len(self.classes),) for name in names):
+            raise ValueError(
+                f"{checkpoint.folder} has the classes in another order, and its model has no head with a row"
+                " for each of them: give the data in that order"
+            )
+        return dict.fromkeys(names, torch.from_numpy(match.labels))
 
     @torch.no_grad()
     def restore(
@@ -149,11 +185,10 @@ class TrainingState:
         checkpoint: on the main process, which broadcasts its tensors. state: the scalars() saved with it.
         """
         if with_optimizer:
-            file = self._file(checkpoint, checkpoints.OPTIMIZER_FILE)
-            specs = broadcast_object_list([file.specs() if file else None])[0]
-            self.optimizer.restore(specs, state, self._sender(file))
+            send, specs = self._sender(checkpoint, checkpoints.OPTIMIZER_FILE)
+            self.optimizer.restore(broadcast_object_list([specs])[0], state, send)
         if self.ema:
-            send = self._sender(self._file(checkpoint, checkpoints.EMA_FILE))
+            send, _ = self._sender(checkpoint, checkpoints.EMA_FILE)
             self.layout.fill(self.layout.own(self.ema.averages), send)
         self._restore_model(checkpoint, checkpoints.MODEL_FILE)
         self._set_loss_scale(state["loss_scale"])
@@ -168,33 +203,38 @@ class TrainingState:
 
     def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
         """Restores the model's buffers, and its parameters from this file."""
-        layout, send = self.layout, self._sender(self._file(checkpoint, checkpoints.MODEL_FILE))
+        layout, (send, _) = self.layout, self._sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
-        send = self._sender(self._file(checkpoint, file))
+        send, _ = self._sender(checkpoint, file)
         layout.fill(chain(layout.own(layout.local), layout.own_frozen()), send)
         layout.sync()
 
-    def _file(self, checkpoint: Checkpoint | None, name: str) -> TensorFile | None:
-        return TensorFile(checkpoint.folder / name) if checkpoint else None
+    def _sender(
+        self, checkpoint: Checkpoint | None, file_name: str
+    ) -> tuple[Callable[..., Tensor], Specs | None]:
+        """Return send(name, shape, dtype), which broadcasts a tensor of the main process to each device, and
+        on the main process the file's types and shapes.
 
-    def _sender(self, file: TensorFile | None) -> Callable[..., Tensor]:
-        """Returns send(name, shape, dtype), which broadcasts a tensor of the main process to each device.
-
-        The default shape is the parameter's, the default type fp32.
+        The default shape is the parameter's, the default type fp32. Rows of the head follow their classes.
         """
         shapes, device = self.gathering.shapes, self.accelerator.device
+        file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
+        rows = self.moved_rows(checkpoint) if checkpoint else {}
 
         def send(
             name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
         ) -> Tensor:
             if file:
-                tensor = file.tensor(name).to(device, dtype)
+                tensor, parameter = file.tensor(name), name.partition("/")[0]
+                if parameter in rows and tensor.shape == shapes[parameter]:
+                    tensor = tensor[rows[parameter]]
+                tensor = tensor.to(device, dtype)
             else:
                 tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
             return broadcast(tensor)
 
-        return send
+        return send, file.specs() if file else None
 
     # --- fp16
 

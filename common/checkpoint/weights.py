@@ -7,11 +7,13 @@ differs, and the patch embedding if the patch size differs.
 import contextlib
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
@@ -34,13 +36,14 @@ from common.checkpoint.format import (
     steps_in,
     verify,
 )
+from common.data.class_names import NEW, match_classes
 from common.distributed.agreement import once
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.env import hub_problem, rank
 from common.system.files import read_json
 from common.system.paths import shortest
-from common.system.text import printable
+from common.system.text import plural, printable
 from common.system.threads import Heartbeat
 from common.timm_models import head_names
 
@@ -61,7 +64,7 @@ _held: dict[str, TensorFile] = {}  # found and not yet loaded, by their paths
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights and facts of their manifest. Without a manifest only the first three fields are set."""
+    """The weights and facts of their manifest. A lone file has the first three fields, and maybe classes."""
 
     weights: str  # path of the file on the local disk
     name: str  # for people
@@ -113,7 +116,8 @@ def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Tra
     if found is None and path.is_dir():
         return _exported(path)
     if found is None:
-        return TrainedModel(str(file), shortest(file), str(Path("validation") / file.stem))
+        folder = str(Path("validation") / file.stem)
+        return TrainedModel(str(file), shortest(file), folder, classes=_named_beside(file))
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
     return _described(found, reports, shortest(found.folder), file.name)
@@ -153,6 +157,15 @@ def _exported(folder: Path) -> TrainedModel:
     reports = str(Path("validation") / folder.name)
     facts = script, recipe, classes, None, about.get("cropped")
     return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, *facts)
+
+
+def _named_beside(file: Path) -> list[str] | None:
+    """The class names in config.json beside a file of weights, as export.py and timm write them."""
+    with contextlib.suppress(OSError, ValueError):
+        names = read_json(file.with_name(EXPORTED)).get("label_names")
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return list(map(printable, names))
+    return None
 
 
 def open_script(
@@ -284,14 +297,16 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
         ) from None
 
 
-def model_with_weights(name: str, location: Path, classes: int, **options: Any) -> nn.Module:
-    """The model with saved weights; its head is new if the number of classes differs.
+def model_with_weights(
+    name: str, location: Path, classes: int, names: Sequence[str] = (), **options: Any
+) -> nn.Module:
+    """Build the model with saved weights. Its head keeps the rows of the classes that the file has, by name.
 
-    location: a safetensors file, a checkpoint's folder (its EMA if it has one), or a run's folder (its best
-    checkpoint). ValueError names the file, and what does not fit.
+    names: of the classes. Where they or the file's are not known, the head is kept if the numbers of classes
+    are equal. location: a safetensors file, a checkpoint's folder (its EMA if it has one), or a run's folder
+    (its best checkpoint). ValueError names the file, and what does not fit.
     """
     import timm
-    from timm.models.vision_transformer import init_weights_vit_timm
 
     try:
         file, trained = _locate(location, "any", lambda: None)
@@ -318,15 +333,40 @@ def model_with_weights(name: str, location: Path, classes: int, **options: Any) 
             f"--weights {file} does not fit --model {name}: {first}: give the --model that it is of{whose}"
         ) from None
     del model.pretrained_cfg["state_dict"]  # timm keeps it
-    if found != classes:
-        model.reset_classifier(classes)
-        for head in heads:
-            model.get_submodule(head).apply(init_weights_vit_timm)
+    lines = [f"each name begins with {wrapper}, which is taken off"] if wrapper else []
+    its_classes = trained.manifest.get("classes") if trained else _named_beside(file)
+    rows = None  # of the file's head, for each class
+    if names and its_classes and len(its_classes) == found:
+        match = match_classes(its_classes, names)
+        rows = None if match.is_identity else match.labels
+        if rows is not None:
+            lines.append(f"the head keeps the rows of {plural(len(match.known), 'class')} and starts afresh")
+            lines[-1] += f" for {plural(len(match.unknown), 'class')}, matched by name"
+    elif found != classes:
+        rows = np.full(classes, NEW)
+        lines.append(f"the head is new, for {classes:,} classes instead of {found:,}")
+    elif names:
+        lines.append("it does not name its classes: they are taken in the order of --data")
+    if rows is not None:
+        _choose_rows(model, heads, rows)
     if rank() == 0:
-        new = f"; the head is new, for {classes:,} classes instead of {found:,}" if found != classes else ""
-        named = f"; each name begins with {wrapper}, which is taken off" if wrapper else ""
-        print(f"--weights: {shortest(file)}{named}{new}", flush=True)
+        print("; ".join([f"--weights: {shortest(file)}", *lines]), flush=True)
     return model
+
+
+@torch.no_grad()
+def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
+    """Give the model a new head that has these rows of its present one. rows: int64 [classes], NEW: none."""
+    from timm.models.vision_transformer import init_weights_vit_timm
+
+    before = [dict(model.get_submodule(head).named_parameters()) for head in heads if rows.max() != NEW]
+    model.reset_classifier(len(rows))
+    for head in heads:
+        model.get_submodule(head).apply(init_weights_vit_timm)
+    known = torch.from_numpy(np.flatnonzero(rows != NEW))
+    for head, parameters in zip(heads, before, strict=False):
+        for name, parameter in model.get_submodule(head).named_parameters():
+            parameter[known] = parameters[name][torch.from_numpy(rows)[known]]
 
 
 def _wrapper(names: list[str]) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.data.class_names import refuse_duplicates
 from common.data.decode import FILES, SPLITS, STORED, CachedImages, Damaged, Encoded, checks_jpegs
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
@@ -27,7 +28,6 @@ from common.recipe import ImageRecipe
 from common.system.files import discard, read_json, sha256_of, size_limit, sync, try_lock
 from common.system.processes import allowed_cores
 from common.system.progress import Display
-from common.system.text import printable
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
@@ -151,10 +151,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
     work.mkdir()
     try:
         classes = source.write(work, beat)
-        if len(classes) < 2:
-            raise ValueError(
-                f"{source.name} has one class, {printable(classes[0])}: a classifier needs two or more"
-            )
+        refuse_duplicates(classes, source.name)
         if source.holdout is not None:
             hold_out(work, source.holdout)
         kind, flaws = "shards" if source.shards else "array", list[str]()

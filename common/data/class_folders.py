@@ -164,26 +164,26 @@ def only_in(one: str, classes: Iterable, other: str, others: Iterable) -> str:
 
 
 def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """Lists `<class>/`. Raises ValueError where no folder, or one folder alone, has images."""
+    """List `<class>/`. Raises ValueError where no folder has images."""
     classes = list_classes(root, left_out)
     found = {name: paths for name, paths in classes.items() if paths}
-    if len(found) == 1:
-        (name,) = found
-        advice = f": give --data {printable(root / name)} if the classes are in it"
-        if not any(os.sep in path for path in found[name]):
-            advice = ", which is one class: a classifier needs two or more"
-        raise ValueError(
-            f"--data {root} has images in one folder alone, {printable(name)}{advice}{_hint(root)}"
-        )
     if not found:
         _refuse(root)
     words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in found}
-    if "train" in words and "" not in words:
+    if "train" in words and "" not in words and len(found) > 1:
         advice = _hint(root) or ": call them train/, val/ and test/, with a folder for each class in them"
         raise ValueError(
             f"--data {root}: {some_of(sorted(found))} are splits by their names, no classes{advice}"
         )
     return classes
+
+
+def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
+    """Explain that one class folder is enough for an evaluation alone. paths: of its images, below it."""
+    advice = f": give --data {printable(root / name)} if the classes are in it"
+    if not any(os.sep in path for path in paths):
+        advice = ", which is one class: a classifier needs two or more"
+    return f"--data {root} has images in one folder alone, {printable(name)}{advice}{_hint(root)}"
 
 
 def _refuse(root: Path) -> NoReturn:

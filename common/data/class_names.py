@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from common.system.text import printable, some_of
+from common.system.text import plural, printable, some_of
 
 NEW = -1  # in place of a label: the model does not have the class
 SHOWN = 5  # names in a message
@@ -57,22 +57,22 @@ class ClassMatch:
         """Raise ValueError for classes that the model does not have. data, model: their names, for people."""
         if self.unknown:
             raise ValueError(
-                f"{printable(data)} has {_count(len(self.unknown))} that {model} was not trained on:"
-                f" {some_of(self.unknown, SHOWN)}. The model's {_count(len(self.model))}:"
+                f"{printable(data)} has {plural(len(self.unknown), 'class')} that {model} was not trained on:"
+                f" {some_of(self.unknown, SHOWN)}. The model's {plural(len(self.model), 'class')}:"
                 f" {some_of(self.model, SHOWN)}"
             )
 
     def describe(self, data: str, model: str) -> str:
         """Return a sentence on how the classes differ; empty when they are the same in the same order."""
-        data, count = printable(data), len(self.model)
+        data, its_classes = printable(data), f"{plural(len(self.model), 'class')} of {model}"
         if not self.is_named:
             return f"{model} does not name its classes: they are taken in the order of {data}."
         if self.is_identity:
             return ""
         if self.is_permutation:
-            return f"{data} has the {_count(count)} of {model} in another order: they are matched by name."
+            return f"{data} has the {its_classes} in another order: they are matched by name."
         new = f", and {len(self.unknown):,} others" if self.unknown else ""
-        return f"{data} has {len(self.known):,} of the {_count(count)} of {model}{new}, matched by name."
+        return f"{data} has {len(self.known):,} of the {its_classes}{new}, matched by name."
 
 
 def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[str]) -> ClassMatch:
@@ -112,8 +112,6 @@ def refuse_duplicates(names: Sequence[str], owner: str) -> None:
 
 
 def _normal(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
-
-
-def _count(number: int) -> str:
-    return f"{number:,} class" if number == 1 else f"{number:,} classes"
+    return unicodedata.normalize(
+        "NFC", printable(name)
+    )  # a manifest has names of any bytes, a run shows them

@@ -78,12 +78,14 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
     """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree.
 
-    is_evaluated: nothing is trained; of data with one split, `val` is that one.
+    is_evaluated: nothing is trained; of data with one split, `val` is that one, and one class is enough.
     """
     make = partial(prepare, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
+    if len(images.classes) < 2 and not is_evaluated:
+        raise ValueError(f"{recipe.data} has one class, {images.classes[0]}: a classifier needs two or more")
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     kind = [images.source, type(images.train).__name__]

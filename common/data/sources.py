@@ -62,6 +62,7 @@ class Source:
     hashes: tuple[str, ...] = ()  # hashes of the content beyond the files'
     is_table: bool = False  # it has columns to choose from
     left_out: str = ""  # what is not read, and why
+    why_not_trained_on: str = ""  # the images can be evaluated alone
 
 
 def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
@@ -72,6 +73,8 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
     source = _find(data, beat, columns)
+    if source.why_not_trained_on and not is_evaluated:
+        raise ValueError(source.why_not_trained_on)
     if any(columns) and not source.is_table:
         raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
     if holdout is not None:
@@ -307,7 +310,13 @@ def find_class_folders(root: Path) -> Source:
     empty = [c for c, paths in found["train"].items() if not paths]
     unused += [f"{c}/ without images" for c in empty]
     text = ", ".join(filter(None, (str(left_out), *unused)))
-    return _source_of_files(root.name, root, sorted({*found["train"]} - {*empty}), splits, used, text)
+    classes = sorted({*found["train"]} - {*empty})
+    source = _source_of_files(root.name, root, classes, splits, used, text)
+    if len(classes) > 1 or folders["train"]:
+        return source
+    (name,) = classes
+    paths = found["train"][name]
+    return replace(source, why_not_trained_on=class_folders.why_not_trained_on(root, name, paths))
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:

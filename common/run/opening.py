@@ -139,6 +139,8 @@ class Opening:
                 f" by the free memory. Now they are {kinds[1]}: give --allow_changed data to go on with these"
             )
         self.training.check(checkpoint)
+        if line := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
+            print(f"{line} The head's rows, their averages and the optimizer's state move along", flush=True)
         state = RunState.read(checkpoint)
         has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
         if (at := checkpoint.step) > steps.last:
@@ -267,7 +269,7 @@ def _holds(file: Path, content: bytes) -> bool:
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
     """False when the optimizer differs from the checkpoint's and --allow_changed permits it."""
     try:
-        training.optimizer.check(checkpoint, state.scalars())
+        training.optimizer.check(checkpoint, state.scalars(), training.moved_rows(checkpoint))
     except ValueError as problem:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(

@@ -63,7 +63,7 @@ class Run:
         from common.checkpoint.training import TrainingState
         from common.run.opening import Opening
 
-        training = TrainingState(self.accelerator, model, optimizer, ema)
+        training = TrainingState(self.accelerator, model, optimizer, ema, data[1])
         ranks = Opening(self.accelerator, self.recipe, self.batch, steps, training, *data).open()
         self.begun, record = ranks, ranks.record
         if first := self.recipe.profile:

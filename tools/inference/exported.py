@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from common.augment import to_float
 from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
 from common.data.cache import prepare
+from common.data.class_names import match_classes
 from common.data.images import open_images
 from common.data.sources import KNOWN
 from common.recipe import ImageRecipe, recipe_part
@@ -70,11 +71,9 @@ def open_trained(
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
     script, recipe, _ = open_script(trained, script_file, words)
     images = open_images(Path(prepare(recipe, lambda: None).folder), recipe)
-    classes = tuple(trained.classes or images.classes)
-    if len(images.classes) != len(classes):
-        raise ValueError(
-            f"{recipe.data} has {len(images.classes)} classes, the model {len(classes)}: give its --data"
-        )
+    match = match_classes(trained.classes, images.classes)
+    match.refuse_unknown(recipe.data, trained.name)
+    classes = match.model
     model = script.build_model(recipe, len(classes))
     load_trained(model, Path(trained.weights))
     model.eval()

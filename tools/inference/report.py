@@ -100,12 +100,13 @@ def show(found: dict[str, Any], title: str) -> None:
     ]
     console.print(table(title, ["what", "value"], figures))
     few = len(classes) <= PRINTED_CLASSES
-    by_f1 = sorted(range(len(classes)), key=lambda c: per_class["f1"][c])
+    with_images = [c for c, images in enumerate(per_class["support"]) if images]
+    by_f1 = sorted(with_images, key=lambda c: per_class["f1"][c])
     rows = [
         (classes[c], *(f"{per_class[name][c]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS))
         for c in (range(len(classes)) if few else by_f1[:WORST_CLASSES])
     ]
-    heading = "of each class" if few else f"of the {WORST_CLASSES} classes with the lowest F1"
+    heading = "of each class" if few else f"of the {len(rows)} classes with the lowest F1"
     console.print(table(heading, ["class", *PER_CLASS], rows))
     if not few:
         return

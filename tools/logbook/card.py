@@ -96,15 +96,15 @@ def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
         measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
     name = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
     reports = (one for one in run.reports.values() if one.get("checkpoint", "").endswith(name))
+    reports = (one for one in reports if not one.get("classes_left_out"))
     matrices = [one for one in reports if one.get("split") == which and "confusion" in one]
     if run.confusion.get("step") == step and ("split" in run.confusion) == (which == "test"):
         matrices.append(run.confusion)
-    matrix = next((one["confusion"] for one in matrices), None)
-    by_class = None if matrix is None else _by_class(matrix, exported.classes)
+    by_class = next((_by_class(one["confusion"], one["classes"]) for one in matrices), None)
     return {"images": run.evaluated_images(which), "measures": measures, "by_class": by_class}
 
 
-def _by_class(confusion: list[list[int]], classes: tuple[str, ...]) -> list[tuple[str, ...]]:
+def _by_class(confusion: list[list[int]], classes: list[str]) -> list[tuple[str, ...]]:
     """A row for each class, of up to MOST_CLASSES. confusion: a row per true class."""
     if len(classes) > MOST_CLASSES:
         return []

@@ -96,8 +96,9 @@ def _report(report: dict[str, Any]) -> dict[str, Any]:
         return found
     order = list(range(len(classes)))
     if len(classes) > SHOWN_CLASSES:
-        order = sorted(order, key=lambda i: columns["f1"][i])[:SHOWN_CLASSES]
-        found["shown"] = f"The {SHOWN_CLASSES} classes of {len(classes)} with the lowest F1"
+        with_images = [i for i in order if columns["support"][i]]
+        order = sorted(with_images, key=lambda i: columns["f1"][i])[:SHOWN_CLASSES]
+        found["shown"] = f"The {len(order)} classes of {len(classes)} with the lowest F1"
     for i in order:
         shares = (f"{columns[name][i]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS)
         found["rows"].append([classes[i], *shares])

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
+from common.data.class_names import match_classes
 from common.recipe import METRICS
 from common.system.files import read_json
 from common.system.text import plural
@@ -232,7 +233,11 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
     records, name = (run, replay), step_name(step)
     theirs, mine = (_manifest(record, step) for record in records)
     scalars = [read_json(_folder(record, step) / STATE_FILE).get("optimizer") for record in records]
-    pairs = {key: (theirs.get(key), mine.get(key)) for key in ("classes", "optimizer")}
+    match = match_classes(theirs.get("classes", []), mine.get("classes", []))
+    if not match.is_identity:  # so the rows of the heads are in another order, too
+        yield match.describe(f"{name} of the replay", "the run's")
+        return
+    pairs = {"optimizer": (theirs.get("optimizer"), mine.get("optimizer"))}
     for key, (told, value) in {**pairs, "the optimizer's part of state.json": scalars}.items():
         if told != value:
             yield f"{key} in {name}: {told}, in the replay {value}"
