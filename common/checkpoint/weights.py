@@ -346,7 +346,7 @@ def model_with_weights(
         rows = np.full(classes, NEW)
         lines.append(f"the head is new, for {classes:,} classes instead of {found:,}")
     elif names:
-        lines.append("it does not name its classes: they are taken in the order of --data")
+        lines.append("it does not name its classes: they are taken to be those of --data, in its order")
     if rows is not None:
         _choose_rows(model, heads, rows)
     if rank() == 0:

@@ -66,7 +66,7 @@ class ClassMatch:
         """Return a sentence on how the classes differ; empty when they are the same in the same order."""
         data, its_classes = printable(data), f"{plural(len(self.model), 'class')} of {model}"
         if not self.is_named:
-            return f"{model} does not name its classes: they are taken in the order of {data}."
+            return f"{model} does not name its classes: they are taken to be those of {data}, in its order."
         if self.is_identity:
             return ""
         if self.is_permutation:

@@ -66,6 +66,45 @@ def test_the_head_is_new_for_another_number_of_classes(file, tmp_path, capsys):
     assert built(tmp_path / "headless.safetensors", classes=3)["head.weight"].shape == (3, 64)
 
 
+@pytest.mark.parametrize("model", ["test_vit", "deit_tiny_distilled_patch16_224", "test_resnet"])
+@pytest.mark.parametrize(
+    ("classes", "rows", "said"),
+    [
+        (("cat", "dog", "wolf"), [0, 1, 2], ""),
+        (("wolf", "cat", "dog"), [2, 0, 1], "keeps the rows of 3 classes and starts afresh for 0 classes"),
+        (("wolf", "cat"), [2, 0], "keeps the rows of 2 classes and starts afresh for 0 classes, matched"),
+        (("dog", "fox", "wolf"), [1, None, 2], "keeps the rows of 2 classes and starts afresh for 1 class,"),
+        (("fox", "hen", "ox"), [None] * 3, "keeps the rows of 0 classes and starts afresh for 3 classes"),
+        ((), [0, 1, 2], ""),
+        (
+            ("a", "b", "c"),
+            [0, 1, 2],
+            "it does not name its classes: they are taken to be those of --data, in its order",
+        ),
+    ],
+)
+def test_a_head_keeps_the_rows_of_the_classes_it_knows(model, classes, rows, said, tmp_path, capsys):
+    recipe = {"model": model, "image_size": 32, "patch_size": 16 if "deit" in model else None}
+    recipe |= {"drop_path": 0.0}
+    source = build_model(Vit(**recipe), 3).state_dict()
+    heads = [name for name in source if name.split(".")[0] in ("head", "head_dist", "fc")]
+    source |= {name: torch.randn_like(source[name]) for name in heads}  # a new bias is 0
+    save_file(source, file := tmp_path / "model.safetensors")
+    if classes != ("a", "b", "c"):
+        (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog", "wolf"]}')
+    capsys.readouterr()
+    ours = build_model(Vit(**recipe, weights=str(file)), len(rows), classes).state_dict()
+    assert said in (output := capsys.readouterr().out)
+    assert ("class" in output) == bool(said)
+    assert len(heads) == (4 if "deit" in model else 2)
+    for name in heads:
+        assert len(ours[name]) == len(rows)
+        for row, before in zip(ours[name], rows, strict=True):
+            is_kept = [torch.equal(row, one) for one in source[name]]
+            assert is_kept == [k == before for k in range(3)], name
+    assert all(torch.equal(ours[name], source[name]) for name in source.keys() - heads)
+
+
 def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **about) -> Path:
     """A checkpoint of a run, whose weights all have this value, those of its EMA another."""
     specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}

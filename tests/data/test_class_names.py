@@ -27,7 +27,7 @@ CASES = {  # model, data, labels, known, unknown, absent, sentence
     ),
     "no names": (
         *(None, "ba", [0, 1], 2, "", ""),
-        "M does not name its classes: they are taken in the order of D.",
+        "M does not name its classes: they are taken to be those of D, in its order.",
     ),
     "accents apart": (["cafe\u0301", "x"], ["caf\u00e9", "x"], [0, 1], 2, "", "", ""),
     "other characters": (["m\u00b2"], ["m2"], [NEW], 0, ["m2"], ["m\u00b2"], None),

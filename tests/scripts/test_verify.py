@@ -277,7 +277,7 @@ FORGERIES = {
     "infinite loss": (in_lines("train/loss", 6, lambda _: torch.nan), "metrics.jsonl has 1 of"),
     "moments of zero": (zero_moments, "exp_avg in step_00000008/optimizer.safetensors differs by"),
     "loss in a state": (loss_in_a_state, "state.json/logged_step of step 8 is 7, in the replay 8"),
-    "other classes": (other_classes, "classes in step_00000008: ['cat', 'dog'], in the replay ['a', 'b']"),
+    "other classes": (other_classes, "classes in step_00000008: cat, dog, in the replay a, b"),
     "forged loss": (smaller_loss(0.01), "train/loss of step 4 is "),
     "changed rate": (changed_rate, "the checkpoint of step 8 was trained with lr 0.0005, not 0.004"),
     "other seed": (other_seed, "train/loss of step 2 is "),
@@ -329,7 +329,7 @@ EVALUATED = {
     "raised test accuracy": (forged_test_accuracy, 1, "test/accuracy of step "),
     "checkpoints removed": (checkpoints_removed, 1, "at step 32, which the"),
     "last weights replaced": (in_tensors(32, "ema", torch.neg, "head.weight"), 1, "val/loss of step 32 is "),
-    "classes": (other_classes, 1, "classes in step_00000008: ['cat', 'dog'], in the replay ['a', 'b']"),
+    "classes": (other_classes, 1, "classes in step_00000008: cat, dog, in the replay a, b"),
     "weights on the way": (off_by_a_tenth, 0, "weights 9."),
 }
 

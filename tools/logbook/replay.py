@@ -16,7 +16,7 @@ from common.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
 from common.data.class_names import match_classes
 from common.recipe import METRICS
 from common.system.files import read_json
-from common.system.text import plural
+from common.system.text import plural, some_of
 from tools.logbook.record import COMPARED, RunRecord
 
 # What a repeated evaluation of the same weights may change: of 10,000 images those whose two largest logits
@@ -233,10 +233,11 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
     records, name = (run, replay), step_name(step)
     theirs, mine = (_manifest(record, step) for record in records)
     scalars = [read_json(_folder(record, step) / STATE_FILE).get("optimizer") for record in records]
-    match = match_classes(theirs.get("classes", []), mine.get("classes", []))
-    if not match.is_identity:  # so the rows of the heads are in another order, too
-        yield match.describe(f"{name} of the replay", "the run's")
-        return
+    ours, its = theirs.get("classes", []), mine.get("classes", [])
+    if not (match := match_classes(ours, its)).is_identity:
+        order = ", the same in another order" if match.is_permutation else ""
+        yield f"classes in {name}: {some_of(ours)}, in the replay {some_of(its)}{order}"
+        return  # their heads have other rows
     pairs = {"optimizer": (theirs.get("optimizer"), mine.get("optimizer"))}
     for key, (told, value) in {**pairs, "the optimizer's part of state.json": scalars}.items():
         if told != value:

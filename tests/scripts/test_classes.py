@@ -1,0 +1,180 @@
+"""A trained model on data whose classes are others, or in another order: matched by name everywhere."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import export
+from common.checkpoint.weights import load_trained
+from tests.conftest import CNN, STRATEGIES, VIT, full, latest, metrics, python, run, torchrun
+from tests.scripts.conftest import QUICK
+from tests.scripts.test_validate import FP32, fails, words
+from tests.support.commands import call
+from tests.support.data_sets import encode, opened, write, write_parquet
+from train_cnn_a import CnnA, build_model
+
+REVERSED = "9876543210"  # a class's label is 9 - its digit
+FEW = "83"  # classes of a small test set, in another order
+
+
+@pytest.fixture(scope="module")
+def digits(cache):
+    return opened("digits", cache[1])
+
+
+@pytest.fixture(scope="module")
+def data(digits, tmp_path_factory) -> dict[str, Path]:
+    """The digits' held-out images, and some of them, in other forms. `reversed` has the training images."""
+    root, files = tmp_path_factory.mktemp("data"), {}
+    held_out = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.val)]
+    training = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.train)]
+    for split, images in (("train", training), ("val", held_out)):
+        table = root / "reversed" / f"{split}-0.parquet"
+        write_parquet(table, [image for image, _ in images], [9 - y for _, y in images], list(REVERSED))
+    few = [(image, FEW.index(str(y))) for image, y in held_out if str(y) in FEW]
+    write_parquet(root / "few" / "train-0.parquet", *map(list, zip(*few, strict=True)), list(FEW))
+    for k, (image, y) in enumerate(held_out):
+        if y == 8:
+            files[f"one/8/{k}.png"] = image
+            files[f"unknown/8/{k}.png"] = files[f"unknown/fox/{k}.png"] = files[f"unknown/wolf/{k}.png"] = (
+                image
+            )
+    write(root, files)
+    return {path.name: path for path in root.iterdir()}
+
+
+def pairs(split) -> zip:
+    return zip(split.images, split.labels, strict=True)
+
+
+@pytest.fixture(scope="module")
+def logits(trained, digits) -> torch.Tensor:
+    """The model's logits of the held-out images, computed here: [360, 10]."""
+    script = __import__("train_cnn_a")
+    model = build_model(CnnA(widths=(4, 8, 32)), 10)
+    load_trained(model, latest(trained) / "model.safetensors")
+    inputs = torch.from_numpy(np.array(digits.val.images)).permute(0, 3, 1, 2) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (script.MEAN, script.STD))
+    with torch.no_grad():
+        return model.eval()((inputs - mean) / std)
+
+
+@pytest.fixture(scope="module")
+def models(trained, cache, tmp_path_factory) -> dict[str, list]:
+    """The words of validate.py for each form of the model."""
+    folder, lone = tmp_path_factory.mktemp("models") / "exported", ["--script", *CNN]
+    assert call(export.main, trained, folder, *cache)[0] == 0
+    file = tmp_path_factory.mktemp("lone") / "lone.safetensors"
+    file.write_bytes((folder / "model.safetensors").read_bytes())
+    return {
+        "run": [trained],
+        "exported": [folder],
+        "a file beside config.json": [folder / "model.safetensors", *lone],
+        "lone": [file, *lone],
+    }
+
+
+OVER_ALL = "The accuracy is over all 10 classes. --only_its_classes leaves out absent ones."
+CASES = [  # the model, the data, flags, which of the model's classes are counted, what is said
+    ("run", "reversed", (), range(10), "in another order: they are matched by name."),
+    ("run", "few", (), range(10), OVER_ALL),
+    ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy is over the 2 of 10 classes that have"),
+    ("exported", "reversed", (), range(10), "in another order: they are matched by name."),
+    ("run", "one", (), range(10), "has 1 of the 10 classes of"),
+    ("a file beside config.json", "few", (), range(10), "has 2 of the 10 classes of"),
+    full("exported", "few", ("--only_its_classes",), (3, 8), "has 2 of the 10 classes of"),
+    full("run", "one", ("--only_its_classes",), (8,), "The accuracy is over the 1 of 10 classes that have"),
+]
+
+
+def expected(logits: torch.Tensor, labels: np.ndarray, name: str, predicted) -> float:
+    """The accuracy on the data of this name, when only some classes are predicted."""
+    digits = {"few": (3, 8), "one": (8,)}.get(name, range(10))
+    rows = np.isin(labels, digits)
+    masked = torch.full_like(logits, -torch.inf)
+    masked[:, list(predicted)] = logits[:, list(predicted)]
+    return float((masked.argmax(1).numpy() == labels)[rows].mean())
+
+
+@pytest.mark.parametrize(("model", "name", "flags", "predicted", "said"), CASES)
+@pytest.mark.parametrize("processes", [1, full(2)])
+def test_validate(
+    processes, model, name, flags, predicted, said, models, data, digits, logits, cache, tmp_path
+):
+    launcher = python() if processes == 1 else torchrun(processes)
+    command = [*launcher, "validate.py", *models[model], "--data", data[name], *flags, *cache, *FP32]
+    assert said in run([*command, "--output_dir", tmp_path])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["processes"] == processes
+    assert report["top1"] == pytest.approx(expected(logits, digits.val.labels, name, predicted))
+    assert report["classes"] == list("0123456789")
+    assert report["classes_left_out"] == 10 - len(predicted)
+
+
+def test_two_processes_map_labels(models, data, digits, logits, cache, tmp_path):
+    command = [*torchrun(2), "validate.py", *models["run"], "--data", data["reversed"], *cache, *FP32]
+    assert run([*command, "--output_dir", tmp_path]).count("in another order") == 1
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["top1"] == pytest.approx(expected(logits, digits.val.labels, "all", range(10)))
+
+
+def test_a_lone_file_takes_the_datas_order(models, data, digits, logits, cache, tmp_path):
+    output = run(words(*models["lone"], "--data", data["reversed"], *cache, "--output_dir", tmp_path))
+    assert "does not name its classes: they are taken to be those of" in output
+    wrong = expected(logits, 9 - digits.val.labels, "all", range(10))
+    assert json.loads((tmp_path / "report.json").read_text())["top1"] == pytest.approx(wrong)
+
+
+def test_unknown_classes_are_refused(trained, data, cache, tmp_path):
+    model = f"{latest(trained)}/model.safetensors"
+    named = f"{data['unknown']} has 2 classes that {model} was not trained on: fox, wolf. The model's 10"
+    assert named in fails(words(trained, "--data", data["unknown"], *cache))
+    status, output = call(
+        export.main, trained, tmp_path / "out", "--data", data["unknown"], "--holdout", 0.5, *cache
+    )
+    assert (status, named in output) == (1, True)
+
+
+# --- Resume
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory, cache) -> Path:
+    folder = tmp_path_factory.mktemp("vit") / "run"
+    run([*python(), *VIT, *QUICK, "--max_steps", 4, *cache, "--output_dir", folder])
+    return folder
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", *map(full, ("ddp", "zero2", "zero3"))])
+def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path):
+    """Its rows in the model, the EMA and AdamW's moments. No step is trained, so the bits are equal."""
+    command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
+    output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
+    assert "in another order: they are matched by name. The head's rows, their averages and" in output
+    assert metrics(tmp_path)[-1]["val/loss"] == pytest.approx(metrics(vit)[-1]["val/loss"], rel=1e-5)
+    manifest = json.loads((latest(tmp_path) / "manifest.json").read_text())
+    assert manifest["classes"] == list(REVERSED)
+    for name in ("model", "ema", "optimizer"):
+        before, after = (load_file(latest(run_) / f"{name}.safetensors") for run_ in (vit, tmp_path))
+        assert before.keys() == after.keys()
+        for key, tensor in before.items():
+            assert torch.equal(after[key], tensor.flip(0) if key.startswith("head.") else tensor), key
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"),
+    [
+        ("unknown", r"(new: fox, wolf; missing: 0, 1, 2, 3, 4 and 4 more)"),
+        ("few", "(missing: 0, 1, 2, 4, 5 and 3 more)"),
+    ],
+)
+def test_a_resume_refuses_other_classes(name, differences, trained, data, cache, tmp_path):
+    command = [*python(), *CNN, *QUICK, *cache, "--resume", trained, "--output_dir", tmp_path]
+    changed = ["--data", data[name], "--holdout", 0.5, "--batch_size", 16, "--max_steps", 12]
+    output = fails([*command, *changed, "--allow_changed", "data,holdout,batch_size"])
+    assert f"was trained on other classes {differences}. A resumed run keeps its classes" in output
