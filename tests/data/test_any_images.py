@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import numpy as np
 import pillow_heif
 import pytest
+from accelerate import Accelerator
 from PIL import Image, ImageOps
 
 from common.data import cache
 from common.data.cache import Prepared, prepare, prepare_data
 from common.data.class_folders import LeftOut, beside_splits, find_pictures, list_splits
 from common.data.decode import EXTENSIONS, FORMATS, decode
-from common.data.images import open_images, summary, warnings
+from common.data.images import load, open_images, summary, warnings
 from common.data.splits import FileSplit
 from common.data.tables import parquet_files
 from common.recipe import ImageRecipe
@@ -155,6 +156,28 @@ def test_links_in_a_circle_are_refused(circle, tmp_path):
     link.symlink_to(target)
     with pytest.raises(ValueError, match="link links to a folder above it"):
         list_splits(root, LeftOut())
+
+
+@pytest.mark.parametrize("layout", ["folder", "deeper", "folders", "list", "parquet", "saved"])
+def test_one_class_can_be_evaluated_and_not_trained_on(layout, tmp_path):
+    root = tmp_path / "pets"
+    if layout in ("folder", "deeper"):
+        put(root, *(f"ox/{'2026/' * (layout == 'deeper')}{k}.png" for k in range(4)))
+    else:
+        root = data_set(root, layout, names=["ox"], labels=[0] * 4, train=4, val=4)
+    recipe = ImageRecipe(data=str(root), cache_dir=str(tmp_path / "cache"), holdout=None)
+    accelerator = Accelerator(cpu=True)
+    images = load(accelerator, recipe, is_evaluated=True)
+    assert (images.classes, len(images.val)) == (("ox",), 4)
+    with pytest.raises(ValueError, match=r"(is|has) one class|if the classes are in it"):
+        load(accelerator, recipe)
+
+
+def test_classes_with_equal_names_are_refused(tmp_path):
+    root = put(tmp_path / "cafes", "caf\u00e9/1.png", "cafe\u0301/2.png", "bar/3.png")
+    message = "cafes has several classes with the same name, cafe\u0301: merge or rename them"
+    with pytest.raises(ValueError, match=message):
+        prepare_with(root, tmp_path / "cache", holdout=0.5)
 
 
 # Pixels

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import export
 from common.checkpoint.weights import load_trained
-from tests.conftest import CNN, STRATEGIES, VIT, full, latest, metrics, python, run, torchrun
+from tests.conftest import CNN, STRATEGIES, VIT, full, latest, metrics, mutate, python, run, torchrun
 from tests.scripts.conftest import QUICK
 from tests.scripts.test_validate import FP32, fails, words
 from tests.support.commands import call
@@ -164,6 +164,20 @@ def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path
         assert before.keys() == after.keys()
         for key, tensor in before.items():
             assert torch.equal(after[key], tensor.flip(0) if key.startswith("head.") else tensor), key
+
+
+@pytest.mark.full
+def test_an_optimizer_state_that_cannot_follow_the_classes_is_refused(data, cache, project_copy, tmp_path):
+    """Adafactor keeps sums over rows and columns of a matrix, not moments of its shape."""
+    adamw = "torch.optim.AdamW(groups, lr=recipe.lr, fused=True)"
+    mutate(project_copy, "train_vit.py", adamw, "torch.optim.Adafactor(groups, lr=recipe.lr)")
+    command = [*python(), *VIT, *QUICK, *cache, "--max_steps", 1]
+    run([*command, "--output_dir", tmp_path / "before"], cwd=project_copy)
+    command += ["--resume", tmp_path / "before", "--output_dir", tmp_path / "after"]
+    output = fails([*command, "--data", data["reversed"], "--allow_changed", "data"], cwd=project_copy)
+    assert (
+        "head.weight/col_var can't follow the classes to their new order: give that optimizer, or" in output
+    )
 
 
 @pytest.mark.parametrize(

@@ -306,12 +306,6 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
     assert "--widths 4,8: at least three" in capsys.readouterr().err
 
 
-def test_both_numbers_of_classes_are_named(copy, cache):
-    forge(latest(copy), classes=["a", "b"])
-    output = fails(words(copy, *cache))
-    assert f"digits has 10 classes, and {latest(copy)}/model.safetensors was trained for 2" in output
-
-
 def test_places_of_a_model(copy, tmp_path):
     step = result(copy)["best_step"]
     checkpoint = latest(copy)
