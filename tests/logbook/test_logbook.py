@@ -173,6 +173,7 @@ def gpu_run(folder: Path) -> Path:
     report |= {"classes": classes, "confusion": [[i == j for j in range(22)] for i in range(22)]}
     report["confusion"] = [[int(x) for x in row] for row in report["confusion"]]
     report |= {"per_class": shares | {"support": list(range(22))}, "images_per_s": 3000.0, "split": "test"}
+    report["classes_left_out"] = 1
     (folder / "validation" / "test_28").mkdir(parents=True)
     (folder / "validation/test_28/report.json").write_text(json.dumps(report))
     stamp = {"date": "2026-01-01", "commit": "abc", "device": "CPU", "config": "single", "steps": 10}
