@@ -8,7 +8,8 @@
 The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
 checkpoint's folder, a folder of export.py, or a .safetensors file. It is verified before use, and nothing in
 it is unpickled. Its manifest names the script that trained it; flags of that script change the recipe, as
---data or --image_size. If the run has averaged weights they are used, as the run evaluated them.
+--data or --image_size. Classes of other data are matched by name (docs/models.md). If the run has averaged
+weights they are used, as the run evaluated them.
 
 Each process evaluates its share of the images with the whole model on its device: without training these
 models need no sharding, and the launcher's strategy changes no number. Only the main process reads the

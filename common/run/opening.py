@@ -140,7 +140,7 @@ class Opening:
             )
         self.training.check(checkpoint)
         if line := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
-            print(f"{line} The head's rows, their averages and the optimizer's state move along", flush=True)
+            print(f"{line} The head's rows and their state follow the names", flush=True)
         state = RunState.read(checkpoint)
         has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
         if (at := checkpoint.step) > steps.last:

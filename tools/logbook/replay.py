@@ -233,10 +233,10 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
     records, name = (run, replay), step_name(step)
     theirs, mine = (_manifest(record, step) for record in records)
     scalars = [read_json(_folder(record, step) / STATE_FILE).get("optimizer") for record in records]
-    ours, its = theirs.get("classes", []), mine.get("classes", [])
-    if not (match := match_classes(ours, its)).is_identity:
+    classes = [manifest.get("classes", []) for manifest in (theirs, mine)]
+    if not (match := match_classes(*classes)).is_identity:
         order = ", the same in another order" if match.is_permutation else ""
-        yield f"classes in {name}: {some_of(ours)}, in the replay {some_of(its)}{order}"
+        yield f"classes in {name}: {some_of(classes[0])}, in the replay {some_of(classes[1])}{order}"
         return  # their heads have other rows
     pairs = {"optimizer": (theirs.get("optimizer"), mine.get("optimizer"))}
     for key, (told, value) in {**pairs, "the optimizer's part of state.json": scalars}.items():
