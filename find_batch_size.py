@@ -27,12 +27,13 @@ import signal
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from common.flags import without
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
 from common.system.cli import check_positive, command_parser, run_command, split_at_script
@@ -176,7 +177,7 @@ class Search:
             launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
             if self.flags.hostfile:
                 launcher = [str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
-            words = [sys.executable, *launcher, *self.flags.script, *self._sized(size), f"--output_dir={run}"]
+            words = [sys.executable, *launcher, *self._words(size, run)]
             ended = launch(words, self.flags.memory_limit_gib, self.flags.trial_timeout_s)
             if ended.status == 0:
                 return self._read(size, ended, run), 0
@@ -192,8 +193,8 @@ class Search:
             reason = f"no end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
         raise ValueError(f"the trial with {size} images per process failed ({reason})")
 
-    def _sized(self, size: int) -> list[str]:
-        """The trial's flags. They come last and override the user's."""
+    def _words(self, size: int, run: Path) -> list[str]:
+        """The script and its flags in a trial, which replace those of the user."""
         batch_size = size * self.processes
         flags = {
             "per_device_batch_size": size,
@@ -209,10 +210,12 @@ class Search:
             "resume": "auto",
             "trackers": "none",
             "s3": "",
+            "output_dir": run,
         }
         if sizes := getattr(self.recipe, "train_sizes", ()):
             flags["train_sizes"] = max(sizes)
-        return [f"--{name}={value}" for name, value in flags.items()]
+        replaced = [field for field in fields(self.recipe) if field.name in flags]
+        return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
 
     def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:
         if not (run / "result.json").exists():

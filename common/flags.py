@@ -12,6 +12,7 @@ import sys
 import time
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from common.system.paths import ROOT
 from common.system.text import did_you_mean, is_printable, message_text, shortened, some_of
 
 LARGEST = 1e15  # of any flag's number
+
+SYNONYMS = {"lr": ("learning_rate",)}  # further names of a flag
 
 
 def flag(
@@ -64,6 +67,16 @@ def help_of(field: dataclasses.Field, name: str = "") -> str:
 
 
 class Parser(CommandParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """Refuse two names of one setting, as `--lr 1 --learning_rate 2`. A repeated name is fine."""
+        names: dict[str, str] = {}
+        for word in sys.argv[1:] if args is None else args:
+            name = underscores(word).partition("=")[0]
+            action = self._option_string_actions.get(name)
+            if action and (first := names.setdefault(action.dest, name)) != name:
+                self.error(two_names(first, name))
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> typing.NoReturn:
         """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
         if message.startswith("unrecognized arguments"):
@@ -98,6 +111,10 @@ def _of_our_scripts(unknown: str) -> str:
     return f". {some_of(scripts)} {'has' if len(scripts) == 1 else 'have'} it" if scripts else ""
 
 
+def two_names(first: str, second: str) -> str:
+    return f"{first} and {second} are two names of one setting. Give one of them"
+
+
 def _of_others(unknown: str) -> str:
     """What docs/coming_from.md has instead of a flag of timm's or of Accelerate's examples; else empty."""
     with contextlib.suppress(OSError):
@@ -125,11 +142,28 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
     else:
         choices = field.metadata["choices"]
         metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
-        names = [f"--{field.name}", *(["--learning_rate"] if field.name == "lr" else [])]
-        parser.add_argument(*names, dest=field.name, metavar=metavar, help=help)
+        names = [field.name, *SYNONYMS.get(field.name, ())]
+        parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=metavar, help=help)
         if name := field.metadata["also"][0]:
             type, help = field.metadata["also"][1].format, help_of(field, name)
             parser.add_argument(f"--{name}", dest=field.name, metavar="STR", type=type, help=help)
+
+
+def _names(field: dataclasses.Field) -> list[str]:
+    """Return all names of a field's flag, except `no_NAME`."""
+    names = (field.name, *SYNONYMS.get(field.name, ()), field.metadata["also"][0])
+    return [name for name in names if name]
+
+
+def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
+    """Return a command's words without these fields' flags, under any of their names, and their values."""
+    names = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
+    kept, is_kept = list[str](), True
+    for word in words:
+        if word.startswith("--"):  # values follow their flag
+            is_kept = underscores(word).partition("=")[0] not in names
+        kept += [word] * is_kept
+    return kept
 
 
 def as_text(value: Any) -> str:
@@ -205,19 +239,20 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
     if "distributed_type" in content:
         start = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
         raise ValueError(f"--config {path} is a launcher's file: {start}")
-    by_name = {name: field for field in fields for name in (field.name, field.metadata["also"][0]) if name}
-    values = {}
+    by_name = {name: field for field in fields for name in _names(field)}
+    values, keys = {}, dict[str, str]()
     for key, value in content.items():
         name = str(key).replace("-", "_").strip("_")
-        name = "lr" if name == "learning_rate" else name
         if name not in by_name:
             meant = did_you_mean(name, by_name)
             shown = shortened(str(key))
             raise ValueError(f"--config {path}: unknown key {shown}" + (meant and f", {meant}"))
-        if value is None and by_name[name].default is None:
-            continue
         field = by_name[name]
-        value = value if name == field.name else field.metadata["also"][1].format(value)
+        if (first := keys.setdefault(field.name, key)) != key:
+            raise ValueError(f"--config {path}: {two_names(first, key)}")
+        if value is None and field.default is None:
+            continue
+        value = field.metadata["also"][1].format(value) if name == field.metadata["also"][0] else value
         values[field.name] = typed(field, value, f"--config {path}: {key}")
     return values
 

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -172,8 +172,10 @@ def parse_fold(text: str) -> tuple[int, int]:
 GROUPS = {"ImageRecipe": "images", "Recipe": "run", "Job": "computation"}  # headings of --help
 
 
-def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
+def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequence[str] = ()) -> R:
     """The recipe from the command line; `--config FILE` sets defaults, and flags win.
+
+    recorded: the flags of an earlier run, which argv may change.
 
     A mistake ends the job with status 2 and one line, printed once per host, that names the flag or key.
     `--print_config` prints the recipe and ends the job with status 0.
@@ -190,7 +192,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None) -> R:
     add("--print_config", action="store_true", help="print the recipe as YAML for --config, and exit")
     add("-h", "--help", action="help", help="show this, and exit")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(argv, parser.parse_args(recorded)))
     try:
         values = read_config(Path(given["config"]), fields) if given["config"] else {}
         for field in fields:

@@ -49,7 +49,8 @@ def flags_page() -> str:
         "# Flags",
         "`--config FILE` sets any of them from a YAML or JSON file; flags on the command line win."
         " `--batch-size` and\n`--batch_size` are the same, `--learning_rate` is `--lr`, and `--no_nesterov`"
-        " switches off `--nesterov`. An\nempty default means unset.",
+        " switches off `--nesterov`. Two\nnames of one setting in one command or file are an error;"
+        " a repeated flag keeps its last value. An\nempty default means unset.",
         "## All scripts",
         flag_table(Recipe),
         "## Image scripts",

@@ -24,7 +24,8 @@ else
         --cutmix 0 --ema_decay 0.9 --lr 1e-3 --epochs 1 --max_steps 40 --max_val_images 500 --log_every 5)
     ways="fsdp:fsdp_2gpu:2 ddp:ddp_4gpu:4"
 fi
-script+=("--data=$DATA" --holdout=0.1) # or a fold, which comes later
+script+=("--data=$DATA")
+holdout=(--holdout=0.1)
 batch=${BATCH:-$default}
 
 # choose_sizes SEARCH PROCESSES: sets `sizes`, the flags of a training: the images of a step, and of a forward the largest
@@ -48,9 +49,9 @@ for way in $ways; do
     IFS=: read -r name config processes <<<"$way"
     search=$FOLDER/${name}_batch.json report=$FOLDER/$name/validation/best
     step "largest batch, $name" "$search" find_batch_size.py --config_file "accelerate_configs/$config.yaml" \
-        $(hosts_of "$config") "--output=$search" "${limit[@]}" "${script[@]}"
+        $(hosts_of "$config") "--output=$search" "${limit[@]}" "${script[@]}" "${holdout[@]}"
     choose_sizes "$search" "$processes"
-    train "$name" "$config" "${script[@]}" "${sizes[@]}"
+    train "$name" "$config" "${script[@]}" $([ -n "$FOLDS" ] || echo "${holdout[@]}") "${sizes[@]}"
     [ -n "$FOLDS" ] || step "all metrics, $name" "$report/report.json" validate.py "$FOLDER/$name" "--output_dir=$report"
     searches+=("$search")
 done

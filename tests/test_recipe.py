@@ -25,6 +25,9 @@ class Tuned(CnnA):
     weights: str | None = flag(None, "a file")
 
 
+TWICE = "are two names of one setting. Give one of them"
+
+
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
@@ -85,12 +88,17 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--image_size=8"], "--image_size. train_cnn_a.py, train_cnn_b.py, "),
         (["--epochs", "9" * 5000], f" {'9' * 200}... (4,800 more characters): must be a whole number"),
         (["--compile", "x" * 5000], f"--compile {'x' * 200}... (4,800 more characters): choose among no,"),
+        (["--lr=1", "--epochs=2", "--learning-rate=2"], f"--lr and --learning_rate {TWICE}"),
+        (["--model_folder", "a", "--output_dir", "b"], f"--model_folder and --output_dir {TWICE}"),
+        (["--pretrained", "--no-pretrained"], f"--pretrained and --no_pretrained {TWICE}"),
         (["--trackers", "mlflow"], "--trackers mlflow: choose among tensorboard, wandb, trackio, none"),
     ],
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
     assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)  # its own
+    two_folds = ["--holdout", "0.2", "--fold", "2/5"]
+    assert f"--holdout and --fold {TWICE}" in refusal(two_folds, capsys, CnnA)
     assert "8 is too small for --no_padding" in refusal(["--no_padding", "--image_size=8"], capsys, CnnA)
 
 
@@ -117,6 +125,8 @@ def test_wrong_flags(words, message, capsys):
         ("a.yaml", "output_dir: ''", "a.yaml: output_dir is empty. Is the variable set"),
         ("a.yaml", f"epochs: {'x' * 5000}", "x... (4,800 more characters): must be a whole number"),
         ("a.yaml", f"{'x' * 900}: 1", f"unknown key {'x' * 200}... (700 more characters)"),
+        ("a.yaml", "lr: 1\nlearning-rate: 1", f"a.yaml: lr and learning-rate {TWICE}"),
+        ("a.json", '{"model_folder": "a", "output_dir": null}', f"model_folder and output_dir {TWICE}"),
         ("a.yaml", "epochs: 2001-99-99", "a.yaml: month must be in 1..12"),
     ],
 )
@@ -126,7 +136,8 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
 
 
 def test_a_flag_that_is_given_several_times(tmp_path):
-    """The last one counts; a list in a file is taken as it is."""
+    """The last one counts, also after the flags of an earlier run; a list in a file is taken as it is."""
+    assert not parse(Sample, ["--no_pretrained", "--learning_rate=2"], ["--pretrained", "--lr=1"]).pretrained
     assert parse(CnnA, ["--widths", "4,8,32", "--widths", "8,8,8"]).widths == (8, 8, 8)
     (tmp_path / "a.yaml").write_text("widths: [4, 8, 32]\n")
     assert parse(CnnA, ["--config", str(tmp_path / "a.yaml")]).widths == (4, 8, 32)

@@ -186,7 +186,7 @@ def open_script(
             raise ValueError(
                 f"{script.__name__} trains no classifier of images, which alone can be used here"
             )
-        return script, parse(kind, [*as_flags(trained.recipe or {}, kind), *words]), path
+        return script, parse(kind, words, as_flags(trained.recipe or {}, kind)), path
     except ValueError as error:
         raise ValueError(f"{trained.name}: {error}") from None
 

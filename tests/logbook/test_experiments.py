@@ -120,6 +120,14 @@ def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, t
     assert re.search(r"logbook.py compare .*single_gpu \S*single_gpu_seed1 \S*single_gpu_seed2 ", output)
 
 
+def test_folds_take_the_place_of_the_held_out_tenth(tmp_path):
+    status, output = experiment("vit", tmp_path, "--folds", 2, DRY_RUN=1).wait()
+    assert status == 0, output
+    trainings = re.findall(r"# training, .*\n(.*)", output)
+    assert ["--fold=" in command for command in trainings] == [True] * 4
+    assert not any("--holdout" in command for command in trainings)
+
+
 NUMBER = "a number of runs, as 5"
 FLAGS = "the flags are --seeds N and --folds N; experiments/steps.sh has the variables"
 

@@ -214,6 +214,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
 
     def launched(words, limit_gib, timeout_s):
         flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        assert not {"learning_rate", "model_folder"} & flags.keys()  # a second name is refused
         size = int(flags["per_device_batch_size"])
         gib = 0.02 + size / 100
         if gib > 1:
@@ -231,6 +232,7 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
     monkeypatch.setattr(find_batch_size, "launch", launched)
     file = tmp_path / "found" / "result.json"
     words = ["--config_file=accelerate_configs/single_gpu.yaml", f"--output={file}", *VIT, "--patience=1"]
+    words += ["--learning-rate=1", f"--model_folder={tmp_path}"]
     find_batch_size.Search(find_batch_size.parse([*words, f"--randaug_layers={layers}"])).run()
     found = json.loads(file.read_text())
     assert (found["answer"], found["margin"]) == (answer, 0.05 if layers == "2" else 0)

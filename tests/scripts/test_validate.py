@@ -302,7 +302,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
     # Nothing is downloaded: what is validated has its own weights.
     assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
     with pytest.raises(SystemExit):
-        parse(kind, as_flags(recipe | {"widths": [4, 8]}, kind))
+        parse(kind, [], as_flags(recipe | {"widths": [4, 8]}, kind))
     assert "--widths 4,8: at least three" in capsys.readouterr().err
 
 
