@@ -193,7 +193,7 @@ def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
     pictures = (Image.fromarray(decode(Path(row["file"]).read_bytes())) for row in rows)  # one at a time
     squares = [np.asarray(ImageOps.pad(one, (EDGE, EDGE), color="white")) for one in pictures]
     shown = [(Path(printable(row["file"])).name, row["classes"][0], row["probabilities"][0]) for row in rows]
-    captions = [f"{name}\n{label}\n{share:.3f}" for name, label, share in shown]
+    captions = [f"{plots.file_caption(name)}\n{label}\n{share:.3f}" for name, label, share in shown]
     plots.image_sheet(file, np.stack(squares), captions, f"{trained.script}: {len(rows)} predictions")
 
 

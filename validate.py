@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.class_names import ClassMatch, match_classes
 from common.data.images import Images, load
+from common.data.names import nameless
 from common.data.splits import Split
 from common.distributed.agreement import agree
 from common.distributed.precision import autocast_forward
@@ -88,14 +89,16 @@ def main() -> None:
         model = script.build_model(recipe, len(match.model))
         load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
         mean_std = normalisation(script, model)
+        name_of = split.names() if accelerator.is_main_process else nameless
         rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean_std, left_out)
 
         def report() -> None:
+            positions, rows["id"] = rows["id"], split.part.stored(rows["id"])  # both ascend
             found = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
                 "split": split_name,
-                **reports.measure(rows, len(match.model), scratch),
+                **reports.measure(rows, name_of, len(match.model), scratch),
                 "images_per_s": images_per_s,
                 "classes": match.model,
                 "classes_left_out": len(left_out),
@@ -112,10 +115,9 @@ def main() -> None:
                 refuse_link(folder)
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
-            worst = np.asarray([image["id"] for image in found["worst"]], dtype=np.int64)
-            rows["id"] = split.part.stored(rows["id"])
+            worst = positions[np.searchsorted(rows["id"], [image["id"] for image in found["worst"]])]
             reports.show(found, title)
-            reports.write(folder, found, rows, pixels_of(split, worst, recipe).numpy(), title)
+            reports.write(folder, found, rows, name_of, pixels_of(split, worst, recipe).numpy(), title)
             print(*(folder / name for name in reports.FILES), sep="\n")
 
         flags.finish(accelerator, report)

@@ -142,14 +142,14 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 def _parts(folder: Path) -> list[Part]:
     """The images to train on, those to evaluate, and with --holdout the data's own held-out split."""
     whole = [
-        Part(split, np.load(folder / f"{split}_labels.npy"))
+        Part(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in STORED
         if (folder / f"{split}_labels.npy").exists()
     ]
     if not part_file(folder, "train").exists():
         return whole
     files = [part_file(folder, part) for part in SPLITS]
-    return [Part("train", whole[0].labels[np.load(file)], file) for file in files] + whole[1:]
+    return [Part("train", whole[0].labels[np.load(file)], file, folder) for file in files] + whole[1:]
 
 
 def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecipe) -> list[ShardSplit]:
@@ -163,11 +163,10 @@ def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecip
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
         cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
-    root = Path(place)
-    evaluated = [ShardSplit(folder, manifest, root, part, recipe, cache) for part in parts[1:] or parts]
+    evaluated = [ShardSplit(folder, manifest, place, part, recipe, cache) for part in parts[1:] or parts]
     if len(parts) == 1:
         return evaluated
-    return [ShardSplit(folder, manifest, root, parts[0], recipe, cache, evaluated[0]), *evaluated]
+    return [ShardSplit(folder, manifest, place, parts[0], recipe, cache, evaluated[0]), *evaluated]
 
 
 # Its summary and warnings, printed at the start

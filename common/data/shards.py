@@ -2,6 +2,7 @@
 
     manifest.json      the classes, and for each split its shards and its index with their SHA-256
     <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
+    <split>_names.txt  the images' names in the same order (common/data/names.py); earlier versions wrote none
     <split>-00000.tar  each image's bytes and, as <key>.cls, its label
 
 Kind "in_place" names shards of other people instead, on this host or in one bucket of S3. Kind "index", of
@@ -258,12 +259,16 @@ class ShardImages(Encoded):
     def where(self, i: int) -> str:
         """Its shard and offset, and its key if it has a tar header."""
         shard, offset, _ = self.place(i)
+        name = self.name(i)
+        return printable(f"{shard}, offset {offset}{name and f', key {os.path.splitext(name)[0]}'}")
+
+    def name(self, i: int) -> str:
+        """The name in the tar header of image i; "" without a header."""
+        shard, offset, _ = self.place(i)
         with open(shard, "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
-        where = f"{shard}, offset {offset}"
         try:
             # Bytes that are no header fail its checksum, and messages must not show them.
-            name = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+            return printable(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name)
         except tarfile.HeaderError:
-            return printable(where)
-        return printable(f"{where}, key {os.path.splitext(name)[0]}")
+            return ""

@@ -17,6 +17,7 @@ import numpy as np
 from common.data import class_folders
 from common.data.class_folders import VAL_NAMES, LeftOut, used_splits
 from common.data.decode import SPLITS, save_images, save_labels
+from common.data.names import save_names
 from common.data.tables import (
     Columns,
     Table,
@@ -46,7 +47,7 @@ class Source:
 
     write(folder, beat) stores the splits in a cache folder and returns the class names: for each split the
     labels, `<split>_labels.npy` int64 [N], and decoded images, `<split>_images.npy`, or encoded ones
-    (save_images).
+    (save_images); and the images' names, where they have some (save_names).
     """
 
     name: str
@@ -368,6 +369,7 @@ def _source_of_files(
         number = {c: k for k, c in enumerate(classes)}
         for split, images in splits.items():
             save_images(folder, split, (os.fsencode(path) for _, path in images), root)
+            save_names(folder, split, (path for _, path in images))
             save_labels(folder, split, [number[c] for c, _ in images])
             beat()
         return tuple(classes)

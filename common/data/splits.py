@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.augment import gather, moved_pixels, moves, send
 from common.data.decode import CachedImages, Encoded
+from common.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_names, read_names
 from common.data.workers import MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
 from common.recipe import Batch, ImageRecipe, parse_fold
@@ -37,9 +38,17 @@ class Part(NamedTuple):
     split: str  # where they are stored
     labels: np.ndarray  # int64 [N]
     file: Path | None = None  # the ids of these images in the stored split, int64 [N]; None: all
+    folder: Path | None = None  # in the cache
 
     def stored(self, ids: np.ndarray) -> np.ndarray:
         return ids if self.file is None else np.load(self.file)[ids]
+
+    def names(self) -> NameOf:
+        """Return a function from the numbers of stored images to their file names."""
+        if self.folder is None:
+            return nameless
+        count = len(np.load(self.folder / f"{self.split}_labels.npy", mmap_mode="r"))
+        return open_names(self.folder / names_file(self.split), count)
 
 
 def hold_out(folder: Path, holdout: float | str) -> None:
@@ -102,6 +111,9 @@ class ArraySplit(Shuffled):
         self.images, self.labels = images, part.labels
         self.rows = None if part.file is None else np.load(part.file)  # of the images; None: all
         self._resident: dict[torch.device, Tensor | None] = {}
+
+    def names(self) -> NameOf:
+        return self.part.names()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -178,6 +190,9 @@ class EncodedSplit(Shuffled):
     labels: np.ndarray
     skip: bool
 
+    def names(self) -> NameOf:
+        return self.part.names()
+
     def batches(
         self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
     ) -> Iterator[MicroBatch]:
@@ -223,18 +238,20 @@ class ShardSplit(EncodedSplit):
         self,
         folder: Path,
         manifest: "Manifest",
-        root: Path,
+        place: str,
         part: Part,
         recipe: ImageRecipe,
         cache: "ShardCache | None",
         beside: "ShardSplit | None" = None,
     ):
-        """folder: of the index. root: of the shards, without a cache. beside: the split that is evaluated, by
-        as many workers, while training on this one pauses; None for a split that is evaluated."""
+        """folder: of the index. place: of the manifest, and without a cache of the shards. beside: the split
+        that is evaluated, by as many workers, while training on this one pauses; None for a split that is
+        evaluated."""
         from common.data.shards import ShardImages, index_name
 
         super().__init__(len(part.labels))
         self.index, self.ids, self.labels = folder / index_name(part.split), part.file, part.labels
+        self.place = place
         self.shards, self.cache, self.beside = manifest.shards_in(part.split), cache, beside
         self.skip, self.workers = recipe.on_bad_image == "skip", recipe.workers
         self.samples: Shuffled | Streamed = Shuffled(len(self))  # the order of training
@@ -246,8 +263,9 @@ class ShardSplit(EncodedSplit):
             self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
         # The share of this split that --max_val_images leaves
         self.evaluated = 1.0 if beside else min(1.0, (recipe.max_val_images or math.inf) / len(self))
-        files = (cache.path(shard.file) if cache else root / shard.file for shard in self.shards)
-        self.open = partial(ShardImages, self.index, tuple(map(str, files)), part.file)
+        files = (cache.path(shard.file) if cache else Path(place) / shard.file for shard in self.shards)
+        self.images_of = partial(ShardImages, self.index, tuple(map(str, files)))  # of a part of the split
+        self.open = partial(self.images_of, part.file)
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if the streams do not fit the batch, or their shards the cache."""
@@ -304,6 +322,21 @@ class ShardSplit(EncodedSplit):
             closing(ShardPrefetcher(plan, self._files_of, self.cache, reserved_bytes, flying)) as available,
         ):
             yield available
+
+    def names(self) -> NameOf:
+        """Return a function from the numbers of stored images to their names: those beside the index.
+
+        Shards of an earlier version have none there. On a disk they are then read from the tar headers.
+        """
+        file, count = names_file(self.part.split), sum(shard.images for shard in self.shards)
+        if self.place.startswith("s3://"):
+            from common.system.s3 import ObjectStore
+
+            lines = ObjectStore(self.place).read(file, NAMES_LIMIT)
+            return nameless if lines is None else read_names(lines, count, f"{self.place}/{file}")
+        if (path := Path(self.place) / file).exists():
+            return open_names(path, count)
+        return nameless if self.cache else self.images_of(None).name
 
     def _files_of(self, ids: np.ndarray) -> set[str]:
         return {self.shards[k].file for k in set(self.rows[ids, 0].tolist())}

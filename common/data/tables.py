@@ -16,6 +16,7 @@ import numpy as np
 
 from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
 from common.data.decode import save_images, save_labels
+from common.data.names import save_names_of
 from common.system.env import hub_problem
 from common.system.files import unfetched
 from common.system.text import printable, some_of
@@ -171,7 +172,8 @@ def write_tables(
     classes, labels = read_labels(splits, columns, beat)
     for split, (numbers, rows) in labels.items():
         save_labels(folder, split, numbers)
-        save_images(folder, split, read_images(splits[split], columns, beat), parts=rows)
+        images = read_images(splits[split], columns, beat)
+        save_images(folder, split, save_names_of(images, folder, split), parts=rows)
     return classes
 
 
@@ -250,7 +252,12 @@ def _read_split(
     return labels, names[0], rows
 
 
-def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[bytes]:
+class TableImage(NamedTuple):
+    content: bytes
+    name: str  # the struct's path; "" without one
+
+
+def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
     """The values of a column of the hub's Image structs, or of plain binary."""
     for table in tables:
         with table.open() as (schema, read):
@@ -261,8 +268,8 @@ def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterat
                 beat()
 
 
-def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[bytes]:
-    """The bytes of consecutive images. row: the first one's.
+def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableImage]:
+    """The bytes and names of consecutive images. row: the first one's.
 
     Rows that `datasets` has loaded may have the path of a file in its cache instead.
     """
@@ -279,7 +286,7 @@ def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[bytes]
             value = Path(file).read_bytes()
         if value is None:
             raise ValueError(f"row {row + k} of {table.where} has no image bytes")
-        images.append(value)
+        images.append(TableImage(value, file or ""))
     return images
 
 

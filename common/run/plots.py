@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from common.system.files import write_bytes
-from common.system.text import printable, printable_lines
+from common.system.text import ending, printable, printable_lines
 
 DPI = 100
 NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # most classes with readable names and counts
@@ -169,19 +169,29 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
     return means_x, means_y
 
 
-def _plain(text: str) -> str:
-    """The text in characters that matplotlib's font has, others as \\u732b, with dollar signs escaped: they
-    begin formulas."""
+def file_caption(name: str) -> str:
+    """Return a file's name for two lines of a caption: of a long name the end, which tells most."""
+    return ending(_drawable(name), 2 * CAPTION)
+
+
+def _drawable(text: str) -> str:
+    """Return the text in characters that matplotlib's font has, with \\u732b for others."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     known = get_font(findfont(FontProperties())).get_charmap()
     shown = (c if ord(c) in known or c in "\n\t" else f"\\u{ord(c):04x}" for c in printable_lines(text))
-    return "".join(shown).replace("$", r"\$")
+    return "".join(shown)
+
+
+def _plain(text: str) -> str:
+    """Return the text in drawable characters, with dollar signs escaped: they begin formulas."""
+    return _drawable(text).replace("$", r"\$")
 
 
 def _wrapped(text: str, width: int) -> str:
     """The whole text in lines of so many characters at most."""
-    return _plain("\n".join(part for line in text.splitlines() for part in textwrap.wrap(line, width)))
+    lines = _drawable(text).splitlines()
+    return _plain("\n".join(part for line in lines for part in textwrap.wrap(line, width)))
 
 
 def _short(name: str, length: int = 28) -> str:

@@ -95,6 +95,11 @@ def some_of(names: Sequence[object], most: int = 10) -> str:
     return ", ".join(map(printable, names[:most])) + rest
 
 
+def ending(text: str, length: int) -> str:
+    """Return the text's last characters, after `...` where it is longer."""
+    return text if len(text) <= length else f"...{text[3 - length :]}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean epochs?` where up to three known words begin so, or one is near; else empty."""
     known = list(known)

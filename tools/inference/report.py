@@ -3,12 +3,13 @@
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common.data.names import NameOf
 from common.system.files import write_csv, write_text
 from common.system.paths import ROOT
 
@@ -20,13 +21,22 @@ WORST_CLASSES = 10  # printed if there are more classes
 NAME = 24  # printed characters of a class's name
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
-COLUMNS = ("id", "label", "predicted", "probability")  # of an image, in predictions.csv and the report
+COLUMNS = (
+    "id",
+    "file",
+    "label",
+    "predicted",
+    "probability",
+)  # in predictions.csv and the report
 
 Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probability [n] each, top [n, k]
 
 
-def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
-    """The numbers of the report, computed by the modules in common/metrics/."""
+def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[str, Any]:
+    """The numbers of the report, computed by the modules in common/metrics/.
+
+    rows["id"]: the images' numbers in the stored split, of which name_of returns their files' names.
+    """
     classification, top_k, calibration = load_metrics(scratch)
     pairs = {"predictions": rows["predicted"], "references": rows["label"]}
     by_class = classification.compute(**pairs, classes=classes)
@@ -40,8 +50,15 @@ def measure(rows: Rows, classes: int, scratch: Path) -> dict[str, Any]:
         **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
         "per_class": {name: by_class[name] for name in PER_CLASS},
         "confusion": by_class["confusion"],
-        "worst": [{name: rows[name][i].item() for name in COLUMNS} for i in surest],
+        "worst": [dict(zip(COLUMNS, cells, strict=True)) for cells in _images(rows, name_of, surest)],
     }
+
+
+def _images(rows: Rows, name_of: NameOf, at: np.ndarray | slice = slice(None)) -> Iterator[tuple[Any, ...]]:
+    """Yield the COLUMNS of the images in these rows."""
+    columns = [rows[name][at].tolist() for name in COLUMNS if name != "file"]
+    for number, *others in zip(*columns, strict=True):
+        yield number, name_of(number), *others
 
 
 def load_metrics(scratch: Path) -> list[Any]:
@@ -58,23 +75,28 @@ def load_metrics(scratch: Path) -> list[Any]:
     return [evaluate.load(str(path), keep_in_memory=True, **options) for path in paths]
 
 
-def write(folder: Path, found: dict[str, Any], rows: Rows, worst: np.ndarray, title: str) -> None:
+def write(
+    folder: Path, found: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
+) -> None:
     """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
     from common.run import plots
 
     classes = found["classes"]
-    captions = [
-        plots.prediction_caption(classes[image["label"]], classes[image["predicted"]], image["probability"])
-        for image in found["worst"]
-    ]
+    captions = []
+    for image in found["worst"]:
+        name = plots.file_caption(image["file"]) or f"id {image['id']}"
+        label, guess = classes[image["label"]], classes[image["predicted"]]
+        captions.append(f"{name}\n{plots.prediction_caption(label, guess, image['probability'])}")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as part:
         worst_png, confusion_png, predictions_csv, report_json = (Path(part) / name for name in FILES)
         plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
         headline = f"{title}: top-1 {found['top1']:.4f}"
         plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
-        numbers = zip(*(rows[name].tolist() for name in COLUMNS), strict=True)
-        cells = ((i, classes[label], classes[guess], f"{p:.6f}") for i, label, guess, p in numbers)
+        cells = (
+            (i, file, classes[label], classes[guess], f"{p:.6f}")
+            for i, file, label, guess, p in _images(rows, name_of)
+        )
         write_csv(predictions_csv, [COLUMNS, *cells])
         # A key per line: indented, a confusion matrix of 1,000 classes would have a million lines.
         lines = [f'"{key}": {json.dumps(value)}' for key, value in found.items()]

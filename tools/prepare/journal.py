@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.data.names import names_file
 from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
 from common.system.files import parse_json, read_json, try_lock, write_bytes
 from common.system.s3 import ObjectStore
 from tools.prepare.originals import Originals
 
-WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy)")  # files of a preparation
+WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")  # files of a preparation
 
 
 class Journal:
@@ -188,7 +189,7 @@ class Journal:
             if lost := made - stored:
                 raise ValueError(f"{min(lost)} is neither in {self.folder} nor in {self.out}: begin again")
             # An earlier start may have uploaded more shards; readers of train-*.tar would take them, too.
-            self.store.delete(sorted(stored - made))
+            self.store.delete(sorted(stored - made - {*map(names_file, splits)}))
             self.store.write(MANIFEST, content)
         self._remove()
 

@@ -326,7 +326,7 @@ class ParquetFolder(Originals):
             return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
 
         contents = read_images(self.tables[split], BY_TYPE, lambda: None)
-        files = (image(row, content) for row, content in enumerate(contents))
+        files = (image(row, content) for row, (content, _) in enumerate(contents))
         yield iter([ImageGroup(None, self.parts[split], files)]), None
 
 

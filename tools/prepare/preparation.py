@@ -15,6 +15,7 @@ from typing import Any
 
 from common.data.class_folders import split_folders, used_splits
 from common.data.decode import SPLITS
+from common.data.names import CollectedNames, names_file
 from common.data.shards import FORMAT, index_name
 from common.system.progress import ReadingProgress
 from common.system.s3 import ObjectStore
@@ -115,20 +116,21 @@ class Preparation:
         """Writes the index of shards that stay where they are."""
         dataset, began = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
-        rows, shards = array("q"), list[dict[str, Any]]()
+        rows, names, shards = array("q"), CollectedNames(), list[dict[str, Any]]()
         pool = ThreadPoolExecutor(THREADS)
         try:
             with ReadingProgress(split, dataset.bytes[split]) as reading:
                 tars = dataset.shards[split]
                 for tar, (its_rows, sha256) in zip(tars, pool.map(dataset.index, tars), strict=True):
                     for row in its_rows:
-                        rows.extend((len(shards), *row))
+                        rows.extend((len(shards), row.offset, row.length, row.label))
+                        names.add(row.name)
                     count = len(its_rows)
                     shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
                     reading.tell(sum(shard["bytes"] for shard in shards))
         finally:
             pool.shutdown(cancel_futures=True)
-        digest, largest = write_index(self.folder, split, rows)
+        digest, largest = write_index(self.folder, split, rows, names)
         images = sum(shard["images"] for shard in shards)
         entry = {"images": images, "index_sha256": digest, "shards": shards, "largest_label": largest}
         self.journal.record(split, {"finished": entry, "odd": [], "verified": dataset.hashed})
@@ -182,7 +184,7 @@ class Preparation:
         shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
         sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
         with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
-            for file in (*sizes, index_name(split)):
+            for file in (*sizes, names_file(split), index_name(split)):
                 if (self.folder / file).exists():  # else it was uploaded by an earlier start
                     store.upload(self.folder / file, file)
                     (self.folder / file).unlink()

@@ -38,6 +38,13 @@ class Tar(NamedTuple):
     version: str | None
 
 
+class Row(NamedTuple):
+    offset: int
+    length: int
+    label: int
+    name: str  # of the image's member
+
+
 def bucket_of(url: str) -> ObjectStore | None:
     """The bucket of an s3:// url; None for a path."""
     return ObjectStore("/".join(url.split("/")[:3])) if url.startswith("s3://") else None
@@ -81,8 +88,8 @@ class WebDataset(Originals):
                 " line for each class"
             )
 
-    def index(self, tar: Tar) -> tuple[list[tuple[int, int, int]], str | None]:
-        """Offset, length and label of each image of a shard. One in S3 is read whole, for its SHA-256.
+    def index(self, tar: Tar) -> tuple[list[Row], str | None]:
+        """Offset, length, label and name of each image of a shard. One in S3 is read whole, for its SHA-256.
 
         Raises ValueError that names the sample: without an image or a class, or with two images.
         """
@@ -143,8 +150,8 @@ def _without_braces(pattern: str) -> list[str]:
     return [name for n in numbers for name in _without_braces(pattern.replace(braces[0], n, 1))]
 
 
-def _rows(archive: Member) -> Iterator[tuple[int, int, int]]:
-    """Yields offset, length and label of each image. Contents of images are not read."""
+def _rows(archive: Member) -> Iterator[Row]:
+    """Yields offset, length, label and name of each image. Contents of images are not read."""
     for key, sample in itertools.groupby(members(archive), _key):
         images, classes, where = [], {}, f"{archive.where}: {key}"
         for member in sample:
@@ -152,7 +159,7 @@ def _rows(archive: Member) -> Iterator[tuple[int, int, int]]:
             if field in IMAGES:
                 if not member.size:
                     raise ValueError(f"{where} has an empty image: remove the sample")
-                images.append((member.offset, member.size))
+                images.append((member.offset, member.size, member.name))
             elif field in CLASSES:
                 if member.size > LARGEST_FIELD_BYTES:
                     raise ValueError(f"{where}.{field} has {member.size:,} bytes, too many for a class")
@@ -160,7 +167,8 @@ def _rows(archive: Member) -> Iterator[tuple[int, int, int]]:
         if len(images) > 1 or (classes and not images):
             raise ValueError(f"{where} has {len(images)} images ({' '.join(IMAGES)}), not one")
         if images:
-            yield (*images[0], _label(classes, where))
+            offset, length, name = images[0]
+            yield Row(offset, length, _label(classes, where), name)
 
 
 def _key(member: Member) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from common.data.names import CollectedNames
 from common.data.shards import index_name
 from common.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
@@ -26,13 +27,16 @@ END = bytes(2 * BLOCK)  # of a tar file
 EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
 
 
-def write_index(folder: Path, split: str, rows: array) -> tuple[str, int]:
-    """Writes a split's index, sorted by shard and offset. Returns its SHA-256 and the largest label.
+def write_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
+    """Writes a split's index, sorted by shard and offset, and the images' names in the same order. Returns
+    the index's SHA-256 and the largest label.
 
     rows: shard, offset, length and label of each image, one after another.
     """
     table, content = np.frombuffer(rows, np.int64).reshape(-1, 4), BytesIO()
-    np.save(content, table[np.lexsort((table[:, 1], table[:, 0]))])
+    order = np.lexsort((table[:, 1], table[:, 0]))
+    names.write(folder, split, order)
+    np.save(content, table[order])
     write_bytes(folder / index_name(split), content.getvalue())
     return hashlib.sha256(content.getvalue()).hexdigest(), int(table[:, 3].max())
 
@@ -55,7 +59,7 @@ class ShardWriter:
             )
         self.folder, self.split, self.count = folder, split, 0
         self.lengths, self.images = [0] * shards, [0] * shards
-        self.key, self.rows = [seed, *split.encode()], array("q")
+        self.key, self.rows, self.names = [seed, *split.encode()], array("q"), CollectedNames()
         self.thread, self.pending = ThreadPoolExecutor(1), deque[Future[None]]()
         self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
 
@@ -66,11 +70,13 @@ class ShardWriter:
             number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
             extension = os.path.splitext(image.name)[1].lower()
             label, size = b"%d" % image.label, len(image.data)
-            header = tar_header(f"{image.key}{EXTENSIONS.get(extension, extension)}", size)
+            name = f"{image.key}{EXTENSIONS.get(extension, extension)}"
+            header = tar_header(name, size)
             label_header = tar_header(f"{image.key}.cls", len(label))
             padding = bytes(-size % BLOCK)
             members = b"".join((header, image.data, padding, label_header, label.ljust(BLOCK, b"\0")))
             self.rows.extend((number, self.lengths[number] + len(header), size, image.label))
+            self.names.add(name)
             self.lengths[number] += len(members)
             self.images[number] += 1
             self.count += 1
@@ -93,7 +99,7 @@ class ShardWriter:
             }
             for shard, length, images in zip(self.shards, self.lengths, self.images, strict=True)
         ]
-        digest, largest = write_index(self.folder, self.split, self.rows)
+        digest, largest = write_index(self.folder, self.split, self.rows, self.names)
         return {"images": self.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
 
     def close(self) -> None:
