@@ -56,6 +56,16 @@ MISTAKES: dict[str, Callable[[], object]] = {
         data("d"),
     ),
     "tar files in the folder": lambda: (images("d/train-0.tar"), data("d")),
+    "a list with two labels of a file": lambda: (
+        images("d/a.png", "d/b.png"),
+        Path("d/pets.csv").write_text("file,label\na.png,cat\nb.png,dog\n./a.png,dog\n"),
+        data("d/pets.csv"),
+    ),
+    "a list with a list of labels": lambda: (
+        images("d/a.png"),
+        Path("d/pets.jsonl").write_text('{"file": "a.png", "labels": ["cat", "dog"]}'),
+        data("d/pets.jsonl"),
+    ),
     "one class": lambda: (images("d/cat/a.jpg", "d/readme.txt"), data("d")),
     "two held-out splits and --holdout": lambda: (
         images("d/train/cat/a.jpg", "d/val/cat/b.jpg", "d/test/cat/c.jpg"),

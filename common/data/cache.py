@@ -13,14 +13,16 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from common.data.class_names import refuse_duplicates
+from common.data.conversions import Look, conversion_warnings, sample
 from common.data.decode import FILES, SPLITS, STORED, CachedImages, Damaged, Encoded, checks_jpegs
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
@@ -36,7 +38,6 @@ HASH_LIMIT_BYTES = 4 * 2**30
 BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
 PART_BYTES = 16 * 2**20
 DECODED_BYTES = 8 * 2**30  # more stay encoded: not what memory is free, so that all machines do the same
-SAMPLE = 64  # images of each split that are decoded to find the common size
 LOCK, BROKEN = ".lock", "broken.json"
 NAMED = 10  # broken images in an error; BROKEN has all
 SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates, nor decoded to find broken images
@@ -154,21 +155,29 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         refuse_duplicates(classes, source.name)
         if source.holdout is not None:
             hold_out(work, source.holdout)
-        kind, flaws = "shards" if source.shards else "array", list[str]()
+        kind, flaws, looks = "shards" if source.shards else "array", list[str](), list[list[Look]]()
         if source.test_name == "test" and source.holdout is None and not (work / "test_labels.npy").exists():
             flaws.append("the test split has no labels (all are -1 or null): it is left out")
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: CachedImages(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
-            parts: list[Encoded] = [*encoded.values()]
+            parts, stored = list[Encoded](encoded.values()), [*encoded]
             if source.holdout is not None:
                 parts[:1] = [CachedImages(work, "train", part_file(work, part)) for part in SPLITS]
+                stored[:1] = ["train", "train"]
             sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
             is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
             if is_small:
-                flaws += _duplicates(source, parts, beat)
-            kind = "array" if _decode_all(work, source.name, encoded, beat) else "files"
+                every = (np.load(work / f"{split}_labels.npy") for split in stored)
+                labels = np.concatenate([own[part.ids] for own, part in zip(every, parts, strict=True)])
+                flaws += _duplicates(source, parts, labels, classes, beat)
+            looks = run_with_heartbeat(partial(sample, encoded.values()), beat)
+            is_decoded = _decode_all(work, source.name, encoded, _common_shape(looks), beat)
+            kind = "array" if is_decoded else "files"
             if is_small and kind == "files":
                 flaws = _check_all(work, source.name, parts, beat) + flaws
+        elif source.shards and not source.shards.startswith("s3://"):
+            looks = run_with_heartbeat(partial(_sample_shards, work, source.shards), beat)
+        flaws += conversion_warnings([*chain.from_iterable(looks)], is_cropped=kind != "array")
         meta = {
             "kind": kind,
             "flaws": flaws,
@@ -191,27 +200,61 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _duplicates(source: Source, parts: list[Encoded], beat: Heartbeat) -> list[str]:
-    """A warning for each evaluated split with images that are trained on, too."""
-    train, *evaluated = parts
-    lines = []
-    for split, images in zip((source.val_name, source.test_name), evaluated, strict=False):
-        if pairs := run_with_heartbeat(partial(find_duplicates, train, images), beat):
+def _duplicates(
+    source: Source, parts: list[Encoded], labels: np.ndarray, classes: Sequence[str], beat: Heartbeat
+) -> list[str]:
+    """A warning for each evaluated split with images that are trained on, too, and one for images of equal
+    bytes with several labels. labels: of all parts, int64 [N]."""
+    (numbers, groups), lines = run_with_heartbeat(partial(find_same, parts), beat), list[str]()
+    starts = np.cumsum([0, *map(len, parts)])
+
+    def where(number: int) -> str:
+        part = int(np.searchsorted(starts, number, side="right")) - 1
+        return parts[part].where(number - int(starts[part]))
+
+    trained = numbers < starts[1]
+    first = dict(zip(groups[trained][::-1].tolist(), numbers[trained][::-1].tolist(), strict=True))
+    splits = (source.val_name, source.test_name)
+    for split, start, end in zip(splits, starts[1:], starts[2:], strict=False):
+        inside = (start <= numbers) & (numbers < end) & np.isin(groups, groups[trained])
+        if inside.any():
+            number, group = int(numbers[inside][0]), int(groups[inside][0])
             lines.append(
-                f"{len(pairs):,} of the {len(images):,} {split} images are training images, too, as"
-                f" {images.where(pairs[0][1])} and {train.where(pairs[0][0])}: remove them from one split:"
-                " accuracies are too high"
+                f"{inside.sum():,} of the {end - start:,} {split} images are training images, too, as"
+                f" {where(number)} and {where(first[group])}: remove them from one split: accuracies are too"
+                " high"
             )
+    labels = labels[numbers]
+    order = np.lexsort((labels, groups))
+    is_other = (np.diff(groups[order]) == 0) & (np.diff(labels[order]) != 0)
+    if is_other.any():
+        k = int(np.flatnonzero(is_other)[0])
+        named = (
+            f"{where(int(numbers[i]))} ({printable(classes[labels[i]])})" for i in order[k : k + 2].tolist()
+        )
+        affected = np.isin(groups, groups[order][1:][is_other]).sum()
+        lines.append(
+            f"{affected:,} images have contradictory labels: the same bytes are in several classes, as"
+            f" {' and '.join(named)}. Correct the labels, or remove the images"
+        )
     return lines
 
 
-def find_duplicates(train: Encoded, val: Encoded) -> list[tuple[int, int]]:
-    """The images of equal bytes, as (number in train, number in val). Compares those of equal size."""
-    sizes = [[images.size(i) for i in range(len(images))] for images in (train, val)]
-    common = set(sizes[0]) & set(sizes[1])
-    train_ids, val_ids = ([i for i, size in enumerate(found) if size in common] for found in sizes)
-    known = {_digest(train, i): i for i in reversed(train_ids)}
-    return [(known[digest], i) for i in val_ids if (digest := _digest(val, i)) in known]
+def find_same(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of images that may have equals, and their groups, both int64 [n].
+
+    Images of a group have equal bytes. Numbers run through all parts. Only images whose size occurs twice are
+    read.
+    """
+    sizes = np.concatenate([[images.size(i) for i in range(len(images))] for images in parts])
+    _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
+    may_be_equal, digests, start = counts[inverse] > 1, list[bytes](), 0
+    for images in parts:
+        inside = np.flatnonzero(may_be_equal[start : start + len(images)]).tolist()
+        digests += [_digest(images, i) for i in inside]
+        start += len(images)
+    _, groups = np.unique(np.array(digests, "S32"), return_inverse=True)
+    return np.flatnonzero(may_be_equal), groups
 
 
 def _digest(images: Encoded, i: int) -> bytes:
@@ -258,14 +301,16 @@ class _OddSize(Exception):
     """An image has another size than the first ones: the data set stays encoded."""
 
 
-def _decode_all(work: Path, name: str, encoded: Mapping[str, Encoded], beat: Heartbeat) -> bool:
+def _decode_all(
+    work: Path, name: str, encoded: Mapping[str, Encoded], shape: tuple[int, ...] | None, beat: Heartbeat
+) -> bool:
     """Replaces encoded images by decoded arrays.
 
-    Returns False, and changes nothing, if sizes differ or all splits together need more than DECODED_BYTES.
+    shape: of all images; None if sizes differ. Returns False, and changes nothing, for None, or if all splits
+    together need more than DECODED_BYTES.
     Raises ValueError that lists images which can't be decoded.
     """
     count = sum(map(len, encoded.values()))
-    shape = run_with_heartbeat(lambda: _common_shape(encoded.values()), beat)
     if shape is None or count * math.prod(shape) > DECODED_BYTES:
         return False
     chunk = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
@@ -289,14 +334,23 @@ def _decode_all(work: Path, name: str, encoded: Mapping[str, Encoded], beat: Hea
     return True
 
 
-def _common_shape(splits: Iterable[Encoded]) -> tuple[int, ...] | None:
-    """The shape (H, W, 3) that some images of each split share; None where they differ, or there is none."""
-    shapes = set()
-    for images in splits:
-        for i in np.unique(np.linspace(0, len(images) - 1, SAMPLE).astype(int)):
-            with suppress(ValueError):
-                shapes.add(images.decode(i).shape)
+def _common_shape(looks: Iterable[list[Look]]) -> tuple[int, ...] | None:
+    """The shape (H, W, 3) that the sampled images of all splits share; None where they differ, or there is
+    none."""
+    shapes = {look.shape for of_split in looks for look in of_split}
     return shapes.pop() if len(shapes) == 1 else None
+
+
+def _sample_shards(work: Path, place: str) -> list[list[Look]]:
+    """place: a folder with shards."""
+    from common.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
+
+    manifest = parse_manifest((work / MANIFEST).read_bytes(), str(work / MANIFEST))
+    if manifest.store is not None:
+        return []
+    splits = {split: manifest.shards_in(split) for split in manifest.splits}
+    files = {split: tuple(str(Path(place) / s.file) for s in shards) for split, shards in splits.items()}
+    return sample(ShardImages(work / index_name(split), of_split) for split, of_split in files.items())
 
 
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:

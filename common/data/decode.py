@@ -195,10 +195,10 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
     from PIL import Image, ImageOps
 
     image = open_image(data)
-    is_16_bit = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    has_16_bits = is_16_bit(image)
     try:
         image = ImageOps.exif_transpose(image)
-        if is_16_bit:  # convert("RGB") would clip all above 255 to white
+        if has_16_bits:  # convert("RGB") would clip all above 255 to white
             grey = np.asarray(image)
             is_clear = grey == image.info.get("transparency", -1)
             grey = np.where(is_clear, 255, grey // 257).astype(np.uint8)
@@ -214,6 +214,11 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
         raise
     except Exception as error:  # PIL's errors on broken files have no common class
         raise ValueError(f"{error}" or type(error).__name__) from None
+
+
+def is_16_bit(image: "Image.Image") -> bool:
+    """True for a grey image of 16 bits. PIL opens one in colour as an image of 8 bits."""
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
 
 
 def open_image(data: bytes) -> "Image.Image":

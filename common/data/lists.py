@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import NamedTuple, TextIO
 
 from common.data.class_folders import VAL_NAMES, folder_names
 from common.data.decode import EXTENSIONS
-from common.data.tables import Columns, chosen_column
+from common.data.tables import MULTI_LABEL, Columns, chosen_column
 from common.system.text import printable
 
 FILE_COLUMNS = ("file", "filename", "file_name", "path", "filepath", "image")
@@ -52,7 +53,20 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
             " rows): paths are relative to the list's folder. A folder and an ending are given as"
             " --image_column 'train/{id}.jpg'"
         )
+    _refuse_several_labels(rows)
     return rows
+
+
+def _refuse_several_labels(rows: list[Listed]) -> None:
+    """Raises ValueError for a file that several rows give different labels."""
+    first: dict[str, Listed] = {}
+    for row in rows:
+        earlier = first.setdefault(os.path.normpath(row.file), row)
+        if earlier.label != row.label:
+            raise ValueError(
+                f"{row.where}: {printable(row.file)} is {printable(row.label)} here and"
+                f" {printable(earlier.label)} in{earlier.where.rpartition(',')[2]}. {MULTI_LABEL}"
+            )
 
 
 def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
@@ -60,7 +74,8 @@ def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
     before, column, after = match.groups() if match else ("", columns.image or "", "")
     first = f"--data {path}: its first line"
     with open(path, newline="", encoding="utf-8-sig") as file:
-        names, lines = _json_lines(path, file) if path.suffix.lower() == ".jsonl" else _csv_lines(file)
+        is_json = path.suffix.lower() == ".jsonl"
+        names, lines = _json_lines(path, file) if is_json else _csv_lines(file)
         if split == "test" and {*names}.isdisjoint((*LABEL_COLUMNS, (columns.label or "").lower())):
             return
         image = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], first)
@@ -69,6 +84,8 @@ def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
             where, place, its_label = f"--data {path}, line {number}", row.get(image), row.get(label)
             if not place or not its_label:
                 raise ValueError(f"{where}: it has no {label if place else image}")
+            if is_json and its_label.startswith("["):
+                raise ValueError(f"{where}: its {label} is a list. {MULTI_LABEL}")
             its_split = (row.get("split", split) or "").strip().lower()
             if its_split not in ("train", *VAL_NAMES):
                 raise ValueError(

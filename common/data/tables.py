@@ -30,6 +30,10 @@ HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
 ROWS = 256  # read at a time
+MULTI_LABEL = (
+    "This is multi-label data, and the scripts train classifiers with one class for each image: keep one"
+    " label of each"
+)
 
 
 class Columns(NamedTuple):
@@ -241,6 +245,8 @@ def _read_split(
             raise ValueError(f"row {values.index(None)} of {table.where} has no label")
         values = [str(value) if isinstance(value, bool) else value for value in values]
         if other := {type(value) for value in values} - {int, str}:
+            if list in other:
+                raise ValueError(f"the labels of {table.where} are lists. {MULTI_LABEL}")
             raise ValueError(f"the labels of {table.where} are {other.pop().__name__}, not numbers or names")
         if names[-1] != names[0]:
             raise ValueError(f"{table.where} has other class names than {tables[0].where}")

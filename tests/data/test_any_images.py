@@ -285,17 +285,48 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
         root = class_folders(tmp_path / "pets")
         shutil.copy(root / "train/a/2.png", root / "val/b/1.png")
         names = f"{root}/val/b/1.png", f"{root}/train/a/2.png"
+        both_labels = f"{names[1]} (a) and {names[0]} (b)"
     else:
         root = parquet_folder(tmp_path / "pets", train=5, test=[png(seed) for seed in (70, 3, 71)])
         file = root / "test-00000-of-00001.parquet"
         names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
+        both_labels = None
     images = opened(root, tmp_path / "cache")
     of, both = f"the {len(images.val)} {images.val_name} images", f"{names[0]} and {names[1]}"
     assert images.flaws == (
         f"1 of {of} are training images, too, as {both}: remove them from one split: accuracies are too high",
+        *contradictions(2, both_labels),
     )
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
     assert opened(root, tmp_path / "other").flaws == ()
+
+
+def contradictions(count: int, both: str | None) -> list[str]:
+    text = f"{count} images have contradictory labels: the same bytes are in several classes, as {both}."
+    return [f"{text} Correct the labels, or remove the images"] if both else []
+
+
+@pytest.mark.parametrize("kind", ["folders", "several sizes", "links", "holdout"])
+def test_contradictory_labels_are_named(kind, tmp_path):
+    """Three images of equal bytes in two classes, also in two splits; not two equal images of one class."""
+    root = class_folders(tmp_path / "pets", train=20)
+    shutil.copy(root / "train/a/0.png", root / "train/a/copy.png")
+    for name in ("one.png", "two.png"):
+        if kind == "links":
+            (root / "train/b" / name).symlink_to(root / "train/a/2.png")
+        else:
+            shutil.copy(root / "train/a/2.png", root / "train/b" / name)
+    if kind == "several sizes":
+        picture(1, 50, 60).save(root / "train/a/large.png")
+    flags = {"holdout": 0.4} if kind == "holdout" else {}
+    [flaw] = [
+        flaw for flaw in opened(root, tmp_path / "cache", **flags).flaws if "contradictory labels:" in flaw
+    ]
+    if kind == "holdout":
+        assert flaw.startswith("3 images have contradictory labels")
+        assert f"{root}/train/a/2.png (a)" in flaw
+    else:
+        assert [flaw] == contradictions(3, f"{root}/train/a/2.png (a) and {root}/train/b/one.png (b)")
 
 
 def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """--holdout: training images that are not trained but evaluated on; then the data's own held-out split counts
 once, at the end, with the best weights."""
 
+import csv
 import json
 
 import numpy as np
@@ -167,6 +168,16 @@ def test_other_data_are_evaluated_whole(finished, cache, tmp_path):
     assert "without the training's --holdout 0.2" in run(command, cwd=tmp_path)
     report = read_json(tmp_path / f"validation/run/other/train_{result(finished)['best_step']}/report.json")
     assert (report["images"], report["split"]) == (20, "train")
+    run([*command, "--holdout", "0.5", "--split", "val", "--output_dir", "half"], cwd=tmp_path)
+    with open(tmp_path / "half/predictions.csv") as file:
+        rows = {int(row["id"]): row for row in csv.DictReader(file)}
+    assert [*rows] == np.flatnonzero(held_out(np.repeat(range(10), 2), 0.5)).tolist()
+    assert all(row["file"] == f"{number // 2}/{number % 2}.png" for number, row in rows.items())
+    assert all(row["file"][0] == row["label"] for row in rows.values())
+    worst = read_json(tmp_path / "half/report.json")["worst"]
+    assert {rows[image["id"]]["file"] for image in worst} == {image["file"] for image in worst}
+    assert all(rows[image["id"]]["label"] == str(image["label"]) for image in worst)
+    assert len(worst) == sum(row["label"] != row["predicted"] for row in rows.values()) > 1
 
 
 TESTED = "            run.log_test(measure(images.test), images.test_name)\n"

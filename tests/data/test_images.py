@@ -23,6 +23,7 @@ from PIL import Image, ImageOps
 
 from common.checkpoint.format import Checkpoint
 from common.data import cache as image_cache
+from common.data import conversions
 from common.data.cache import prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
@@ -184,6 +185,7 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
     [
         (pa.array([0.0, 1.0]), "are float, not numbers or names"),
         (pa.array(["a", "b"]), "must be all numbers, or all names"),
+        (pa.array([[0, 1], [1]]), "train.*parquet are lists. This is multi-label data"),
     ],
 )
 def test_labels_of_other_kinds_are_refused(labels, message, tmp_path):
@@ -226,7 +228,7 @@ def test_images_much_taller_than_wide_are_shifted_within_themselves():
 
 
 def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_cache, "SAMPLE", 2)  # first and last of a split: the odd one is not among them
+    monkeypatch.setattr(conversions, "SAMPLE", 2)  # first and last of a split: the odd one is not among them
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
     folder = prepare_data(str(root), tmp_path / "cache")

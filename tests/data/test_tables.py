@@ -124,7 +124,8 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 def test_a_test_split_of_hidden_labels_is_left_out_and_others_may_lack_a_class(hidden, tmp_path):
     """Numbers are classes as they are, without names."""
     for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
-        write_parquet(tmp_path / f"{split}.parquet", [png(len(labels))] * len(labels), labels)
+        images = [png(len(labels) + (label or 0)) for label in labels]
+        write_parquet(tmp_path / f"{split}.parquet", images, labels)
     images = opened(tmp_path, tmp_path / "cache")
     assert (images.classes, images.test, images.val.labels.tolist()) == (("3", "5", "8"), None, [1, 0])
     assert images.flaws == ("the test split has no labels (all are -1 or null): it is left out",)
