@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
 from common.data.class_folders import find_pictures
+from common.data.conversions import Look, conversion_warnings, look_at
 from common.data.workers import Pictures, Preprocessing, picture_batches
 from common.distributed.agreement import agree
 from common.distributed.precision import autocast_forward
@@ -85,7 +86,9 @@ def main() -> None:
         def report() -> None:
             folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
             features = [row.pop("features") for row in rows if "features" in row]
-            write(folder, rows, trained)
+            looks = write(folder, rows, trained)
+            for line in conversion_warnings(looks, preparation.is_cropped):
+                print(f"warning: {line}", file=sys.stderr)
             show(rows, folder, seconds)
             if flags.embeddings:
                 write_embeddings(Path(flags.embeddings), rows, features)
@@ -154,8 +157,11 @@ def predict(
 # --- Files
 
 
-def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
-    """Writes predictions.csv, predictions.jsonl and sheet.png, each atomically."""
+def write(folder: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
+    """Write predictions.csv, predictions.jsonl and sheet.png, each atomically.
+
+    Return what the conversion of the sheet's pictures met.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
     write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
@@ -168,8 +174,8 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> None:
         table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
     write_csv(folder / "predictions.csv", table)
     (folder / "sheet.png").unlink(missing_ok=True)  # an earlier call's
-    if good := [row for row in rows if "classes" in row][:SHEET]:
-        draw(folder / "sheet.png", good, trained)
+    good = [row for row in rows if "classes" in row][:SHEET]
+    return draw(folder / "sheet.png", good, trained) if good else []
 
 
 def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -> None:
@@ -183,18 +189,22 @@ def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -
     write_bytes(file, content.getvalue())
 
 
-def draw(file: Path, rows: list[Row], trained: TrainedModel) -> None:
+def draw(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     """Draws a contact sheet: the pictures with their most likely class."""
     from PIL import Image, ImageOps
 
     from common.data.decode import decode
     from common.run import plots
 
-    pictures = (Image.fromarray(decode(Path(row["file"]).read_bytes())) for row in rows)  # one at a time
-    squares = [np.asarray(ImageOps.pad(one, (EDGE, EDGE), color="white")) for one in pictures]
+    looks, squares = list[Look](), list[np.ndarray]()
+    for row in rows:
+        pixels = decode(data := Path(row["file"]).read_bytes())
+        looks.append(look_at(data, pixels))
+        squares.append(np.asarray(ImageOps.pad(Image.fromarray(pixels), (EDGE, EDGE), color="white")))
     shown = [(Path(printable(row["file"])).name, row["classes"][0], row["probabilities"][0]) for row in rows]
     captions = [f"{plots.file_caption(name)}\n{label}\n{share:.3f}" for name, label, share in shown]
     plots.image_sheet(file, np.stack(squares), captions, f"{trained.script}: {len(rows)} predictions")
+    return looks
 
 
 def show(rows: list[Row], folder: Path, seconds: float) -> None:

@@ -180,8 +180,8 @@ def test_folds_in_turn_and_their_predictions(tmp_path):
         status, output = experiment("folds", tmp_path / "runs", *words, **variables).wait(600)
         assert (status, output.count("done already")) == (0, again), output
     lines = (tmp_path / "runs" / "predictions.csv").read_text().splitlines()
-    assert lines[0] == "run,id,label,predicted,probability"
+    assert lines[0] == "run,id,file,label,predicted,probability"
     assert sorted(int(line.split(",")[1]) for line in lines[1:]) == list(range(1437))
-    right = sum(line.split(",")[2] == line.split(",")[3] for line in lines[1:])
+    right = sum(line.split(",")[3] == line.split(",")[4] for line in lines[1:])
     page = rows((tmp_path / "book/compare/experiment_folds_full.md").read_text())
     assert page["single x 1"][-1] == f"{right / 1437:.4f}"

@@ -22,6 +22,7 @@ from common.augment import to_float
 from common.checkpoint.weights import find
 from common.data.cache import prepare_data
 from common.data.class_folders import find_pictures
+from common.data.conversions import conversion_warnings
 from common.data.decode import central_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
@@ -57,6 +58,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     assert said.endswith(f"/checkpoints/{file}, {of_step}, val accuracy {best['best_accuracy']:.4f}")
     assert f"{COUNT} pictures predicted, 1 left out" in output
     assert "broken.png is left out: " in output
+    assert "sampled" not in output
     written = lines(tmp_path / "predictions.jsonl")
     rows = {Path(row["file"]).name: row for row in written}
     assert len(rows) == len(written)
@@ -151,6 +153,17 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
     assert (good["file"], bad["file"], bad["error"]) == ("'=cmd.png", "'-.png", "'@error")
     exact = lines(tmp_path / "predictions.jsonl")
     assert (exact[0]["classes"], exact[1]["file"]) == (names, "-.png")
+
+
+def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
+    """From those of the sheet, which are decoded for it."""
+    values = np.random.RandomState(0).randint(0, 4096, (20, 100)).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / "a.png")
+    row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}
+    looks = predict.write(tmp_path, [row] * 40, SimpleNamespace(script="train_cnn_a"))
+    levels, shape = conversion_warnings(looks, is_cropped=True)
+    assert levels.startswith("32 sampled images use only the levels 0 to 15 of 255")
+    assert "100 x 20 pixels" in shape
 
 
 def test_words_for_pictures(pictures, monkeypatch):

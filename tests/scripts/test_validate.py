@@ -132,7 +132,7 @@ def test_the_numbers_of_the_run(trained, validated, report):
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     cells = [line.split(",") for line in (folder / "predictions.csv").read_text().splitlines()[1:]]
     assert [int(row[0]) for row in cells] == list(range(360))
-    assert sum(row[1] == row[2] for row in cells) / 360 == report["top1"]
+    assert sum(row[2] == row[3] for row in cells) / 360 == report["top1"]
     assert len(report["worst"]) == 24
     assert all(image["label"] != image["predicted"] for image in report["worst"])
     assert not callers, "it went to the network"
