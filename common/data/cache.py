@@ -24,6 +24,7 @@ import numpy as np
 from common.data.class_names import refuse_duplicates
 from common.data.conversions import Look, conversion_warnings, sample
 from common.data.decode import FILES, SPLITS, STORED, CachedImages, Damaged, Encoded, checks_jpegs
+from common.data.equal import EqualImages
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
@@ -33,7 +34,7 @@ from common.system.progress import Display
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 8  # part of the place's key: raised when the pixels of some images change, or what meta.json has
+DECODING = 8  # part of the place's key: raised when pixels, names or the content of meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30
 BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
 PART_BYTES = 16 * 2**20
@@ -169,7 +170,9 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
             if is_small:
                 every = (np.load(work / f"{split}_labels.npy") for split in stored)
                 labels = np.concatenate([own[part.ids] for own, part in zip(every, parts, strict=True)])
-                flaws += _duplicates(source, parts, labels, classes, beat)
+                equal = run_with_heartbeat(partial(EqualImages, parts), beat)
+                flaws += equal.in_two_splits((source.val_name, source.test_name))
+                flaws += equal.in_two_classes(labels, classes)
             looks = run_with_heartbeat(partial(sample, encoded.values()), beat)
             is_decoded = _decode_all(work, source.name, encoded, _common_shape(looks), beat)
             kind = "array" if is_decoded else "files"
@@ -198,67 +201,6 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         sync(folder.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _duplicates(
-    source: Source, parts: list[Encoded], labels: np.ndarray, classes: Sequence[str], beat: Heartbeat
-) -> list[str]:
-    """A warning for each evaluated split with images that are trained on, too, and one for images of equal
-    bytes with several labels. labels: of all parts, int64 [N]."""
-    (numbers, groups), lines = run_with_heartbeat(partial(find_same, parts), beat), list[str]()
-    starts = np.cumsum([0, *map(len, parts)])
-
-    def where(number: int) -> str:
-        part = int(np.searchsorted(starts, number, side="right")) - 1
-        return parts[part].where(number - int(starts[part]))
-
-    trained = numbers < starts[1]
-    first = dict(zip(groups[trained][::-1].tolist(), numbers[trained][::-1].tolist(), strict=True))
-    splits = (source.val_name, source.test_name)
-    for split, start, end in zip(splits, starts[1:], starts[2:], strict=False):
-        inside = (start <= numbers) & (numbers < end) & np.isin(groups, groups[trained])
-        if inside.any():
-            number, group = int(numbers[inside][0]), int(groups[inside][0])
-            lines.append(
-                f"{inside.sum():,} of the {end - start:,} {split} images are training images, too, as"
-                f" {where(number)} and {where(first[group])}: remove them from one split: accuracies are too"
-                " high"
-            )
-    labels = labels[numbers]
-    order = np.lexsort((labels, groups))
-    is_other = (np.diff(groups[order]) == 0) & (np.diff(labels[order]) != 0)
-    if is_other.any():
-        k = int(np.flatnonzero(is_other)[0])
-        named = (
-            f"{where(int(numbers[i]))} ({printable(classes[labels[i]])})" for i in order[k : k + 2].tolist()
-        )
-        affected = np.isin(groups, groups[order][1:][is_other]).sum()
-        lines.append(
-            f"{affected:,} images have contradictory labels: the same bytes are in several classes, as"
-            f" {' and '.join(named)}. Correct the labels, or remove the images"
-        )
-    return lines
-
-
-def find_same(parts: Sequence[Encoded]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of images that may have equals, and their groups, both int64 [n].
-
-    Images of a group have equal bytes. Numbers run through all parts. Only images whose size occurs twice are
-    read.
-    """
-    sizes = np.concatenate([[images.size(i) for i in range(len(images))] for images in parts])
-    _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    may_be_equal, digests, start = counts[inverse] > 1, list[bytes](), 0
-    for images in parts:
-        inside = np.flatnonzero(may_be_equal[start : start + len(images)]).tolist()
-        digests += [_digest(images, i) for i in inside]
-        start += len(images)
-    _, groups = np.unique(np.array(digests, "S32"), return_inverse=True)
-    return np.flatnonzero(may_be_equal), groups
-
-
-def _digest(images: Encoded, i: int) -> bytes:
-    return hashlib.sha256(images.content(i)).digest()
 
 
 def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
@@ -306,9 +248,9 @@ def _decode_all(
 ) -> bool:
     """Replaces encoded images by decoded arrays.
 
-    shape: of all images; None if sizes differ. Returns False, and changes nothing, for None, or if all splits
-    together need more than DECODED_BYTES.
-    Raises ValueError that lists images which can't be decoded.
+    shape: of the sampled images; None if they differ. Returns False, and changes nothing, for None, for an
+    image of another shape, or if all splits together need more than DECODED_BYTES. Raises ValueError that
+    lists images which can't be decoded.
     """
     count = sum(map(len, encoded.values()))
     if shape is None or count * math.prod(shape) > DECODED_BYTES:

@@ -25,9 +25,7 @@ class Look(NamedTuple):
     shape: tuple[int, ...]  # of the decoded image: [H, W, 3]
     levels: tuple[int, int]  # range of the decoded values, 0 to 255, without outliers
     values_16_bit: tuple[int, int] | None  # the same of the file, if it has 16 bits
-    hidden: (
-        tuple[float, int, int] | None
-    )  # share of transparent pixels, range of colours, where white hides them
+    hidden: tuple[float, int, int] | None  # share of transparent pixels and range of colours, if white hides
     palette: tuple[int, int] | None  # numbers of indices and of their colours, if colours repeat
 
     @property
