@@ -148,8 +148,8 @@ class Meter:
 class Ranks:
     """What all ranks of a run do together, from its opening on: steps, messages, checkpoints.
 
-    Due are the first checkpoint, the best and the last, and every --checkpoint_every steps or each epoch;
-    after short epochs only every --checkpoint_s.
+    A checkpoint is due at the first step, the best and the last, at multiples of --keep_every, and every
+    --checkpoint_every steps or after each epoch. After short epochs only one in --checkpoint_s is due.
     """
 
     recipe: Recipe
@@ -238,10 +238,12 @@ class Ranks:
         At an epoch's end it is due if the next epoch would end more than --checkpoint_s after the last write.
         """
         recipe = self.recipe
+        is_to_keep = recipe.keep_every is not None and step % recipe.keep_every == 0
         if recipe.checkpoint_every != "epoch":
-            return step % int(recipe.checkpoint_every) == 0
+            return is_to_keep or step % int(recipe.checkpoint_every) == 0
         if step % self.steps.per_epoch:
-            return False
+            return is_to_keep
         now = time.monotonic()
         epoch_s, self.epoch_began = now - self.epoch_began, now
-        return self.exchange.poll.gather(self.saver.since_write_s() + epoch_s > recipe.checkpoint_s)[0]
+        is_late = self.saver.since_write_s() + epoch_s > recipe.checkpoint_s
+        return self.exchange.poll.gather(is_to_keep or is_late)[0]

@@ -38,7 +38,7 @@ class Simulation:
             return done
 
         saver.thread = SimpleNamespace(submit=submit)
-        recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None} | recipe
+        recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None, "keep_every": None} | recipe
         poll = SimpleNamespace(gather=lambda value: [value], wait_for_main=lambda *_: None)
         exchange = SimpleNamespace(poll=poll, gather=poll.gather, listen_after=int)
         self.run = run = Run.__new__(Run)
@@ -87,6 +87,14 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
         ({"checkpoint_every": "25"}, 1, [(10, 10), (20, 25), (25, 25), (40, 40)]),
         # 20's best is held for 60 s after the first, until the middle of an epoch.
         ({"checkpoint_every": "1000000"}, 4, [(10, 40), (20, 100), (40, 160)]),
+        # Multiples of --keep_every are due inside and at the end of epochs, however short the epochs are.
+        ({"keep_every": 15}, 1, [(10, 10), (15, 15), (30, 30), (40, 40)]),
+        # The best of step 30 is held until the next checkpoint.
+        (
+            {"keep_every": 12, "checkpoint_every": "20"},
+            1,
+            [(10, 10), (12, 12), (20, 20), (24, 24), (30, 36), (36, 36), (40, 40)],
+        ),
     ],
 )
 def test_when_checkpoints_are_written(flags, step_s, written, monkeypatch):
