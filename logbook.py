@@ -78,7 +78,9 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
-    script, strategy = (file_name(run.facts.get(name, "unknown")) for name in ("script", "strategy"))
+    first = run.kept[0].about if run.kept else run.facts  # a run keeps its page when it changes its strategy
+    strategy = file_name(first.get("strategy", "unknown"))
+    script = file_name(run.facts.get("script", "unknown"))
     stem = run.folder.resolve().name.removeprefix(f"{strategy}_")
     folder = logbook / script / strategy
     page = free_page(folder, file_name(stem), run.identity)

@@ -2,7 +2,7 @@
 
 <prefix>/checkpoints/step_00000390/...   as on the disk; the manifest, uploaded last, commits the checkpoint
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
-<prefix>/metrics.jsonl, recipe.json, result.json, ...    telemetry-*.jsonl with the result
+<prefix>/metrics.jsonl, recipe.json, starts.jsonl, result.json, ...    telemetry-*.jsonl with the result
 """
 
 import json
@@ -19,7 +19,7 @@ from common.system.files import discard, own_files, read_regular, sha256_of, syn
 from common.system.s3 import ObjectStore, StoreError, WrongSize
 from common.system.threads import Heartbeat, lower_priority
 
-LOGS = ("recipe.json", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
+LOGS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
 TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so it is sent once, with the result
 LOG_LIMIT_BYTES = 2**31
 
@@ -215,12 +215,13 @@ def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """Downloads metrics and telemetry, so that a run resumed from another machine's checkpoint has no gap.
+    """Downloads a run's logs, so that a run resumed from another machine's checkpoint has no gap.
 
-    A local file stays if it begins with the bucket's content; otherwise the bucket's file replaces it.
+    recipe.json comes first: it marks the folder as a run's even if the download is interrupted. A local file
+    stays if it begins with the bucket's content; otherwise the bucket's file replaces it.
     """
     telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
-    for name in ("metrics.jsonl", "confusion.json", *telemetry):
+    for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):
         file = folder / name
         content = store.read(name, LOG_LIMIT_BYTES)
         if content and not (file.exists() and read_regular(file).startswith(content)):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from common.recipe import METRICS
+from common.run.starts import where_in_words
 from common.system.files import read_json, read_lines
 from common.system.paths import ROOT, python_command, shortest
 
@@ -23,7 +24,8 @@ def show(folder: Path, chance: float | None) -> None:
     result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
-    console.print(_results(result, record["unit"], chance))
+    title = f"{result['script']}, {where_in_words(folder, result)}"
+    console.print(_results(title, result, record["unit"], chance))
     table, file = _weights(folder, result, lines)
     console.print(table)
     if result["best_accuracy"] is not None:
@@ -48,11 +50,10 @@ def interval(share: float, count: int) -> tuple[float, float]:
     return (centre - half) / (1 + square), (centre + half) / (1 + square)
 
 
-def _results(result: dict[str, Any], unit: str, chance: float | None) -> "Table":
+def _results(title: str, result: dict[str, Any], unit: str, chance: float | None) -> "Table":
     from rich.table import Table
 
-    place = f"{result['strategy']} on {result['processes']} x {result['device']}"
-    table = Table("what", title=f"{result['script']}, {place}")
+    table = Table("what", title=title)
     table.add_column("value", justify="right")
     measure, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
     best = result[f"best_{measure}"]

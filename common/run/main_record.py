@@ -21,6 +21,7 @@ from common.recipe import Batch, Recipe
 from common.run.end_tables import show
 from common.run.folder import RunFolder, script_name
 from common.run.log import Predictions, RunLog
+from common.run.starts import where_in_words, where_trained
 from common.run.state import RunState
 from common.system.env import report
 from common.system.files import read_json, read_lines, sync, write_json, writing
@@ -102,8 +103,10 @@ class MainRecord:
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
         if self.utilisation:
-            speed = self.result("finished")["images_per_s"] or 0.0
-            self.final |= vars(self.utilisation) | {"mfu_pct": self.utilisation.pct(speed)}
+            found = self.result("finished")
+            is_of_all = len({devices for _, devices in where_trained(folder, found)}) == 1
+            mfu_pct = self.utilisation.pct(found["images_per_s"] or 0.0) if is_of_all else None
+            self.final |= vars(self.utilisation) | {"mfu_pct": mfu_pct}
         with writing("the end of the run", folder):
             # After an interruption an evaluation may come after its checkpoint.
             checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
@@ -130,7 +133,7 @@ class MainRecord:
         plots = self.folder / "plots"
         try:
             lines = read_lines(self.folder / "metrics.jsonl")
-            place = f"{Path(content['data']).name}, {content['strategy']} x {content['processes']}"
+            place = f"{Path(content['data']).name}, {where_in_words(self.folder, content)}"
             plot_curves(self.folder, lines, f"{content['script']} on {place}")
             pictures = predictions.draw(plots)
             if self.log.trackers:

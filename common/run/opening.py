@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from common.run.folder import RunFolder, count_restarts, model_part, script_name
 from common.run.log import Predictions, RunLog, change_of_hosts
 from common.run.main_record import MainRecord
 from common.run.ranks import Exchange, Ids, Meter, Ranks
+from common.run.starts import add_start
 from common.run.state import RunState
 from common.system.env import EVENTS_FILE, report
 from common.system.files import writing
@@ -73,7 +75,9 @@ class Opening:
             about = self._about(hosts, [process.device for process in processes])
             manifest, lost = self._manifest(about), place.leases[0].check if place else lambda: None
             saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
-            once(accelerator, "log", partial(self._start_log, about, steps, state, saver), recipe.timeout_s)
+            start = about | self._start_facts(steps, state, has_optimizer=found[2])
+            begin_log = partial(self._start_log, about, start, steps, state, saver)
+            once(accelerator, "log", begin_log, recipe.timeout_s)
             rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
             telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
             skipped: Ids = list
@@ -199,15 +203,34 @@ class Opening:
         manifest |= {"classes": self.classes} | ({} if self.cropped is None else {"cropped": self.cropped})
         return manifest | {"written_by": writer} | self.training.about()
 
+    def _start_facts(self, steps: Steps, state: RunState, has_optimizer: bool) -> dict[str, Any]:
+        """The part of a line of starts.jsonl that recipe.json lacks."""
+        return {
+            "step": state.step,
+            "at": time.time(),
+            "per_device_batch_size": self.batch.per_device,
+            "accumulation_steps": self.batch.accumulations,
+            "steps_per_epoch": steps.per_epoch,
+            "cropped": self.cropped,
+            "has_optimizer": has_optimizer,
+        }
+
     def _start_log(
-        self, about: dict[str, Any], steps: Steps, state: RunState, saver: Saver, _: Heartbeat
+        self,
+        about: dict[str, Any],
+        start: dict[str, Any],
+        steps: Steps,
+        state: RunState,
+        saver: Saver,
+        _: Heartbeat,
     ) -> None:
-        """Makes the main process's record, with a log that begins at the state."""
+        """Makes the main process's record, with a log that begins at the state. start: of starts.jsonl."""
         place = self.place
         assert place
         own = None if place.is_new else place.checkpoint
         with writing("the log", place.path):
             remove_temporary(place.path / "checkpoints")  # a downloaded one of another run
+            add_start(place.path, start, own.manifest if own else None)
             (place.path / "result.json").unlink(missing_ok=True)
             log = RunLog(place.path, self.recipe, about, state, steps)
             if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):

@@ -43,6 +43,24 @@ def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = Non
     return folder
 
 
+def write_starts(folder: Path, *changes: dict[str, Any]) -> Path:
+    """Writes starts of a run of write_run(), a minute apart, on two GPUs with a micro-batch of 64 images.
+
+    changes: what differs from the start before. recipe.json is that of the last start.
+    """
+    about = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
+    about |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}
+    starts = []
+    for minute, changed in enumerate(changes):
+        about = about | {"at": 1.7e9 + 60 * minute, "changed": {}} | changed
+        recipe = {name: now for name, (_, now) in about["changed"].items()}
+        about["recipe"] = about["recipe"] | recipe
+        starts.append(about)
+    write_lines(folder / "starts.jsonl", starts)
+    change(folder / "recipe.json", **about)
+    return folder
+
+
 def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 

@@ -20,8 +20,9 @@ from PIL import Image
 import logbook
 from common.system.text import printable, printable_lines
 from tests.conftest import CNN, Job, copy_project, lines, metrics, python, result, rows_of, run, wait_until
-from tests.logbook.pages import HOSTILE, MARKDOWN, change, check, is_golden, rows, write_lines, write_run
-from tools.logbook import comparison, markdown
+from tests.logbook.pages import HOSTILE, MARKDOWN, change, check, is_golden, rows
+from tests.logbook.pages import write_lines, write_run, write_starts
+from tools.logbook import comparison, history, markdown
 from tools.logbook.comparison import Comparison
 from tools.logbook.page import index, index_values, page
 from tools.logbook.record import RunRecord, stamped_files
@@ -129,6 +130,7 @@ def gpu_run(folder: Path) -> Path:
             "command": ["torchrun", "--nproc_per_node=2", "train_vit.py", "--data", "a b|c"],
             "defaults": {"lr": 0.2, "widths": [4, 8]},
             "git_commit": "abc+",
+            "hosts": ["h1", "h2"],
             "resumed_from": "s3://b/other",
             "sharding": {"replicas": 1, "reshard_after_forward": True},
             "version": "1.0.0",
@@ -185,6 +187,54 @@ def gpu_run(folder: Path) -> Path:
     stamps = [stamp, true, true | {"kind": "bit for bit"}, changed, older]
     (folder / "verified.json").write_text(json.dumps({"stamps": stamps}))
     return folder
+
+
+# Two start at step 2, as the first of them leaves no checkpoint. The last one changes the recipe.
+ONE = {"devices": ["NVIDIA T4"], "strategy": "single", "per_device_batch_size": 128}
+SEVERAL: list[dict[str, Any]] = [{"versions": {"torch": "2.11.0"}, "command": ["torchrun", "train_vit.py"]}]
+SEVERAL += [{"step": 2, "devices": ["NVIDIA T4"] * 4, "hosts": ["h1", "h2"], "strategy": "fsdp"}]
+SEVERAL += [{"step": 2, "devices": ["NVIDIA T4"] * 2, "hosts": ["h2"], "versions": {"torch": "2.15.0"}}]
+SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["python", "train_vit.py"]}]
+
+
+def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
+    """Its title, settings and command are those of all starts, and so are those of the index and a comparison."""
+    last = {"strategy": "single", "processes": 1, "train_s": 9.0}
+    folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
+    assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)
+    assert "| 2, then 1 |" in (tmp_path / "book/README.md").read_text()
+    same = write_starts(write_run(tmp_path / "same", train_s=9.0), {}, {"step": 3})
+    text = page_of(book, "compare", same, folder)
+    assert "- No speed-up for ddp x 2 then fsdp x 2 then single x 1, lr 0.1 then 0.01: it changed its" in text
+    table = rows(text)
+    assert table["processes"] == ["2", "2, then 1"]
+    assert table["version of torch"] == ["2.15.0", "2.11.0, then 2.15.0"]
+    assert table["lr"] == ["0.1", "0.1, then 0.01"]
+
+
+UNCHANGED = "the training is unchanged up to rounding."
+VERDICTS = {
+    "one start": ([{}], ""),
+    "steps of one start": ([{}, {"strategy": "fsdp"}], ""),
+    "another strategy": ([{}, {"step": 3, "strategy": "fsdp"}], f"The recipe did not change: {UNCHANGED}"),
+    "recipe": ([{}, {"step": 3, "changed": {"lr": [1, 2]}}], "The recipe changed. Step 3: lr was 1, now 2."),
+    "micro-batch": ([{}, {"step": 3, **ONE}], "but the number of images per forward did: BatchNorm, "),
+    "commit": ([{}, {"step": 3, "git_commit": "abd"}], "The recipe did not change, but the commit did: "),
+    "earlier version": ([{"step": None}, {"step": 3}], "It is not recorded whether all steps were trained"),
+}
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_unchanged_is_said_only_where_it_is_known(name, tmp_path):
+    starts, said = VERDICTS[name]
+    folder = write_starts(write_run(tmp_path / "run"), *starts)
+    found = [{key: v for key, v in line.items() if v is not None} for line in lines(folder / "starts.jsonl")]
+    write_lines(folder / "starts.jsonl", found)
+    verdict = history.verdict(RunRecord(folder))
+    assert said in verdict
+    assert bool(said) == bool(verdict)
+    assert ("unchanged" in verdict) == (UNCHANGED in said or name == "micro-batch")
+    assert verdict in page(RunRecord(folder), "run", [])
 
 
 def test_pages_of_made_runs_are_the_stored_ones(book, tmp_path):
@@ -297,7 +347,7 @@ def with_texts(value: Any, texts: Iterator[str]) -> Any:
 def whole(tmp_path_factory) -> Path:
     folder = gpu_run(tmp_path_factory.mktemp("whole") / "run")
     change(folder / "result.json", error="", spent_s={"training": 5.0})
-    return folder
+    return write_starts(folder, *SEVERAL)
 
 
 @settings(max_examples=20, phases=[Phase.generate])  # a shorter example takes minutes
@@ -322,8 +372,9 @@ def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, st
         assert {shown(c) for c in run.reports[report]["classes"][:20]} <= table.keys()
         assert table["run"] == [shown(folder)]
         fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
-        command = [re.sub("\n{3,}", "\n\n", word) for word in map(printable_lines, run.about["command"])]
-        assert shlex.split(fence) == command  # a page has no two blank lines
+        words = [word for start in run.kept for word in map(printable_lines, start.about["command"])]
+        command = [re.sub("\n{3,}", "\n\n", word) for word in words]
+        assert shlex.split(fence, comments=True) == command  # a page has no two blank lines
         assert all(re.fullmatch(r"[\w-]+", logbook.file_name(text)) for text in texts)
 
 

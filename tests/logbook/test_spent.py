@@ -9,7 +9,7 @@ from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
 from tools.logbook.page import page
 from tools.logbook.pictures import _telemetry
 from tools.logbook.record import RunRecord, _thinned
-from tools.logbook.spent import lost_s, parts_s, paused_s, starts
+from tools.logbook.spent import lost_s, main_processes, parts_s, paused_s
 
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 20.0}
 SPENT |= {"ending": 1.0}
@@ -42,7 +42,7 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     for lines in (first, second):
         write_lines(run.folder / f"telemetry-{lines[0]['host']}.jsonl", lines)
     run = RunRecord(run.folder)
-    assert [(start.before_s, start.ended_s) for start in starts(run)] == [(0, 100), (70, 130), (120, 135)]
+    assert [(start.before_s, start.ended_s) for start in main_processes(run)] == [(0, 100), (70, 130), (120, 135)]
     assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
     assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}  # without the pauses
     text = section(run)
@@ -80,7 +80,7 @@ def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
     assert min(parts.values()) > 0
     assert sum(parts.values()) == pytest.approx(found["wall_s"], abs=0.1)
     assert max(parts["training"], found["train_s"]) < found["wall_s"] - parts["starting"]
-    processes = starts(RunRecord(folder))
+    processes = main_processes(RunRecord(folder))
     assert processes[0].before_s == 0
     assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
     assert processes[1].ended_s == pytest.approx(found["wall_s"], rel=0.2, abs=1)

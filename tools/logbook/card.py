@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code, render
-from tools.logbook.record import RunRecord, as_flag
+from tools.logbook.record import RunRecord, as_flag, recipe_change
 
 if TYPE_CHECKING:  # a tool knows no other
     from tools.inference.exported import Exported
@@ -40,6 +40,7 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
         step=exported.trained.step,
         data=data,
         is_timms=exported.is_timms,
+        recipe_changes=_recipe_changes(run, exported.trained.step or 0) if run else [],
         recipe=[[code(key), code(_name(as_flag(value)))] for key, value in sorted(recipe.items())],
         **(_measures(exported, run) if run else {}),
     )
@@ -61,6 +62,12 @@ def _own_accuracy(exported: "Exported") -> float | None:
 def _name(value: str) -> str:
     """The last part of a path or an address, as the rest may be private; a name of the hub whole."""
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
+
+
+def _recipe_changes(run: RunRecord, last: int) -> list[str]:
+    """Return a line for each start before this step that changed the recipe."""
+    starts = [start for start in run.kept if start.first < last]
+    return [f"step {start.first:,}: {text}" for start in starts if (text := recipe_change(start, _name))]
 
 
 def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:

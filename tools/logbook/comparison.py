@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from common.system.paths import public_path
 from common.system.text import plural
 from tools.logbook import seeds
 from tools.logbook.markdown import code, render
-from tools.logbook.record import KINDS, RunRecord, as_flag, complete
+from tools.logbook.record import KINDS, RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("name", "output_dir", "model_folder", "s3")  # places of files
@@ -50,7 +51,7 @@ class Comparison:
         """A unique name for each run, of what differs: `ddp x 4`, `lr 0.003`; equal names get a number."""
         runs, facts = self.runs, [run.facts for run in self.runs]
         scripts = [one.get("script", "unknown") for one in facts]
-        where = [f"{one.get('strategy', 'unknown')} x {one.get('processes', '?')}" for one in facts]
+        where = [run.job for run in runs]
         hosts = [plural(one.get("hosts", "?"), "host") for one in facts]
         flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
         others = [name for name in flags if name not in (*NAMED, *NOT_COMPARED)]
@@ -114,7 +115,7 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
 
 def _values(runs: list[RunRecord], name: str) -> list[str]:
     """A flag and its value in each run, without the folders of a path."""
-    values = [as_flag(run.recipe[name]) for run in runs]
+    values = [run.over_starts(partial(_flag, name)).replace(", then", " then") for run in runs]
     if any(run.fold for run in runs) and name == "holdout":
         return [f"fold {value}" for value in values]
     return [f"{name} {value.rstrip('/').rpartition('/')[2]}" for value in values]
@@ -127,10 +128,13 @@ def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None,
         if first.facts.get(name) != run.facts.get(name):
             return None, f"{run.facts.get(name)} {what}, the first run {first.facts.get(name)}"
     for one in (first, run):
+        subject = "the first run" if one is first else "it"
         if one.facts["status"] != "finished":
-            return None, f"{'the first run' if one is first else 'it'} is not finished"
+            return None, f"{subject} is not finished"
         if not one.facts.get(time):
-            return None, f"{'the first run' if one is first else 'it'} has no {time}"
+            return None, f"{subject} has no {time}"
+        if one.recipe_changes:
+            return None, f"{subject} changed its recipe: {'; '.join(one.recipe_changes)}"
     return first.facts[time] / run.facts[time], ""
 
 
@@ -160,23 +164,34 @@ def conditions(run: RunRecord) -> dict[str, str]:
     """Settings of the run that a comparison names where they differ."""
     facts, about = run.facts, run.about
     left_out = (*NOT_COMPARED, *RESOLVED)
-    recipe = {name: public_path(as_flag(value)) for name, value in run.recipe.items() if name not in left_out}
+    recipe = {name: run.over_starts(partial(_flag, name)) for name in run.recipe if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
     names += ["step_graph", "val_name", "val_images", "status"]
-    versions = {f"version of {name}": str(value) for name, value in about.get("versions", {}).items()}
-    devices = about.get("devices") or [facts.get("device", "not known")]
+    versions = {f"version of {n}": run.over_starts(partial(_version, n)) for n in about.get("versions", {})}
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
     hosts = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in headers}
     return {
         **recipe,
-        **{name: as_flag(facts[name]) for name in names if name in facts},
+        **{n: as_flag(run.over_starts(methodcaller("get", n))) for n in names if n in facts},
         **versions,
-        "commit": about.get("git_commit", "not known"),
-        "device": ", ".join(sorted(set(devices))),
+        "commit": run.over_starts(methodcaller("get", "git_commit", "not known")),
+        "device": run.over_starts(_kinds_of_device),
         "host": "; ".join(sorted(hosts)) or "not known",
         "started from": public_path(about.get("resumed_from", "fresh weights")),
     }
+
+
+def _flag(name: str, about: dict[str, Any]) -> str:
+    return public_path(as_flag(about.get("recipe", {}).get(name)))
+
+
+def _version(name: str, about: dict[str, Any]) -> str:
+    return str(about.get("versions", {}).get(name))
+
+
+def _kinds_of_device(about: dict[str, Any]) -> str:
+    return ", ".join(sorted(set(about.get("devices") or [about.get("device", "not known")])))
 
 
 # --- The page
@@ -215,12 +230,15 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
     first, facts = comparison.runs[0], run.facts
     factor, reason = speed_up(first, run, "train_s")
     before, after = first.facts.get("processes"), facts.get("processes")
-    if run is not first and (first.changes or run.changes):
+    if run is not first and not (first.is_one_job and run.is_one_job):
         after = None  # the facts have the processes of the last start
+    set_by_starts = ("processes", "batch_size", "per_device_batch_size")
     target = math.inf if comparison.target is None else comparison.target
     busy, kind = run.utilisation_pct
     reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     return facts | {
+        **{key: run.over_starts(methodcaller("get", key)) for key in set_by_starts},
+        "hosts": run.over_starts(host_count),
         "name": name,
         "time_to_target": next(reached, None),
         "speed_up": factor,
@@ -237,7 +255,7 @@ def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None
     """The search result with the run's script, strategy, recipe, processes and precision."""
     names = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
     names += ["grad_checkpointing"]
-    for search in searches:
+    for search in searches if run.is_one_job else ():
         same_recipe = all(run.recipe.get(name) == value for name, value in search["recipe"].items())
         same_sharding = search.get("sharding") == run.about.get("sharding")
         same_facts = all(search.get(name) == run.facts.get(name) for name in names)

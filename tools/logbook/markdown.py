@@ -65,8 +65,8 @@ def bullets(lines: Iterable[object]) -> Markup:
 
 
 def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
-    """The value in the form of str.format(), as `{:,.1f} s`. None and Markdown stay."""
-    return value if value is None or isinstance(value, Markup) else form.format(value)
+    """The value in the form of str.format(), as `{:,.1f} s`. None, text and Markdown stay."""
+    return value if value is None or isinstance(value, str) else form.format(value)
 
 
 def table(

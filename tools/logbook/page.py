@@ -2,20 +2,24 @@
 
 import shlex
 from collections.abc import Collection, Iterator
+from operator import methodcaller
 from typing import Any
 
 from common.recipe import METRICS
 from common.system.files import own_files
 from common.system.paths import public_path
 from common.system.text import some_of
+from tools.logbook import history
 from tools.logbook.markdown import code, each, formatted, render
-from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, stamped_files
-from tools.logbook.spent import parts_s, paused_s, starts
+from tools.logbook.record import KINDS, MEANING, RunRecord, complete, host_count, stamped_files
+from tools.logbook.spent import main_processes, parts_s, paused_s
 
 SHOWN_CLASSES = 20  # rows of the table of classes
+MOST_STARTS = 20  # above, the table of starts is folded
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
-INDEXED = ["script", "strategy", "batch_size", "epochs", "hosts", "processes", "status", "device"]
+SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
+INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
 INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
 
@@ -24,7 +28,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     from common.run.end_tables import early_end  # imports torch
 
     facts, about = complete(run.facts, KINDS["result.json"]), complete(run.about, KINDS["recipe.json"])
-    recipe = {name: [code(name), code(public_path(as_flag(value)))] for name, value in run.recipe.items()}
+    recipe = {name: [code(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
     return render(
         "run.md.j2",
@@ -41,13 +45,15 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         meaning=MEANING,
         parts=parts_s(run),
         paused_s=paused_s(run),
-        restarts=len(starts(run)) - 1,
+        restarts=len(main_processes(run)) - 1,
         memory=[{"process": rank} | found for rank, found in enumerate(facts["memory_gib"] or [])],
         dumps=_dumps(run),
-        command=shlex.join(map(public_path, about["command"] or [])),
-        sharding=[f"{name} {as_flag(value)}" for name, value in (about["sharding"] or {}).items()],
+        history=history,
+        most_starts=MOST_STARTS,
+        batch_size=run.over_starts(methodcaller("get", "batch_size")),
+        epochs=run.over_starts(methodcaller("get", "epochs")),
         recipe=list(recipe.values()),
-        changed=[recipe[n] for n, value in run.recipe.items() if n in defaults and value != defaults[n]],
+        changed=[recipe[n] for n in recipe if n in defaults and not history.is_default(run, n, defaults[n])],
         public_path=public_path,
         quote=shlex.quote,
     )
@@ -56,7 +62,8 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 def index_values(run: RunRecord) -> dict[str, Any]:
     """The values of a run that the index shows."""
     found = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
-    return {name: run.facts.get(name) for name in INDEXED} | found
+    found |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
+    return {name: run.facts.get(name) for name in INDEXED} | found | {"hosts": run.over_starts(host_count)}
 
 
 def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:

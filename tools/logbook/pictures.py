@@ -10,7 +10,7 @@ from common.system.files import discard, own_files
 from common.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
-from tools.logbook.spent import Start, starts
+from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw(run: RunRecord, folder: Path) -> list[str]:
@@ -85,7 +85,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
     first = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
-    began = starts(run) or [Start(first, math.inf, 0.0)]  # of an earlier version
+    began = main_processes(run) or [MainProcess(first, math.inf, 0.0)]  # of an earlier version
 
     def seconds_at(t: float) -> float:
         """The run's age, without the pauses between its main processes."""

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 
 from common.recipe import METRICS, parse_fold
+from common.run.starts import STARTS, Start, in_order, in_turn, kept
 from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from common.system.paths import public_path
 from common.system.text import plural
@@ -34,7 +35,7 @@ HALF_PRECISION = {
     "autocast": "by autocast: weights and residual stream in fp32",
     "weights": "weights and all activations",
 }
-TYPES: dict[str, Kind] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict}
+TYPES: dict[str, Kind] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "any": Any}
 
 
 def _kind(stored: Any) -> Kind:
@@ -45,6 +46,7 @@ def _kind(stored: Any) -> Kind:
 
 
 KINDS: dict[str, Any] = _kind(yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text()))
+KINDS[STARTS] |= KINDS["recipe.json"]
 KINDS["result.json"] |= {f"{which}_{name}": float for which in ("best", "final", "test") for name in METRICS}
 
 
@@ -52,8 +54,9 @@ class RunRecord:
     """The files of a run, without values of an unexpected type.
 
     problems: a line for each file that is missing or broken. facts: of result.json, or, where it lacks a
-    value, `derived` from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. ValueError
-    when the folder is not a run's.
+    value, `derived` from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. starts: the
+    lines of starts.jsonl, which earlier versions did not write. kept: the starts with steps in the result.
+    ValueError when the folder is not a run's.
     """
 
     def __init__(self, folder: Path):
@@ -74,6 +77,9 @@ class RunRecord:
         result = self._read("result.json")
         self.derived = self._derived()
         self.facts = self.derived | result
+        lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
+        self.starts = in_order([*map(with_totals, lines)], self.facts.get("steps", 0))
+        self.kept = kept(self.starts)
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
         has_confusion = shows_classes or (folder / "confusion.json").exists()
         self.confusion = self._matrix("confusion.json") if has_confusion else {}
@@ -169,27 +175,38 @@ class RunRecord:
             **{name: value for name, value in found.items() if value is not None},
         }
 
+    @property
+    def last(self) -> dict[str, Any]:
+        """The settings of the last start, in the form of a line of starts.jsonl."""
+        hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
+        return self.about | self.facts | {"hosts": hosts}
+
+    def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
+        """Return a setting of the run: of the last start, or `a, then b` where the starts differ in it."""
+        values = ["not known" if (v := value(start.about)) is None else str(v) for start in self.kept]
+        return in_turn(values) if len(set(values)) > 1 else value(self.last)
+
+    @property
+    def is_one_job(self) -> bool:
+        """True unless the strategy, the devices or the hosts changed during the run."""
+        return not self.changes and len({where(start.about) for start in self.kept}) <= 1
+
+    @property
+    def recipe_changes(self) -> list[str]:
+        """`step 100: lr was 0.01, now 0.001` for each start of the result that changed the recipe."""
+        return [f"step {start.first:,}: {text}" for start in self.kept if (text := recipe_change(start))]
+
     # --- In words
 
     @property
-    def devices(self) -> str:
-        """`2 x NVIDIA T4`; of several kinds `1 x A, 1 x B`."""
-        if not (names := self.about.get("devices")):
-            return f"{self.facts.get('processes', '?')} x {self.facts.get('device', 'unknown device')}"
-        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-
-    @property
     def where(self) -> str:
-        """`DDP on 2 x NVIDIA T4`"""
-        strategy, hosts = self.facts.get("strategy", "unknown strategy"), self.facts.get("hosts", 1)
-        shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
-        return f"{shown} on {self.devices}" + (f", {hosts} hosts" if hosts > 1 else "")
+        """`DDP on 2 x NVIDIA T4`, or `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
+        return self.over_starts(where)
 
     @property
-    def mixed_precision(self) -> str:
-        """`bf16, by autocast: weights and residual stream in fp32`"""
-        kind, how = self.facts.get("mixed_precision", "-"), self.facts.get("half_precision", "")
-        return f"{kind}, {HALF_PRECISION[how]}" if how in HALF_PRECISION else kind
+    def job(self) -> str:
+        """`ddp x 2`, or `ddp x 2 then single x 1`: without commas, which separate the parts of a name."""
+        return str(self.over_starts(job)).replace(", then", " then")
 
     @property
     def model(self) -> str:
@@ -261,8 +278,9 @@ class RunRecord:
             self.problems.append(f"{name} has unexpected types in {', '.join(odd)}")
         return kept
 
-    def _read_lines(self, name: str, needed: set[str], kind: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The lines, without those that a kill or a full disk has cut."""
+    def _read_lines(self, name: str, needed: set[str], kind: str | None = None) -> list[dict[str, Any]]:
+        """The lines, without those that a kill or a full disk has cut. kind: of KINDS, by default the name."""
+        kind = kind or name
         content = self._bytes(name)
         if content is None:
             return []
@@ -300,6 +318,59 @@ def _thinned(texts: list[str]) -> list[str]:
     kept = {*heads, *(number - 1 for number in (*heads, len(texts)))}
     kept |= {*range(0, len(texts), 1 + len(texts) // MOST_SAMPLES)}
     return [texts[number] for number in sorted(kept - {-1})]
+
+
+def devices(about: dict[str, Any]) -> str:
+    """Return `2 x NVIDIA T4`; for several kinds of device `1 x A, 1 x B`."""
+    if not (names := about.get("devices")):
+        return f"{about.get('processes', '?')} x {about.get('device', 'unknown device')}"
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def host_count(about: dict[str, Any]) -> int:
+    hosts = about.get("hosts", 1)
+    return hosts if isinstance(hosts, int) else len(hosts)
+
+
+def where(about: dict[str, Any]) -> str:
+    """Return `DDP on 2 x NVIDIA T4`."""
+    strategy, hosts = about.get("strategy", "unknown strategy"), host_count(about)
+    shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
+    return f"{shown} on {devices(about)}" + (f", {hosts} hosts" if hosts > 1 else "")
+
+
+def job(about: dict[str, Any]) -> str:
+    """Return `ddp x 2`."""
+    return f"{about.get('strategy', 'unknown')} x {about.get('processes', '?')}"
+
+
+def mixed_precision(about: dict[str, Any]) -> str:
+    """Return `bf16, by autocast: weights and residual stream in fp32`."""
+    precision, how = about.get("mixed_precision", "-"), about.get("half_precision", "")
+    return f"{precision}, {HALF_PRECISION[how]}" if how in HALF_PRECISION else precision
+
+
+def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> str:
+    """Return `lr was 0.01, now 0.001`: what a start trains otherwise than the checkpoint that it continues.
+
+    shown: makes a value public, which may be a path.
+    """
+    pairs = start.about.get("changed", {}).items()
+    return "; ".join(
+        f"{name} was {shown(as_flag(pair[0]))}, now {shown(as_flag(pair[1]))}"
+        for name, pair in pairs
+        if isinstance(pair, list) and len(pair) == 2
+    )
+
+
+def with_totals(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of starts.jsonl with the values that result.json derives from it."""
+    names = ("data", "batch_size", "epochs", "seed", "deterministic")
+    recipe = fitting(line.get("recipe", {}), KINDS["result.json"])[0]
+    found = {name: recipe[name] for name in names if name in recipe}
+    if names := line.get("devices"):
+        found |= {"processes": len(names), "device": names[0]}
+    return found | line
 
 
 def score(line: dict[str, Any], by: str) -> float:

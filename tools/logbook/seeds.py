@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.system.text import natural
-from tools.logbook.record import RunRecord
+from tools.logbook.record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # of the test
 TINY = 1e-12  # a deviation that is rounding
@@ -98,10 +98,9 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
 def _group(members: list[tuple[str, RunRecord]]) -> Group:
     name, first = members[0]
     parts = [part for part in name.split(", ") if not part.startswith(("seed ", "fold "))]
-    where = f"{first.facts.get('strategy')} x {first.facts.get('processes')}"
     runs = sorted((run for _, run in members), key=lambda run: natural(_seed(run)))
     values = {_seed(run): headline(run) or 0.0 for run in runs}
-    return Group(", ".join(parts) or where, values, tuple(runs), first.fold[1] if first.fold else 0)
+    return Group(", ".join(parts) or first.job, values, tuple(runs), first.fold[1] if first.fold else 0)
 
 
 def _seed(run: RunRecord) -> int | str:
@@ -120,8 +119,8 @@ def _job(run: RunRecord) -> str:
     """What the runs of a group have in common."""
     recipe = {name: value for name, value in run.recipe.items() if name not in PLACES}
     recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
-    places = [run.facts.get(name) for name in ("script", "strategy", "hosts", "processes", "mixed_precision")]
-    return json.dumps([recipe, places, run.about.get("devices"), run.about.get("source")], sort_keys=True)
+    places = [run.facts.get("script"), run.about.get("source"), run.where, run.recipe_changes]
+    return json.dumps([recipe, places, run.over_starts(mixed_precision)], sort_keys=True)
 
 
 def compare(first: Group, second: Group) -> Difference | None:

@@ -18,8 +18,8 @@ LOST = "lost at restarts: work after the last checkpoint"
 
 
 @dataclass(frozen=True)
-class Start:
-    """A main process of the run, by its telemetry. before_s: the run's wall_s when it began."""
+class MainProcess:
+    """A main process of the run, according to its telemetry. before_s: the run's wall_s when it began."""
 
     began_at: float
     ended_at: float  # of its last sample
@@ -31,26 +31,26 @@ class Start:
         return self.before_s + self.ended_at - self.began_at
 
 
-def starts(run: RunRecord) -> list[Start]:
-    """The main processes in their order; none without telemetry, or in runs of earlier versions."""
+def main_processes(run: RunRecord) -> list[MainProcess]:
+    """Return the main processes in order; none without telemetry or in runs of earlier versions."""
     found = []
     for lines in run.telemetry.values():
         headers = [i for i, line in enumerate(lines) if "host" in line]
         for first, following in pairwise([*headers, len(lines)]):
             header, last = lines[first], lines[following - 1]
             if {"before_s", "age_s"} <= header.keys():
-                found.append(Start(header["t"] - header["age_s"], last["t"], header["before_s"]))
-    return sorted(found, key=lambda start: start.began_at)
+                found.append(MainProcess(header["t"] - header["age_s"], last["t"], header["before_s"]))
+    return sorted(found, key=lambda process: process.began_at)
 
 
 def lost_s(run: RunRecord) -> float:
     """Seconds of earlier processes after the checkpoint with which the next one began."""
-    return sum(max(0.0, one.ended_s - following.before_s) for one, following in pairwise(starts(run)))
+    return sum(max(0.0, one.ended_s - following.before_s) for one, following in pairwise(main_processes(run)))
 
 
 def paused_s(run: RunRecord) -> float:
     """Seconds between the end of a process and the start of the next one."""
-    return sum(max(0.0, following.began_at - one.ended_at) for one, following in pairwise(starts(run)))
+    return sum(max(0.0, following.began_at - one.ended_at) for one, following in pairwise(main_processes(run)))
 
 
 def parts_s(run: RunRecord) -> dict[str, float]:

@@ -1,0 +1,121 @@
+"""starts.jsonl: each start is recorded, none is overwritten, and the run's page, tables and titles tell of all."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from common.run.starts import STARTS, add_start, in_order, in_turn, kept
+from common.system.files import read_lines
+from tests.conftest import CNN, STRATEGIES, full, python, run
+from tools.logbook.history import verdict
+from tools.logbook.record import RunRecord
+
+FLAGS = ["--data", "digits", "--batch_size", 64, "--epochs", 2, "--telemetry_s", 0, "--trackers", "none"]
+FLAGS += ["--mixed_precision", "no", "--log_every", 10]
+LAUNCHES = {  # the launcher and further flags of each start
+    "one process": [(python(), ["--max_steps", 20]), (python(), ["--lr", 1e-3, "--allow_changed", "lr"])],
+    "strategies": [
+        (STRATEGIES["ddp"], ["--max_steps", 12]),
+        (STRATEGIES["fsdp"], ["--max_steps", 30]),
+        (python(), ["--lr", 1e-3, "--allow_changed", "lr"]),
+    ],
+}
+EXPECTED = {
+    "one process": ("one process on 1 x CPU", [(0, 20), (20, 44)], "single on 1 x CPU"),
+    "strategies": (
+        "DDP on 2 x CPU, then FSDP2 on 2 x CPU, then one process on 1 x CPU",
+        [(0, 12), (12, 30), (30, 44)],
+        "ddp on 2 x CPU, then fsdp on 2 x CPU, then single on 1 x CPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["one process", full("strategies")])
+def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
+    where, steps, title = EXPECTED[name]
+    for launcher, flags in LAUNCHES[name]:
+        output = run([*launcher, *CNN, *FLAGS, *cache, *flags, "--output_dir", tmp_path / "run"])
+    record = RunRecord(tmp_path / "run")
+    assert record.where.replace(" (x86_64)", "") == where
+    assert [(start.first, start.last) for start in record.kept] == steps
+    last = record.starts[-1].about
+    assert last["changed"] == {"lr": [0.003, 0.001]}
+    assert verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
+    assert {name: last[name] for name in record.about if name in last} == {
+        name: value for name, value in record.about.items() if name != "defaults"
+    }
+    assert f"train_cnn_a, {title}" in " ".join(output.split()).replace(" (x86_64)", "")
+
+
+def start(step: int, **changes) -> dict:
+    known = {"step": step, "source": "digits-1", "cropped": None, "has_optimizer": True, "argv": ["secret"]}
+    return {"recipe": {"lr": 0.1, "name": "mine"}} | known | changes
+
+
+MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy": "ddp", "processes": 2}}
+
+
+def test_a_start_changes_no_earlier_line(tmp_path):
+    add_start(tmp_path, start(0), None)
+    first = (tmp_path / STARTS).read_bytes()
+    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # a full disk
+    changed = {"recipe": {"lr": 0.2}, "source": "digits-2", "has_optimizer": False}
+    add_start(tmp_path, start(7, **changed), MANIFEST)
+    assert (tmp_path / STARTS).read_bytes().startswith(first)
+    assert [line["step"] for line in read_lines(tmp_path / STARTS)] == [0, 7]
+    assert read_lines(tmp_path / STARTS)[1]["changed"] == {
+        "lr": [0.1, 0.2],
+        "content of the data": ["digits-1", "digits-2"],
+        "state of the optimizer": ["restored", "zero"],
+    }
+    assert b"secret" not in (tmp_path / STARTS).read_bytes()
+
+
+def test_the_steps_of_an_earlier_version_are_a_start_without_a_step(tmp_path):
+    add_start(tmp_path, start(7), MANIFEST)
+    earlier, now = read_lines(tmp_path / STARTS)
+    assert earlier == {"strategy": "ddp", "processes": 2, "recipe": {"lr": 0.1}, "source": "digits-1"}
+    assert (now["step"], now["changed"]) == (7, {})
+
+
+def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("mine\n")
+    (tmp_path / STARTS).symlink_to(target)
+    add_start(tmp_path, start(0), None)
+    assert target.read_text() == "mine\n"
+    (tmp_path / STARTS).unlink()
+    os.mkfifo(tmp_path / STARTS)
+    with pytest.raises(OSError, match="no regular file"):
+        add_start(tmp_path, start(0), None)
+
+
+@pytest.mark.parametrize(
+    ("begins", "last_step", "steps"),
+    [
+        ([0], 30, [(0, 30)]),
+        ([0, 10, 20], 30, [(0, 10), (10, 20), (20, 30)]),
+        ([0, 10, 10, 5], 30, [(0, 5), (10, 10), (10, 10), (5, 30)]),  # from an older checkpoint
+        ([0, 0], 0, [(0, 0), (0, 0)]),
+    ],
+)
+def test_a_step_is_of_the_last_start_that_trained_it(begins, last_step, steps):
+    starts = in_order([{"step": step} for step in begins], last_step)
+    assert [(one.first, one.last) for one in starts] == steps
+    assert kept(starts) == ([one for one in starts if one.last > one.first] or starts[-1:])
+    assert kept([]) == []
+
+
+def test_values_in_turn():
+    assert in_turn("aabb") == "a, then b"
+    assert in_turn("abcde") == "a, then b, then 2 others, then e"
+
+
+def test_old_run_folders_have_no_starts(tmp_path):
+    stored = Path(__file__).parents[1] / "checkpoint/stored/format_1"
+    record = RunRecord(stored)
+    assert (record.starts, record.kept, record.recipe_changes) == ([], [], [])
+    assert not any(STARTS in problem for problem in record.problems)
+    assert json.dumps(record.where)

@@ -1,0 +1,165 @@
+"""The starts of a run as its page shows them: a table, what changed, and each setting over all of them."""
+
+import shlex
+import time
+from collections.abc import Callable
+from itertools import groupby
+from operator import methodcaller
+from typing import Any
+
+from markupsafe import Markup
+
+from common.run.starts import MOST_IN_TURN, Start
+from common.system.paths import public_path
+from common.system.text import plural
+from tools.logbook.markdown import code, text
+from tools.logbook.record import RunRecord, as_flag, devices, mixed_precision, recipe_change, where
+
+Value = Callable[[dict[str, Any]], Any]  # of a line of starts.jsonl
+
+# Settings that a row of the table of starts names where they change; other ones have columns.
+NAMED = ("version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads", "deterministic")
+NAMED += ("gradient_reduction", "half_precision")
+
+
+def over_steps(run: RunRecord, value: Value) -> Any:
+    """Return a setting of the run: of its last start, or `a to step 60, then b` where the starts differ."""
+    found = [(text(value(start.about)), start.last) for start in run.kept]
+    steps = [(shown, list(group)[-1][1]) for shown, group in groupby(found, key=lambda pair: pair[0])]
+    if len(steps) < 2:
+        return value(run.last)
+    parts = [Markup("{} to step {:,}").format(shown, last) for shown, last in steps[:-1]] + [steps[-1][0]]
+    if len(parts) > MOST_IN_TURN:
+        left_out = Markup("{} others").format(len(parts) - MOST_IN_TURN + 1)
+        parts = [*parts[: MOST_IN_TURN - 2], left_out, parts[-1]]
+    return Markup(", then ").join(parts)
+
+
+def batch(about: dict[str, Any]) -> str | None:
+    """Return `128 = 64 images x 2 processes x 1 accumulation`."""
+    names = ("batch_size", "per_device_batch_size", "processes", "accumulation_steps")
+    total, share, processes, accumulations = (about.get(name) for name in names)
+    unit = about.get("unit", "images")
+    if None in (total, share, processes, accumulations):
+        return f"{total} {unit}" if total else None
+    factors = plural(share, unit.removesuffix("s")), plural(processes, "process")
+    return " x ".join([f"{total} = {factors[0]}", factors[1], plural(accumulations, "accumulation")])
+
+
+def sharding(about: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {as_flag(value)}" for name, value in about.get("sharding", {}).items()) or "none"
+
+
+def versions(about: dict[str, Any]) -> str | None:
+    return ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()) or None
+
+
+def commit(about: dict[str, Any]) -> str | None:
+    found = about.get("git_commit")
+    return found and found.replace("+", " and uncommitted changes")
+
+
+def host_names(about: dict[str, Any]) -> str | None:
+    hosts = about.get("hosts")
+    return ", ".join(hosts) if isinstance(hosts, list) else None
+
+
+def data(about: dict[str, Any]) -> str | None:
+    found = about.get("data")
+    return found and public_path(found)
+
+
+SETTINGS: dict[str, Value] = {
+    "batch": batch,
+    "mixed precision": mixed_precision,
+    "gradients reduced in": methodcaller("get", "gradient_reduction"),
+    "compiled": methodcaller("get", "compile"),
+    "activation checkpointing": methodcaller("get", "grad_checkpointing"),
+    "a CUDA graph for each step": methodcaller("get", "step_graph"),
+    "deterministic": methodcaller("get", "deterministic"),
+    "sharding": sharding,
+    "data": data,
+    "hosts": host_names,
+    "devices": devices,
+    "version": methodcaller("get", "version"),
+    "commit": commit,
+    "versions": versions,
+}
+
+
+def settings(run: RunRecord) -> list[list[Any]]:
+    """Return a row for each setting."""
+    began = public_path(run.about.get("resumed_from", "fresh weights"))
+    steps = [f"{start.first:,}" for start in run.kept[1:]]
+    resumed = f"; resumed at {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)}" if steps else ""
+    rows = [[title, over_steps(run, value)] for title, value in SETTINGS.items()]
+    return [*rows, ["started from", began + resumed]]
+
+
+def recipe_value(run: RunRecord, name: str) -> Any:
+    """Return the value of a flag, as code."""
+    return over_steps(run, lambda about: code(public_path(as_flag(about.get("recipe", {}).get(name)))))
+
+
+def is_default(run: RunRecord, name: str, default: Any) -> bool:
+    """Return True if a flag had its default value in all starts."""
+    recipes = [start.about.get("recipe", {}) for start in run.kept]
+    return all(recipe.get(name, default) == default for recipe in (*recipes, run.recipe))
+
+
+def commands(run: RunRecord) -> str:
+    """Return the command, or those of the starts that differ, each after the steps that it trained."""
+    pairs = [(command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept]
+    if len({words for words, _ in pairs}) < 2:
+        return command(run.about)
+    return "\n".join(f"{steps}\n{words or '# not recorded'}" for words, steps in pairs)
+
+
+def command(about: dict[str, Any]) -> str:
+    return shlex.join(map(public_path, about.get("command", [])))
+
+
+def rows(run: RunRecord) -> list[list[Any]]:
+    """Return a row for each start, where there are several."""
+    return [_row(run, k) for k in range(len(run.starts))] if len(run.starts) > 1 else []
+
+
+def _row(run: RunRecord, k: int) -> list[Any]:
+    start, about = run.starts[k], run.starts[k].about
+    at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(about["at"])) if "at" in about else None
+    steps = f"{start.first + 1:,} to {start.last:,}" if start.last > start.first else "none"
+    before = next((other for other in run.starts[:k][::-1] if other.first < start.first), None)
+    changed = [recipe_change(start), *(_setting_changes(before, start) if before else ())]
+    shown = "; ".join(filter(None, changed)) or None
+    if not start.is_recorded:
+        shown = "an earlier version, which did not record its starts: as its last checkpoint says"
+    return [at, steps, where(about), batch(about), mixed_precision(about), shown]
+
+
+def _setting_changes(before: Start, now: Start) -> list[str]:
+    """Return `torch was 2.11.0, now 2.15.0` for each of the settings that has no column."""
+    pairs = {name: (before.about.get(name), now.about.get(name)) for name in NAMED}
+    for name in ("versions", "sharding"):
+        old, new = before.about.get(name, {}), now.about.get(name, {})
+        pairs |= {key: (old.get(key), new.get(key)) for key in old | new}
+    pairs["commit"] = pairs.pop("git_commit")
+    known = {name: pair for name, pair in pairs.items() if None not in pair}
+    return [f"{name} was {as_flag(old)}, now {as_flag(new)}" for name, (old, new) in known.items() if old != new]
+
+
+def verdict(run: RunRecord) -> str:
+    """Return what the starts did to the training; empty for a run with steps of one start alone."""
+    if len(run.kept) < 2:
+        return ""
+    if run.recipe_changes:
+        return f"The recipe changed. {'. '.join(change.capitalize() for change in run.recipe_changes)}."
+    if not run.kept[0].is_recorded:
+        return "It is not recorded whether all steps were trained alike."
+    if len({str(start.about.get("git_commit")) for start in run.kept}) > 1:
+        return "The recipe did not change, but the commit did: its changes decide whether the training did."
+    if len({start.about.get("per_device_batch_size") for start in run.kept}) > 1:
+        return (
+            "The recipe did not change, but the number of images per forward did: BatchNorm, dropout, drop path"
+            " and mixup depend on it. Without them the training is unchanged up to rounding."
+        )
+    return "The recipe did not change: the training is unchanged up to rounding."
