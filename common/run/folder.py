@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
-from common.run.lease import AlreadyOwned, FolderRecord, Lease, PrefixRecord
+from common.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord
+from common.run.starts import STARTS
 from common.system.env import job_round
 from common.system.files import json_lines, read_json, refuse_link, write_json, writing
 from common.system.processes import start_ticks
@@ -39,6 +40,17 @@ if TYPE_CHECKING:  # imported with --s3
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
 PATHS = ("data", "weights")  # flags of a recipe that may be local paths
+# Files that a run writes into its folder. In a folder without a run they are another program's, unless they
+# have these keys, as a start that ended early leaves them.
+WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
+    RECORD: lambda owner: {"id", "beat"} <= owner.keys(),
+    "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
+    "result.json": lambda result: result == {"status": "preempted"},
+    STARTS: lambda start: isinstance(start.get("recipe"), dict),
+}
+PATTERNS = (*WRITTEN, "recipe.json", "metrics.jsonl", "samples.jsonl", "confusion.json", "telemetry-*.jsonl")
+PATTERNS += ("nvidia-smi-*.txt", "plots/curves.png", "plots/confusion.png", "plots/predictions.png")
+PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.json")
 
 
 class RunFolder:
@@ -158,7 +170,8 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     A run there is continued if it is unfinished, has the same recipe, and began at the same --resume; so is
     one that 1.0 named without the model. The folder of a start that trained nothing is taken.
     last_step: of this run, None if unknown; with it a line names an unfinished run with one other value.
-    ValueError for another run in --output_dir, and for a recipe.json that can't be read.
+    ValueError for another run or another program's files in --output_dir, and for a recipe.json that can't be
+    read.
     """
     is_said = last_step is None
     where = Path(recipe.output_dir or "runs/*")
@@ -172,7 +185,13 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
         except OSError as error:
             raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
         reason = _why_not_ours(folder, recipe, last_step)
-        if not reason:
+        if file := _other_programs_file(folder):
+            if given:
+                raise ValueError(
+                    f"--output_dir {folder} holds {file}, but no run: it would be overwritten. Choose another"
+                    " folder, or move that file away"
+                )
+        elif not reason:
             yield folder
         elif given:
             raise ValueError(
@@ -254,6 +273,25 @@ def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
         return f", which did not begin at --resume {recipe.resume}"
     is_finished = _is_finished(partial(read_json, folder / "result.json"), last_step)
     return ", which is finished" if is_finished else ""
+
+
+def _other_programs_file(folder: Path) -> str | None:
+    """Return a file that a run would replace, in a folder that holds no run; else None."""
+    if "recipe" in (_recipe_json(folder) or {}) or steps_in(folder / "checkpoints"):
+        return None
+    files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
+    names = (str(file.relative_to(folder)) for file in files if not _is_leftover(file))
+    return next(names, None)
+
+
+def _is_leftover(file: Path) -> bool:
+    """Return True for a file of a start of ours that ended before it wrote recipe.json."""
+    if not (is_ours := WRITTEN.get(file.name)):
+        return False
+    try:
+        return is_ours(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
+    except (OSError, ValueError):
+        return file.name == RECORD  # Lease judges one that can't be read
 
 
 def _has_trained(folder: Path) -> bool:

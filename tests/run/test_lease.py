@@ -237,6 +237,58 @@ def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
     opened.release()
 
 
+FOREIGN = {  # files of other programs, which a run would replace or append to
+    "metrics.jsonl": '{"loss": 1}\n',
+    "result.json": '{"status": "preempted", "score": 1}',
+    "confusion.json": "[]",
+    "recipe.json": '{"name": "soup"}',
+    "starts.jsonl": '{"at": 1}\n',
+    "samples.jsonl": "{}",
+    "restarts.json": '{"count": 3}',
+    "owner.json": '{"name": "me"}',
+    "telemetry-gpu.jsonl": "{}",
+    "nvidia-smi-host.txt": "GPU",
+    "plots/curves.png": "PNG",
+    "checkpoints/index.json": "{}",
+    "profile/table.txt": "x",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_of_another_program_is_refused_before_anything_is_written(name, tmp_path):
+    mine = tmp_path / "mine"
+    (mine / name).parent.mkdir(parents=True)
+    (mine / name).write_text(FOREIGN[name])
+    before = {path: path.stat() for path in mine.rglob("*")}
+    with pytest.raises(ValueError, match=f"--output_dir {mine} holds {name}, but no run: .*another folder"):
+        place(tmp_path, output_dir=str(mine))
+    assert {path: path.stat() for path in mine.rglob("*")} == before
+    mine.rename(tmp_path / "named")
+    (tmp_path / script_name()).mkdir()
+    (tmp_path / "named").rename(tmp_path / script_name() / "named")
+    opened = place(tmp_path)
+    assert opened.path.name == "named-2"
+    opened.release()
+
+
+LEFT = {  # by a start that ended early, and by what is no file of a run
+    "result.json": '{"status": "preempted"}',
+    "restarts.json": '{"launcher": "h 1 2", "step": 0, "fruitless": 0}',
+    "starts.jsonl": '{"recipe": {"lr": 0.1}, "step": 0}\n',
+    "owner.json": "",
+    "metrics.jsonl": "",
+    "notes.txt": "mine",
+    "checkpoints/last.ckpt": "mine",
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_a_folder_of_a_start_that_ended_early_is_used(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(LEFT[name])
+    assert next(folders(Small(output_dir=str(tmp_path)), "named", 10)) == tmp_path
+
+
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\x00", b'{"pid": 1e999}'])
 def test_a_record_with_any_content_is_one_bounded_line(content):
     assert isinstance(lease_module._parsed(content.decode(errors="replace")), dict)
