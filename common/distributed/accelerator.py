@@ -77,8 +77,8 @@ from common.system.phase import record_collectives
 from common.system.processes import deaf_launcher
 
 # Settings that are no part of the recipe, but by which ranks would go different ways.
-ALIKE = ("per_device_batch_size", "max_steps", "patience", "checkpoint_every", "keep_every", "log_every")
-ALIKE += ("log_samples",)
+ALIKE = ["per_device_batch_size", "max_steps", "patience", "checkpoint_every", "keep_every", "log_every"]
+ALIKE += ["log_samples"]
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:

@@ -85,6 +85,7 @@ class RunLog:
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
+        self.val_images: list[int] = []  # of each class, in the last evaluation
         self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
@@ -133,6 +134,7 @@ class RunLog:
         self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
     ) -> None:
         """Writes a line of `val/` or `test/` metrics and, with classes, confusion.json: a row per true class.
+        With the matrix of the test split it has the number of evaluated images of each class beside.
 
         subject: what was evaluated. The best weights on the test split stand in a line of the last step.
         """
@@ -140,6 +142,10 @@ class RunLog:
         if predictions.confusion is None:
             return
         content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
+        if kind == "val":
+            self.val_images = predictions.confusion.sum(1).tolist()
+        elif self.val_images:
+            content["val_images"] = self.val_images
         try:
             write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
         except OSError as error:

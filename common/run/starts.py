@@ -1,4 +1,4 @@
-"""starts.jsonl: a line for each start of a run's main process. A start appends its own line and changes no other.
+"""starts.jsonl: a line for each start of a run's main process. A start appends a line and changes no other.
 
 A line has the content of recipe.json at that start (without `argv` and `defaults`), and:
 

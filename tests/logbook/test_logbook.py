@@ -20,8 +20,17 @@ from PIL import Image
 import logbook
 from common.system.text import printable, printable_lines
 from tests.conftest import CNN, Job, copy_project, lines, metrics, python, result, rows_of, run, wait_until
-from tests.logbook.pages import HOSTILE, MARKDOWN, change, check, is_golden, rows
-from tests.logbook.pages import write_lines, write_run, write_starts
+from tests.logbook.pages import (
+    HOSTILE,
+    MARKDOWN,
+    change,
+    check,
+    is_golden,
+    rows,
+    write_lines,
+    write_run,
+    write_starts,
+)
 from tools.logbook import comparison, history, markdown
 from tools.logbook.comparison import Comparison
 from tools.logbook.page import index, index_values, page
@@ -198,7 +207,7 @@ SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["pytho
 
 
 def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
-    """Its title, settings and command are those of all starts, and so are those of the index and a comparison."""
+    """Its title, settings and command are those of all starts, like those of the index and a comparison."""
     last = {"strategy": "single", "processes": 1, "train_s": 9.0}
     folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
     assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)

@@ -42,7 +42,11 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
     for lines in (first, second):
         write_lines(run.folder / f"telemetry-{lines[0]['host']}.jsonl", lines)
     run = RunRecord(run.folder)
-    assert [(start.before_s, start.ended_s) for start in main_processes(run)] == [(0, 100), (70, 130), (120, 135)]
+    assert [(start.before_s, start.ended_s) for start in main_processes(run)] == [
+        (0, 100),
+        (70, 130),
+        (120, 135),
+    ]
     assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
     assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}  # without the pauses
     text = section(run)

@@ -38,7 +38,12 @@ class Simulation:
             return done
 
         saver.thread = SimpleNamespace(submit=submit)
-        recipe = {"checkpoint_every": "epoch", "checkpoint_s": 60.0, "patience": None, "keep_every": None} | recipe
+        recipe = {
+            "checkpoint_every": "epoch",
+            "checkpoint_s": 60.0,
+            "patience": None,
+            "keep_every": None,
+        } | recipe
         poll = SimpleNamespace(gather=lambda value: [value], wait_for_main=lambda *_: None)
         exchange = SimpleNamespace(poll=poll, gather=poll.gather, listen_after=int)
         self.run = run = Run.__new__(Run)

@@ -1,4 +1,4 @@
-"""starts.jsonl: each start is recorded, none is overwritten, and the run's page, tables and titles tell of all."""
+"""starts.jsonl: each start is recorded, none is overwritten, and pages, tables and titles tell of all."""
 
 import json
 import os

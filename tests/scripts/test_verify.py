@@ -239,6 +239,28 @@ def smaller_loss(by: float):
     return in_lines("train/loss", 4, lambda loss: loss - by)
 
 
+def in_starts(*changes: dict):
+    """Writes a start for each of the changes, of the recipe and of further values."""
+
+    def change(folder: Path) -> None:
+        first = lines(folder / "starts.jsonl")[0]
+        starts = [first | one | {"recipe": first["recipe"] | one.get("recipe", {})} for one in changes]
+        (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+
+    return change
+
+
+def added_evaluations(folder: Path) -> None:
+    """At steps 3 and 5, inside the first epoch, as if the accuracy had been reached early."""
+    log = lines(folder / "metrics.jsonl")
+    best = max(log, key=lambda line: line.get("val/accuracy", 0))
+    values = {key: value for key, value in best.items() if key.startswith("val/")}
+    early = [{"step": step, "epoch": step / 8, "wall_s": 0.1} | values for step in (3, 5)]
+    log = sorted([*log, *early], key=lambda line: line["step"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
+
+
+early_ends = in_starts({"recipe": {"max_steps": 3}}, {"recipe": {"max_steps": 5}}, {})
 accuracy_in_result = in_result(test_accuracy=0.9999)
 accuracies_in_result = in_result(best_accuracy=0.9999, final_accuracy=0.9999)
 accuracy_everywhere = both(in_lines("val/loss", **{"val/accuracy": 0.9999}), accuracies_in_result)
@@ -273,6 +295,14 @@ FORGERIES = {
     "total steps": (in_result(total_steps=320), "total_steps: 320, in the replay 32"),
     "run cut": (run_cut, "steps is 16 in result.json, 32 by the recipe and the log"),
     "epochs in a line": (in_lines("test/loss", epoch=90.0), "step 32 is in epoch 90 of the log"),
+    "added evaluations": (
+        added_evaluations,
+        "the log has an evaluation at step 3, where neither an epoch nor",
+    ),
+    "other start": (
+        in_starts({"recipe": {"lr": 0.1}}),
+        "recipe in recipe.json is not that of the last start",
+    ),
     "repeated line": (repeated_line, " stands 2 times in the log, 1 in its replay"),
     "infinite loss": (in_lines("train/loss", 6, lambda _: torch.nan), "metrics.jsonl has 1 of"),
     "moments of zero": (zero_moments, "exp_avg in step_00000008/optimizer.safetensors differs by"),
@@ -283,6 +313,16 @@ FORGERIES = {
     "other seed": (other_seed, "train/loss of step 2 is "),
     "damaged checkpoint": (damaged_checkpoint, "model.safetensors has changed since it was written (SHA"),
 }
+
+
+def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tmp_path):
+    """Starts with --max_steps have ended at these steps, and their checkpoints are gone."""
+    folder = copy_of(finished, tmp_path)
+    both(added_evaluations, early_ends)(folder)
+    status, output, stamp = check(folder, *FIRST)
+    assert status == 0, output
+    said = "evaluations inside an epoch, without a checkpoint: of steps 3, 5"
+    assert any(said == line for line in stamp["not_verified"]), output
 
 
 def test_a_run_that_ended_early_is_no_contradiction(finished, tmp_path):

@@ -18,8 +18,8 @@ from tools.logbook.record import RunRecord, as_flag, devices, mixed_precision, r
 Value = Callable[[dict[str, Any]], Any]  # of a line of starts.jsonl
 
 # Settings that a row of the table of starts names where they change; other ones have columns.
-NAMED = ("version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads", "deterministic")
-NAMED += ("gradient_reduction", "half_precision")
+NAMED = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads", "deterministic"]
+NAMED += ["gradient_reduction", "half_precision"]
 
 
 def over_steps(run: RunRecord, value: Value) -> Any:
@@ -47,7 +47,9 @@ def batch(about: dict[str, Any]) -> str | None:
 
 
 def sharding(about: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {as_flag(value)}" for name, value in about.get("sharding", {}).items()) or "none"
+    return (
+        ", ".join(f"{name} {as_flag(value)}" for name, value in about.get("sharding", {}).items()) or "none"
+    )
 
 
 def versions(about: dict[str, Any]) -> str | None:
@@ -144,7 +146,9 @@ def _setting_changes(before: Start, now: Start) -> list[str]:
         pairs |= {key: (old.get(key), new.get(key)) for key in old | new}
     pairs["commit"] = pairs.pop("git_commit")
     known = {name: pair for name, pair in pairs.items() if None not in pair}
-    return [f"{name} was {as_flag(old)}, now {as_flag(new)}" for name, (old, new) in known.items() if old != new]
+    return [
+        f"{name} was {as_flag(old)}, now {as_flag(new)}" for name, (old, new) in known.items() if old != new
+    ]
 
 
 def verdict(run: RunRecord) -> str:
@@ -159,7 +163,7 @@ def verdict(run: RunRecord) -> str:
         return "The recipe did not change, but the commit did: its changes decide whether the training did."
     if len({start.about.get("per_device_batch_size") for start in run.kept}) > 1:
         return (
-            "The recipe did not change, but the number of images per forward did: BatchNorm, dropout, drop path"
-            " and mixup depend on it. Without them the training is unchanged up to rounding."
+            "The recipe did not change, but the number of images per forward did: BatchNorm, dropout, drop"
+            " path and mixup depend on it. Without them the training is unchanged up to rounding."
         )
     return "The recipe did not change: the training is unchanged up to rounding."

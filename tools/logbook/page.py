@@ -116,7 +116,8 @@ def _stamps(run: RunRecord) -> list[dict[str, Any]]:
     """The outcomes of verify.py. `changed` names the files that have changed since, which makes one void."""
     files, found = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
-        changed = [name for name in files if files[name] != stamp.get("files", {}).get(name)]
+        # Earlier versions hashed no starts.jsonl, which their runs lack.
+        changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
         found.append(complete(stamp, KINDS["verified.json"]["stamps"][0]) | {"changed": some_of(changed)})
     return found
 

@@ -1,9 +1,10 @@
 """Reads a run's folder, even when files in it are missing or broken."""
 
 import contextlib
+import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ MEANING = {  # of a verification that found no difference
     " the few images that a repeated evaluation changes. It is not verified that this training gave these"
     " weights: the differences of the replayed steps are reported, without a verdict",
 }
-COMPARED = ("recipe.json", "result.json", "metrics.jsonl")  # with a replay, beside the checkpoints
+COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # with a replay, beside the checkpoints
+# What changes the images or the metric of evaluations: later evaluations are not compared with earlier ones.
+MEASURED = {"best_by", "holdout", "max_val_images", "data", "content of the data", "cropped images"}
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 MOST_SAMPLES = 5_000  # of a host's telemetry on a page, as 64 hosts write 8 GB a day
 UNFINISHED = "killed or still running"  # the status of a run without a result
@@ -54,10 +57,12 @@ class RunRecord:
     """The files of a run, without values of an unexpected type.
 
     problems: a line for each file that is missing or broken. facts: of result.json, or, where it lacks a
-    value, `derived` from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. starts: the
-    lines of starts.jsonl, which earlier versions did not write. kept: the starts with steps in the result.
+    value, `derived` from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. starts:
+    those of starts.jsonl, which earlier versions did not write. kept: the starts with steps in the result.
     ValueError when the folder is not a run's.
     """
+
+    unknown: Set[str] = frozenset()  # values of result.json that are of a later start, in as_of()
 
     def __init__(self, folder: Path):
         if not any((folder / part).exists() for part in PARTS):
@@ -75,9 +80,10 @@ class RunRecord:
         if not self.telemetry and self.recipe.get("telemetry_s") != 0:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json")
-        self.derived = self._derived()
-        self.facts = self.derived | result
         lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
+        best_began = [line.get("step", 0) for line in lines if MEASURED & line.get("changed", {}).keys()]
+        self.derived = self._derived(max(best_began, default=0))
+        self.facts = self.derived | result
         self.starts = in_order([*map(with_totals, lines)], self.facts.get("steps", 0))
         self.kept = kept(self.starts)
         shows_classes = self.facts["status"] == "finished" and "best_accuracy" in self.facts
@@ -146,12 +152,16 @@ class RunRecord:
                 found.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return found
 
-    def _derived(self) -> dict[str, Any]:
-        """The values of result.json that can be derived from the other files."""
+    def _derived(self, best_began: int) -> dict[str, Any]:
+        """The values of result.json that can be derived from the other files.
+
+        best_began: the step from which on an evaluation may be the best one.
+        """
         about, recipe = self.about, fitting(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
         by = recipe.get("best_by", "accuracy")
-        best = max(self.evaluations, key=lambda one: score(one, by), default={})
+        comparable = [line for line in self.evaluations if line["step"] >= best_began]
+        best = max(comparable, key=lambda one: score(one, by), default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
@@ -185,6 +195,24 @@ class RunRecord:
         """Return a setting of the run: of the last start, or `a, then b` where the starts differ in it."""
         values = ["not known" if (v := value(start.about)) is None else str(v) for start in self.kept]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
+
+    def as_of(self, start: Start) -> "RunRecord":
+        """Return the run as its files would be if all of its starts had been like this one."""
+        run, about = copy.copy(self), start.about
+        if start is self.starts[-1]:
+            run.about = about | self.about
+            return run
+        run.about = about
+        # What an earlier version has trained is known by a manifest, which lacks some flags.
+        run.recipe = ({} if start.is_recorded else self.recipe) | about.get("recipe", {})
+        run.facts = self.facts | {name: about[name] for name in KINDS["result.json"] if name in about}
+        run.facts["hosts"] = host_count(about)
+        if {"epochs", "steps_per_epoch"} <= about.keys():
+            run.facts["total_steps"] = about["epochs"] * about["steps_per_epoch"]
+        later = (one.about.get("changed", {}).keys() for one in self.kept if one.first >= start.last)
+        if any(MEASURED & names for names in later):
+            run.unknown = {"val_name", "val_images", "test_name", "test_images"}
+        return run
 
     @property
     def is_one_job(self) -> bool:
@@ -279,7 +307,7 @@ class RunRecord:
         return kept
 
     def _read_lines(self, name: str, needed: set[str], kind: str | None = None) -> list[dict[str, Any]]:
-        """The lines, without those that a kill or a full disk has cut. kind: of KINDS, by default the name."""
+        """The lines without those that a kill or a full disk has cut. kind: of KINDS; by default the name."""
         kind = kind or name
         content = self._bytes(name)
         if content is None:
@@ -368,8 +396,8 @@ def with_totals(line: dict[str, Any]) -> dict[str, Any]:
     names = ("data", "batch_size", "epochs", "seed", "deterministic")
     recipe = fitting(line.get("recipe", {}), KINDS["result.json"])[0]
     found = {name: recipe[name] for name in names if name in recipe}
-    if names := line.get("devices"):
-        found |= {"processes": len(names), "device": names[0]}
+    if devices := line.get("devices"):
+        found |= {"processes": len(devices), "device": devices[0]}
     return found | line
 
 

@@ -14,11 +14,15 @@ from typing import Any
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
 from common.data.class_names import match_classes
+from common.evaluation import CONFUSED
 from common.recipe import METRICS
 from common.system.files import read_json
 from common.system.text import plural, some_of
 from tools.logbook.record import COMPARED, RunRecord
 
+# How many times 1 / (images of a class) the sum of a metric over the classes changes if one image's predicted
+# class does: the recall of its class; and the F1 of two classes, each by 2 / images at most.
+BY_CLASS = {"balanced_accuracy": 1, "macro_f1": 4}
 # What a repeated evaluation of the same weights may change: of 10,000 images those whose two largest logits
 # differ by rounding alone, and the loss, as a share of it. Measured on a CPU with CNN-B on CIFAR-10: other
 # micro-batches, threads and memory layouts changed none of 1,000 images and no loss, in bf16 and fp32. fp32
@@ -34,6 +38,7 @@ NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
 EXACT = ("lr", "images", "logged_step")  # last words of keys whose values no rounding changes
 SAME = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]  # in result.json
 SAME += ["val_name", "val_images", "test_name", "test_images"]
+AS_STARTED = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
 SAME_WHERE_KNOWN = ("source", "unit", "val_chosen", "parameters", "total_steps")  # in either file
 SAME_BITS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
 
@@ -67,13 +72,19 @@ class Outcome:
     why_not: list[str] = field(default_factory=list)  # what the bits depend on, and differs
     # The largest ones: of the losses, the accuracies, ..., the weights, the optimizer's state
     differences: dict[str, float] = field(default_factory=dict)
+    # Steps with evaluations in the run's log that were compared, and that the replay does not have
+    evaluated: set[int] = field(default_factory=set)
+    not_repeated: set[int] = field(default_factory=set)
 
     def add(self, name: str, difference: float) -> None:
         self.differences[name] = max(self.differences.get(name, 0.0), difference)
 
 
 def steps_per_epoch(run: RunRecord) -> int:
-    """By the first line of the log; contradictions() checks the others. ValueError without a line."""
+    """As the start recorded it, else by the first line of the log; contradictions() checks the others.
+    ValueError without a line."""
+    if "steps_per_epoch" in run.about:
+        return run.about["steps_per_epoch"]
     for line in run.metrics:
         if line["step"] > 0 < line["epoch"]:
             return max(1, round(line["step"] / line["epoch"]))
@@ -82,8 +93,21 @@ def steps_per_epoch(run: RunRecord) -> int:
 
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     """Where the run's files contradict one another. kept: the steps of its checkpoints."""
-    facts, per_epoch = run.facts, steps_per_epoch(run)
+    starts = [start for start in run.kept if "steps_per_epoch" in start.about]
+    facts, per_epoch = run.facts, steps_per_epoch(run.as_of(starts[-1]) if starts else run)
     found = [line for line in run.problems if line.startswith(COMPARED)]
+    if starts:
+        last = run.starts[-1].about
+        found += [
+            f"{name} in recipe.json is not that of the last start in starts.jsonl"
+            for name in run.about
+            if name in last and run.about[name] != last[name]
+        ]
+        found += [
+            f"{name} is {facts.get(name)} in result.json, {last[name]} in the last start in starts.jsonl"
+            for name in AS_STARTED
+            if name in last and facts.get(name) != last[name]
+        ]
     evaluated = ["best_step", *(f"{kind}_{name}" for kind in ("best", "final") for name in METRICS)]
     tested = next((line for line in run.metrics if "test/loss" in line), {})
     total = run.recipe.get("epochs", 1) * per_epoch
@@ -102,14 +126,15 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     if newest != facts["steps"]:
         found.append(f"the log and the checkpoints end at step {newest:,}, the run at {facts['steps']:,}")
     for line in run.metrics:
-        if line["epoch"] != line["step"] / per_epoch:
+        known = {s.about["steps_per_epoch"] for s in starts if s.first <= line["step"] <= s.last}
+        if line["epoch"] not in [line["step"] / n for n in known or {per_epoch}]:
             return [*found, f"step {line['step']:,} is in epoch {line['epoch']:g} of the log"]
     return found
 
 
 def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
     """Differences in what the page says of the training. is_moved: the data is at another place now."""
-    names = [name for name in SAME if not (is_moved and name == "data")]
+    names = [name for name in SAME if name not in run.unknown and not (is_moved and name == "data")]
     pairs = {name: (run.facts.get(name), replay.facts.get(name)) for name in names}
     told, again = run.about | run.facts, replay.about | replay.facts
     # Older versions have not recorded all of these.
@@ -144,6 +169,27 @@ def changed_images(images: int, precision: str) -> int:
     return 1 + images * CHANGED_PER_10_000[precision] // 10_000
 
 
+def changed_mean(name: str, sizes: list[int], images: int) -> float:
+    """The most that a mean over classes changes if so many images are predicted otherwise.
+
+    sizes: the number of images of each class. The smallest classes change most, and none by more than 1.
+    """
+    left, total = BY_CLASS[name] * images, 0.0
+    for size in sorted(max(1, size) for size in sizes):
+        total += min(left, size) / size
+        left -= min(left, size)
+    return total / max(1, len(sizes))
+
+
+def class_sizes(replay: RunRecord, split: str) -> list[int]:
+    """The evaluated images of each class; of more classes than confusion.json has room for 1 each."""
+    matrix = replay.confusion
+    if split == "val" and "val_images" in matrix:
+        return matrix["val_images"]
+    rows = matrix.get("confusion", [])
+    return [sum(row) for row in rows] or [1] * (CONFUSED + 1)
+
+
 def _listed(findings: Iterator[str]) -> list[str]:
     """The first LISTED findings, and how many more there are."""
     found = list(findings)
@@ -154,8 +200,16 @@ def _listed(findings: Iterator[str]) -> list[str]:
 def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
     """Compares the values of the log."""
     theirs, mine = (_numbers(record, outcome, run) for record in (run, replay))
+    per_epoch, last = steps_per_epoch(run), run.facts["steps"]
     for step, key in sorted(theirs.keys() | mine.keys()):
         told, values = theirs.get((step, key), []), mine.get((step, key), [])
+        if key.startswith("val/"):
+            # Both are evaluated at their own ends, too, and a run that was continued has several.
+            is_due = outcome.interval.is_evaluation or step % per_epoch == 0 or step == last
+            if not is_due and not (told and values):
+                outcome.not_repeated |= {step} if told else set()
+                continue
+            outcome.evaluated.add(step)
         if len(told) != len(values):
             yield f"{key} of step {step:,} stands {len(told)} times in the log, {len(values)} in its replay"
             continue
@@ -178,9 +232,16 @@ def _compare_evaluation(
     the finding."""
     precision, (split, _, name) = replay.facts["mixed_precision"], key.partition("/")
     metric = METRICS.get(name.removeprefix("raw_"))
-    if metric is None or metric.by_class:  # what an image changes depends on the size of its class
+    if metric is None:
         return
-    if metric.is_share:
+    if metric.by_class:
+        if metric is METRICS.get(replay.facts.get("best_by", "")):
+            images = replay.facts[f"{split}_images"]
+            most_images = changed_images(images, precision)
+            most = changed_mean(name.removeprefix("raw_"), class_sizes(replay, split), most_images)
+            if difference > most:
+                yield f"{said}: a repeated evaluation changes {most:.4f} at most"
+    elif metric.is_share:
         images = replay.facts[f"{split}_images"]
         count, most = round(difference * images), changed_images(images, precision)
         if count > most:
@@ -195,19 +256,17 @@ def _numbers(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
 
     Those on the test split, of the best weights, are here of the step of these weights.
     """
-    interval, last, per_epoch = outcome.interval, run.facts["steps"], steps_per_epoch(run)
+    interval, last = outcome.interval, run.facts["steps"]
     has_test = interval.is_evaluation and interval.start == run.facts.get("best_step", last)
     found: Numbers = defaultdict(list)
     for line in record.metrics:
         step = line["step"]
-        # Both are evaluated at their own ends, too, and a run that was continued has several.
-        is_due = interval.is_evaluation or step % per_epoch == 0 or step == last
         for key in line.keys() - NOT_REPLAYED:
             if key.startswith("test/"):
                 if has_test:
                     found[interval.start, key].append(line[key])
             elif key.startswith("val/"):
-                if is_due and interval.start <= step <= interval.end:
+                if interval.start <= step <= interval.end:
                     found[step, key].append(line[key])
             elif interval.start < step <= interval.end:
                 found[step, key].append(line[key])

@@ -50,7 +50,9 @@ def lost_s(run: RunRecord) -> float:
 
 def paused_s(run: RunRecord) -> float:
     """Seconds between the end of a process and the start of the next one."""
-    return sum(max(0.0, following.began_at - one.ended_at) for one, following in pairwise(main_processes(run)))
+    return sum(
+        max(0.0, following.began_at - one.ended_at) for one, following in pairwise(main_processes(run))
+    )
 
 
 def parts_s(run: RunRecord) -> dict[str, float]:

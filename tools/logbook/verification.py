@@ -10,8 +10,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +24,16 @@ from common.system.files import read_yaml, write_json
 from common.system.paths import ROOT, shortest
 from common.system.text import plural, printable, some_of
 from tools.logbook import replay
-from tools.logbook.record import BIT_FOR_BIT, EVALUATED_AGAIN, MEANING, VERIFIED, RunRecord, stamped_files
+from tools.logbook.record import (
+    BIT_FOR_BIT,
+    EVALUATED_AGAIN,
+    MEANING,
+    MEASURED,
+    VERIFIED,
+    RunRecord,
+    as_flag,
+    stamped_files,
+)
 from tools.logbook.replay import Interval, Outcome
 
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
@@ -34,6 +45,20 @@ NOT_VERIFIED = (
     "commit, versions and command",
     "pictures, confusion matrices and reports of validate.py",
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """The steps first + 1 ... last, which were trained alike. record: the run as of their start."""
+
+    first: int
+    last: int
+    record: RunRecord
+
+    @property
+    def repeats_evaluation(self) -> bool:
+        """True if its start has evaluated the step again at which it began."""
+        return bool(MEASURED & self.record.about.get("changed", {}).keys())
 
 
 class Verification:
@@ -58,13 +83,61 @@ class Verification:
         began = self._beginning(about.get("resumed_from"))
         self.starts = began | {step: self.checkpoints / step_name(step) for step in self.kept}
         self.began = min(began, default=0)
-        self.precision = about.get("mixed_precision", "no")
         config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         self.device = "cuda" if torch.cuda.is_available() and not config.get("use_cpu") else "cpu"
-        self._check_device(about.get("devices") or [""])
-        is_exact, threads = self.recipe.get("deterministic"), str(about.get("threads", 1))
-        self.env = {"OMP_NUM_THREADS": threads} if is_exact else {}  # of the replays
+        self.parts = self._parts()
+        for part in self.parts:
+            self._check_device(part.record)
         self.intervals = self._choose(self._all_intervals()) + self._evaluations()
+
+    def _parts(self) -> list["Part"]:
+        """The steps that were trained alike, each with the run as of their start."""
+        parts: list[Part] = []
+        for start in self.record.kept:
+            record = self.record.as_of(start)
+            if not parts:
+                parts = [Part(0, self.last, record)]
+            elif self._trained_by(record) != self._trained_by(parts[-1].record):
+                parts[-1:] = [replace(parts[-1], last=start.first), Part(start.first, self.last, record)]
+        return parts or [Part(0, self.last, self.record)]
+
+    def _trained_by(self, record: RunRecord) -> list[Any]:
+        """What a replay takes from the run, and what its bits depend on."""
+        names = (*recipe_part(self.kind()), *KEPT)
+        facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
+        about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
+        return [*(record.recipe.get(name) for name in names), *facts, *about]
+
+    def _part(self, step: int) -> "Part":
+        """The part that ends with this step or includes it."""
+        return next((part for part in self.parts if step <= part.last), self.parts[-1])
+
+    def _part_of(self, interval: Interval) -> "Part":
+        """The part whose recipe a replay of the interval has. An evaluation is of the part that trained its
+        step, unless the next start has repeated it on other images."""
+        if not interval.is_evaluation:
+            return self._part(interval.start + 1)
+        later = self._part(interval.start + 1)
+        return (
+            later
+            if later.repeats_evaluation and later.first == interval.start
+            else self._part(interval.start)
+        )
+
+    def recipe_changes(self) -> Iterator[str]:
+        """Yields `step 100: lr was 0.003, now 0.001`, by the recipes themselves."""
+        for before, part in pairwise(self.parts):
+            names = (*recipe_part(self.kind()), *KEPT)
+            old, new = before.record.recipe, part.record.recipe
+            changed = [
+                f"{n} was {as_flag(old.get(n))}, now {as_flag(new.get(n))}"
+                for n in names
+                if old.get(n) != new.get(n)
+            ]
+            if (source := before.record.about.get("source")) != (now := part.record.about.get("source")):
+                changed.append(f"the content of the data was {source}, now {now}")
+            if changed:
+                yield f"step {part.first:,}: {'; '.join(changed)}"
 
     def _beginning(self, other: str | None) -> dict[int, Path | None]:
         """The step and the checkpoint with which the run began; None at step 0; {} if it is not here."""
@@ -78,9 +151,10 @@ class Verification:
                 return {steps[0]: parent / step_name(steps[0])}
         return {}
 
-    def _check_device(self, devices: list[str]) -> None:
+    def _check_device(self, record: RunRecord) -> None:
+        devices = record.about.get("devices") or [""]
         theirs = "cpu" if devices[0].startswith("CPU") else "cuda"
-        drawn = [name for name in DRAWN_ON_DEVICE if self.recipe.get(name)]
+        drawn = [name for name in DRAWN_ON_DEVICE if record.recipe.get(name)]
         if drawn and theirs != self.device:
             raise ValueError(
                 f"the run's --{drawn[0]} was drawn on {printable(devices[0])}, which draws other numbers than"
@@ -93,10 +167,13 @@ class Verification:
         for start in sorted(self.starts):
             if start >= self.last or (found and start < found[-1].end):
                 continue
-            end = start + self.flags.steps
-            while end < self.last and end % self.recipe.get("log_every", 50) and end % self.per_epoch:
-                end += 1
-            end = min(end, self.last)
+            part = self._part(start + 1)
+            every, per_epoch = part.record.recipe.get("log_every", 50), replay.steps_per_epoch(part.record)
+            logged = [n for n in range(start + 1, part.last + 1) if not n % every or not n % per_epoch]
+            logged += [self.last] if part.last == self.last else []
+            if not logged:  # another recipe begins before the next line of the log
+                continue
+            end = next((n for n in logged if n >= start + self.flags.steps), logged[-1])
             found.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
         return found
 
@@ -108,8 +185,13 @@ class Verification:
         return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
 
     def _evaluations(self) -> list[Interval]:
-        """The evaluations of the best and the last checkpoint; the best one's on the test split, too."""
-        return [Interval(step, step) for step in self.headline if step in self.starts]
+        """The evaluations of the best and the last checkpoint, the best one's also on the test split.
+
+        Also those of kept checkpoints inside an epoch, where a replay of the epoch does not evaluate.
+        """
+        inside = {line["step"] for line in self.record.evaluations if line["step"] % self.per_epoch}
+        steps = {*self.headline, *(inside & {*self.kept})}
+        return [Interval(step, step) for step in sorted(steps) if step in self.starts]
 
     # --- One interval
 
@@ -134,45 +216,49 @@ class Verification:
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        changed = [name for name in theirs if theirs[name] != self.recipe.get(name)]
+        recipe = self._part(step).record.recipe
+        changed = [name for name in theirs if theirs[name] != recipe.get(name)]
         if changed:
-            shown = ", ".join(f"{name} {theirs[name]}, not {self.recipe.get(name)}" for name in changed)
+            shown = ", ".join(f"{name} {theirs[name]}, not {recipe.get(name)}" for name in changed)
             yield f"the checkpoint of step {step:,} was trained with {shown}"
 
     def _replay(self, outcome: Outcome, scratch: Path) -> None:
-        run, again = self.record, RunRecord(self._train(outcome.interval, scratch / "replay"))
+        run = self._part_of(outcome.interval).record
+        again = RunRecord(self._train(outcome.interval, run, scratch / "replay"))
         outcome.is_replayed = True
         outcome.why_not = replay.why_not_exact(run, again)
         outcome.is_exact = not outcome.why_not
         outcome.findings += replay.compare_facts(run, again, is_moved=bool(self.flags.data))
         outcome.findings += replay.compare(run, again, outcome)
 
-    def _train(self, interval: Interval, folder: Path) -> Path:
+    def _train(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
         """Runs the train script. Returns its run's folder. ValueError with the reason if it fails."""
         every = math.gcd(*interval.checkpoints) or 10**9
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
         words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
-        words += ["--config", self._config(folder)]
+        words += ["--config", self._config(run, folder)]
         words += ["--output_dir", folder, "--max_steps", interval.end, "--trackers", "none"]
         words += ["--telemetry_s", "0", "--checkpoint_every", every, "--keep_every", every]
-        words += ["--mixed_precision", self.precision]
+        words += ["--mixed_precision", run.about.get("mixed_precision", "no")]
         if start := self.starts[interval.start]:
             words += ["--resume", start]
         if self.flags.cache_dir:
             words += ["--cache_dir", self.flags.cache_dir]
-        status, output = launch([str(word) for word in words], self.env)
+        is_exact, threads = run.recipe.get("deterministic"), str(run.about.get("threads", 1))
+        env = {"OMP_NUM_THREADS": threads} if is_exact else {}
+        status, output = launch([str(word) for word in words], env)
         if status:
             lines = output.splitlines() or ["no output"]
             print("\n".join(lines[-SHOWN:]), file=sys.stderr)
             raise ValueError(next((line for line in reversed(lines) if "error" in line), lines[-1]))
         return folder
 
-    def _config(self, folder: Path) -> Path:
+    def _config(self, run: RunRecord, folder: Path) -> Path:
         """A file for --config with the run's recipe and the settings that its numbers depend on."""
         names = (*recipe_part(self.kind()), *KEPT)
-        values = {name: self.recipe[name] for name in names if self.recipe.get(name) is not None}
-        size = self.flags.per_device_batch_size or self.record.facts.get("per_device_batch_size")
-        changed = [*self.recipe.get("allow_changed", []), "data"]
+        values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
+        size = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
+        changed = [*run.recipe.get("allow_changed", []), "data"]
         values |= {"per_device_batch_size": size, "allow_changed": changed}
         values |= {"data": self.flags.data} if self.flags.data else {}
         file = folder.with_suffix(".json")
@@ -195,7 +281,7 @@ class Verification:
         covered = sum(one.interval.end - one.interval.start for one in replayed)
         compared = {step for one in replayed for step in one.interval.checkpoints}
         kind = BIT_FOR_BIT if replayed and all(one.is_exact for one in replayed) else EVALUATED_AGAIN
-        missing = list(self._not_evaluated(replayed))
+        missing = [*self._not_evaluated(replayed), *self._unexplained(replayed)]
         print("".join(f"{finding}\n" for finding in missing), end="")
         findings = [*contradictions, *missing]
         findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
@@ -205,6 +291,8 @@ class Verification:
         print(f"{steps} and {len(compared)} of {len(self.kept)} checkpoints replayed, {kind}: {differ}")
         left_out = [f"{of_steps - covered:,} steps", *NOT_VERIFIED, *self._not_replayed(replayed, compared)]
         print(f"not verified: {'; '.join(left_out)}")
+        recipe_changes = list(self.recipe_changes())
+        print("".join(f"the recipe changed at {change}\n" for change in recipe_changes), end="")
         git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         trained = [one.differences for one in replayed if one.interval.start < one.interval.end]
@@ -215,7 +303,8 @@ class Verification:
             "kind": kind,
             "device": self.device,
             "config": self.flags.config_file.stem if self.flags.config_file else "one process",
-            "mixed_precision": self.precision,
+            "mixed_precision": ", ".join(dict.fromkeys(self._precisions())),
+            "recipe_changes": recipe_changes,
             "steps": covered,
             "of_steps": of_steps,
             "intervals": [str(one.interval) for one in replayed],
@@ -236,12 +325,30 @@ class Verification:
         for step in sorted({*self.headline} - evaluated):
             yield f"the evaluation at step {step:,}, which the headline is of, could not be repeated"
 
+    def _not_repeated(self, replayed: list[Outcome]) -> set[int]:
+        """The steps in replayed intervals with an evaluation in the log that no replay has made."""
+        missing = {step for one in replayed for step in one.not_repeated}
+        return missing - {step for one in replayed for step in one.evaluated}
+
+    def _unexplained(self, replayed: list[Outcome]) -> Iterator[str]:
+        """Yields evaluations at steps where no epoch ended, nor by --max_steps a start."""
+        kept = self.record.kept
+        if kept and all(start.is_recorded for start in kept):
+            ends = {start.about.get("recipe", {}).get("max_steps") for start in self.record.starts}
+            for step in sorted(self._not_repeated(replayed) - ends):
+                yield f"the log has an evaluation at step {step:,}, where neither an epoch nor a start ended"
+
+    def _precisions(self) -> Iterator[str]:
+        return (part.record.about.get("mixed_precision", "no") for part in self.parts)
+
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
         """What could be replayed, and was not."""
         found = []
+        if steps := sorted(self._not_repeated(replayed)):
+            found.append(f"evaluations inside an epoch, without a checkpoint: of steps {some_of(steps)}")
         if why := dict.fromkeys(reason for one in replayed for reason in one.why_not):
             found.append(f"equal bits ({some_of(list(why))}), so neither that these steps gave the weights")
-            by_class = [metric.title for metric in METRICS.values() if metric.by_class]
+            by_class = [m.title for n, m in METRICS.items() if m.by_class and n != self.recipe.get("best_by")]
             found[-1] += f", nor the precision, nor {' and '.join(by_class)}"
         if rest := sorted({*self.kept} - compared):
             found.append(f"weights of the checkpoints of steps {some_of(rest)}")
