@@ -7,7 +7,8 @@
 A replay begins where the run began, or at a checkpoint that it has kept (--keep_every keeps more), and ends
 with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
 folder on this machine, under any strategy and number of processes. --sample replays only some intervals,
-chosen at random. The last and the best checkpoint are always evaluated again.
+chosen at random. The last and the best checkpoint are always evaluated again. If a later start changed the
+recipe, each part of the run is replayed with its own recipe, and the change is listed.
 
 A run with --deterministic under DDP, FSDP or on one process is verified bit for bit, on any number of
 processes, where device, packages and compilation are the run's: all values in the log's lines of the replayed

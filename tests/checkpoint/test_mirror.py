@@ -122,6 +122,9 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
     assert sum("host" in line for line in lines(telemetry)) == 2, "what the first one saw is lost"
     assert bucket.store.read(telemetry.name) == telemetry.read_bytes()
+    starts = lines(tmp_path / "second" / "starts.jsonl")
+    assert [start["step"] for start in starts] == [0, 14], "the first was in the bucket"
+    assert bucket.store.read("starts.jsonl") == (tmp_path / "second" / "starts.jsonl").read_bytes()
     assert_same_tensors(tmp_path / "second", straight[0])
     best = int(result(tmp_path / "second")["best_checkpoint"][-8:])
     assert {best, 24} <= set(bucket.steps())

@@ -30,6 +30,9 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
     argv = json.loads((stored / "recipe.json").read_text())["argv"]
     output = run([*argv[:-1], folder, *cache])
     assert "continuing at step 16" in output
+    record = RunRecord(folder)
+    assert [start.about.get("step") for start in record.starts] == [None, 16]
+    assert "an earlier version, which did not record its starts" in page(record, "run", [])
     assert_same_losses(metrics(folder), metrics(stored))
     assert_same_tensors(folder, stored, tolerance=1e-5)
 

@@ -7,16 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import verify
+from common.evaluation import mean_of_classes
+from common.recipe import METRICS
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.support.commands import call
 from tests.support.data_sets import data_set, png
-from tools.logbook import verification
+from tools.logbook import replay, verification
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord
 from tools.logbook.replay import contradictions
@@ -113,6 +116,15 @@ def edit(file: Path, change) -> None:
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
+
+
+def edit_about(folder: Path, change) -> None:
+    """Changes recipe.json and the starts alike."""
+    edit(folder / "recipe.json", change)
+    starts = lines(folder / "starts.jsonl")
+    for start in starts:
+        change(start)
+    (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
 
 
 def edit_log(folder: Path, change) -> None:
@@ -230,8 +242,8 @@ def other_machine(folder: Path) -> None:
     """Devices, times, speeds, commit, and a flag that the script does not know."""
     edit_log(folder, lambda line: line | {"wall_s": line["wall_s"] / 9})
     in_lines("train/loss", **{"train/images_per_s": 1e6})(folder)
-    edit(folder / "recipe.json", lambda about: about.update(devices=["CPU of 1 TFLOP/s"], git_commit="beef"))
-    edit(folder / "recipe.json", lambda about: about["recipe"].update(teacher="resnet152"))
+    edit_about(folder, lambda about: about.update(devices=["CPU of 1 TFLOP/s"], git_commit="beef"))
+    edit_about(folder, lambda about: about["recipe"].update(teacher="resnet152"))
     in_result(train_s=1.0, images_per_s=1e6)(folder)
 
 
@@ -387,6 +399,42 @@ def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
     assert "equal bits (it was trained without --deterministic)" in text
 
 
+def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
+    """Of a run without --deterministic; with 8 images of each class one image changes it by 0.25 at most."""
+    flags = ["--epochs", 1, "--best_by", "macro_f1", "--ema_decay", 0]
+    folder = trained(data, cache, tmp_path / "run", "no", *flags)
+    assert check(folder, "--steps", 8)[0] == 0
+    forged = in_result(best_macro_f1=0.999, final_macro_f1=0.999)
+    both(in_lines("val/loss", **{"val/macro_f1": 0.999}), forged)(folder)
+    status, output, _ = check(folder, "--steps", 8)
+    assert (status, "val/macro_f1 of step 8 is 0.999, in the replay 0." in output) == (1, True), output
+    assert "a repeated evaluation changes 0.2500 at most" in output
+
+
+@pytest.mark.parametrize("name", replay.BY_CLASS)
+def test_the_bound_of_a_metric_by_class_holds(name):
+    """Of random predictions of which so many change; the bound is reached up to a factor of 5."""
+    draw, closest = np.random.default_rng(0), 0.0
+    for _ in range(300):
+        sizes, images = draw.integers(1, 9, draw.integers(2, 6)), int(draw.integers(1, 4))
+        labels = np.repeat(np.arange(len(sizes)), sizes)
+        predicted = np.where(
+            draw.random(len(labels)) < 0.7, labels, draw.integers(0, len(sizes), len(labels))
+        )
+        again = predicted.copy()
+        changed = draw.choice(len(labels), min(images, len(labels)), replace=False)
+        again[changed] = draw.integers(0, len(sizes), len(changed))
+        values = []
+        for guess in (predicted, again):
+            right = np.bincount(labels[guess == labels], minlength=len(sizes))
+            counts = np.stack([sizes, np.bincount(guess, minlength=len(sizes)), right])
+            values.append(mean_of_classes(METRICS[name], counts))
+        bound = replay.changed_mean(name, sizes.tolist(), images)
+        assert abs(values[0] - values[1]) <= bound + 1e-12
+        closest = max(closest, abs(values[0] - values[1]) / bound)
+    assert closest > 0.2
+
+
 @pytest.mark.full
 def test_a_raised_headline_in_half_precision(cache, tmp_path):
     """By what lies within a replay's spread of accuracies: of 360 images 24."""
@@ -437,7 +485,8 @@ def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
     assert check(folder, *FIRST)[0] == 0
     shutil.rmtree(folder / "checkpoints" / "step_00000024")
     assert "| **void** |" not in page(RunRecord(folder), "x", [])
-    for name in ("recipe.json", "result.json", "metrics.jsonl", "checkpoints/step_00000016/manifest.json"):
+    names = ["recipe.json", "starts.jsonl", "result.json", "metrics.jsonl"]
+    for name in (*names, "checkpoints/step_00000016/manifest.json"):
         before = (folder / name).read_text()
         (folder / name).write_text(before + " ")
         text = page(RunRecord(folder), "x", [])
@@ -497,6 +546,19 @@ def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
     assert "8 of 8 steps (100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference" in output
 
 
+def test_a_changed_recipe_is_replayed_as_it_was_and_listed(data, cache, check, tmp_path):
+    """The learning rate changes at step 8 of 16. Each part is equal, and the page says that it changed."""
+    folder, flags = tmp_path / "run", ["--deterministic", "--epochs", 2]
+    trained(data, cache, folder, "no", *flags, "--max_steps", 8)
+    trained(data, cache, folder, "no", *flags, "--lr", 0.001, "--allow_changed", "lr")
+    status, output, stamp = check(folder, "--steps", 8)
+    change = "step 8: lr was 0.0005, now 0.001"
+    assert (status, f"the recipe changed at {change}" in output) == (0, True), output
+    assert "16 of 16 steps (100.0%) and 2 of 2 checkpoints replayed, bit for bit: no difference" in output
+    assert (stamp["kind"], stamp["recipe_changes"]) == ("bit for bit", [change])
+    assert f"the recipe changed at {change}" in page(RunRecord(folder), "x", [])
+
+
 def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check, tmp_path):
     """What precedes its own first checkpoint is replayed from the other's, or left out if that is gone."""
     other = copy_of(finished, tmp_path) / "checkpoints" / "step_00000016"
@@ -515,8 +577,8 @@ def test_a_script_of_ones_own(finished, check, tmp_path):
     """--script names it, as own_script() asks for."""
     folder, script = copy_of(finished, tmp_path), tmp_path / "train_mine.py"
     shutil.copy(ROOT / "train_vit.py", script)
-    for name in ("recipe.json", "result.json"):
-        edit(folder / name, lambda about: about.update(script="train_mine"))
+    edit_about(folder, lambda about: about.update(script="train_mine"))
+    edit(folder / "result.json", lambda about: about.update(script="train_mine"))
     with pytest.raises(ValueError, match=r"'train_mine'.*give its file as --script"):
         check(folder, *FIRST)
     status, output, _ = check(folder, *FIRST, "--script", script)

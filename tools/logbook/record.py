@@ -22,7 +22,7 @@ VERIFIED = "verified.json"  # by verify.py
 BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # kinds of verification
 MEANING = {  # of a verification that found no difference
     BIT_FOR_BIT: "the replayed steps were trained again, and each value and weight is the same, bit for bit:"
-    " this recipe gives these results in these steps. Other steps are not verified",
+    " this recipe gives these results in these steps. Other steps and what is listed are not verified",
     EVALUATED_AGAIN: "the kept weights, best and last, were evaluated again, and give these accuracies up to"
     " the few images that a repeated evaluation changes. It is not verified that this training gave these"
     " weights: the differences of the replayed steps are reported, without a verdict",
