@@ -26,7 +26,7 @@ from common.checkpoint import format as checkpoints
 from common.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
 from common.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord
-from common.run.starts import STARTS
+from common.run.starts import STARTS, comparable
 from common.system.env import job_round
 from common.system.files import json_lines, read_json, refuse_link, write_json, writing
 from common.system.processes import start_ticks
@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # imported with --s3
 
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
 FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
-PATHS = ("data", "weights")  # flags of a recipe that may be local paths
 # Files that a run writes into its folder. In a folder without a run they are another program's, unless they
 # have these keys, as a start that ended early leaves them.
 WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
@@ -242,14 +241,8 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
     return [
         f"--{key} was {theirs[key]}, now {value}"
         for key, value in ours.items()
-        if _compared(key, theirs[key]) != _compared(key, value) and key not in recipe.allow_changed
+        if comparable(key, theirs[key]) != comparable(key, value) and key not in recipe.allow_changed
     ]
-
-
-def _compared(key: str, value: Any) -> Any:
-    """A local path as an absolute, normalised one; other values, names and addresses as they are."""
-    is_path = key in PATHS and isinstance(value, str) and ":" not in value
-    return os.path.abspath(os.path.expanduser(value)) if is_path else value
 
 
 def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:

@@ -20,9 +20,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common.system.files import open_to_append, read_lines
+from common.system.files import fitting, open_to_append, read_lines
 
 STARTS = "starts.jsonl"
+PATHS = ("data", "weights")  # flags of a recipe that may be local paths
 LEFT_OUT = ("argv", "defaults")
 MOST_IN_TURN = 4  # values that in_turn() names
 
@@ -52,9 +53,8 @@ def add_start(folder: Path, start: dict[str, Any], continued: dict[str, Any] | N
     changed = changes(continued, start) if continued else {}
     lines = [line | {"changed": changed}]
     if continued and not file.exists():
-        names = ("recipe", "data")
-        recipe, source = (continued.get(name) for name in names)
-        lines.insert(0, continued.get("written_by", {}) | {"recipe": recipe, "source": source})
+        earlier = {"recipe": continued.get("recipe"), "source": continued.get("data")}
+        lines.insert(0, continued.get("written_by", {}) | earlier)
     with open_to_append(file) as opened:
         if opened.seek(0, os.SEEK_END):
             opened.seek(-1, os.SEEK_END)
@@ -68,10 +68,17 @@ def changes(manifest: dict[str, Any], start: dict[str, Any]) -> dict[str, list[A
     """What a start trains otherwise than the checkpoint that it continues: {name: [before, now]}."""
     before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
     pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
+    pairs = {name: pair for name, pair in pairs.items() if len({repr(comparable(name, v)) for v in pair}) > 1}
     pairs["content of the data"] = [manifest.get("data"), start["source"]]
     pairs["cropped images"] = [manifest.get("cropped", start["cropped"]), start["cropped"]]
     pairs["state of the optimizer"] = ["restored", "restored" if start["has_optimizer"] else "zero"]
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def comparable(key: str, value: Any) -> Any:
+    """Return a local path as an absolute, normalised one; other values, names and addresses as they are."""
+    is_path = key in PATHS and isinstance(value, str) and ":" not in value
+    return os.path.abspath(os.path.expanduser(value)) if is_path else value
 
 
 def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
@@ -93,8 +100,10 @@ def where_trained(folder: Path, result: dict[str, Any]) -> list[tuple[str, tuple
 
     result: the content of result.json, which tells of the last start alone.
     """
-    starts = kept(in_order(read_lines(folder / STARTS), result["steps"]))
-    found = [(start.about.get("strategy", "?"), tuple(start.about.get("devices", "?"))) for start in starts]
+    kinds = {"step": int, "strategy": str, "devices": [str]}
+    lines = [fitting(line, kinds)[0] for line in read_lines(folder / STARTS)]
+    starts = [start.about for start in kept(in_order(lines, result["steps"]))]
+    found = [(about.get("strategy", "?"), tuple(about.get("devices") or "?")) for about in starts]
     return found or [(result["strategy"], (result["device"],) * result["processes"])]
 
 

@@ -221,6 +221,14 @@ def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
     assert table["lr"] == ["0.1", "0.1, then 0.01"]
 
 
+def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
+    """The first start trained all 6 steps, and another one on one process completed result.json."""
+    folder = write_run(tmp_path / "run", strategy="single", processes=1)
+    record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
+    assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
+    assert history.verdict(record) == ""
+
+
 UNCHANGED = "the training is unchanged up to rounding."
 VERDICTS = {
     "one start": ([{}], ""),

@@ -73,6 +73,13 @@ def test_a_start_changes_no_earlier_line(tmp_path):
     assert b"secret" not in (tmp_path / STARTS).read_bytes()
 
 
+def test_another_path_to_the_same_data_is_no_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manifest = MANIFEST | {"recipe": {"data": str(tmp_path / "pictures")}}
+    add_start(tmp_path, start(7, recipe={"data": "pictures"}), manifest)
+    assert read_lines(tmp_path / STARTS)[-1]["changed"] == {}
+
+
 def test_the_steps_of_an_earlier_version_are_a_start_without_a_step(tmp_path):
     add_start(tmp_path, start(7), MANIFEST)
     earlier, now = read_lines(tmp_path / STARTS)

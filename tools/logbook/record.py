@@ -187,7 +187,9 @@ class RunRecord:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The settings of the last start, in the form of a line of starts.jsonl."""
+        """The settings of the last start with steps in the result, in the form of a line of starts.jsonl."""
+        if self.kept and self.kept[-1] is not self.starts[-1]:
+            return self.facts | self.kept[-1].about
         hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
         return self.about | self.facts | {"hosts": hosts}
 

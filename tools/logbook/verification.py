@@ -127,7 +127,7 @@ class Verification:
     def recipe_changes(self) -> Iterator[str]:
         """Yields `step 100: lr was 0.003, now 0.001`, by the recipes themselves."""
         for before, part in pairwise(self.parts):
-            names = (*recipe_part(self.kind()), *KEPT)
+            names = recipe_part(self.kind())
             old, new = before.record.recipe, part.record.recipe
             changed = [
                 f"{n} was {as_flag(old.get(n))}, now {as_flag(new.get(n))}"
