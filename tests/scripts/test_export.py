@@ -219,6 +219,14 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
         text = model_card("mine", exported, {"architecture": "Linear"})
         assert f"Of step 9, on the {images}." in text
         assert ("model-index" in text, f"name: {shown}\n" in text) == (most is None, most is None)
+        assert "The recipe changed" not in text
+    write_json(tmp_path / "result.json", {"steps": 20})
+    changes = [{"lr": [0.1, 0.01], "data": ["/home/alice/old", "/home/alice/new"]}, {"lr": [0.01, 0.5]}]
+    starts = [{"step": 0}, *({"step": 5 + 10 * k, "changed": one} for k, one in enumerate(changes))]
+    (tmp_path / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    text = model_card("mine", exported, {"architecture": "Linear"})
+    assert "- step 5: lr was 0.1, now 0.01; data was old, now new\n" in text
+    assert "step 15" not in text, "after the exported step 9"
 
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])
