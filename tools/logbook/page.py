@@ -11,7 +11,8 @@ from common.system.paths import public_path
 from common.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code, each, formatted, render
-from tools.logbook.record import KINDS, MEANING, RunRecord, complete, host_count, stamped_files
+from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, host_count, stamped_files
+from tools.logbook.seeds import PLACES
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
 SHOWN_CLASSES = 20  # rows of the table of classes
@@ -19,6 +20,8 @@ MOST_STARTS = 20  # above, the table of starts is folded
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
+# Flags that have a column of their own in the index, or name places.
+IN_COLUMNS = {"data", "model", "batch_size", "epochs", *PLACES} - {"seed"}
 INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
 INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
@@ -63,12 +66,17 @@ def index_values(run: RunRecord) -> dict[str, Any]:
     """The values of a run that the index shows."""
     found = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
     found |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
+    defaults = run.about.get("defaults") or {}
+    changed = [name for name in defaults if name not in IN_COLUMNS and name in run.recipe]
+    changed = [name for name in changed if not history.is_default(run, name, defaults[name])]
+    found["flags"] = ", ".join(f"{name} {public_path(as_flag(run.recipe[name]))}" for name in changed)
     return {name: run.facts.get(name) for name in INDEXED} | found | {"hosts": run.over_starts(host_count)}
 
 
 def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
     """The page of all pages. runs: the index_values of each page; comparisons: the title of each page."""
-    values = {page: dict.fromkeys(INDEXED) | found for page, found in runs.items()}
+    # Pages of earlier versions have no flags.
+    values = {page: dict.fromkeys([*INDEXED, "flags"]) | found for page, found in runs.items()}
     return render("index.md.j2", runs=values, comparisons=comparisons)
 
 
