@@ -215,7 +215,8 @@ class Search:
         if sizes := getattr(self.recipe, "train_sizes", ()):
             flags["train_sizes"] = max(sizes)
         replaced = [field for field in fields(self.recipe) if field.name in flags]
-        return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
+        words = [f"--{name}={value}" for name, value in flags.items() if value != ""]  # no value may be empty
+        return [*without(self.flags.script, replaced), *words]
 
     def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:
         if not (run / "result.json").exists():
