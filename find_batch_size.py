@@ -209,14 +209,13 @@ class Search:
             "log_every": 1,
             "resume": "auto",
             "trackers": "none",
-            "s3": "",
+            "s3": "none",
             "output_dir": run,
         }
         if sizes := getattr(self.recipe, "train_sizes", ()):
             flags["train_sizes"] = max(sizes)
         replaced = [field for field in fields(self.recipe) if field.name in flags]
-        words = [f"--{name}={value}" for name, value in flags.items() if value != ""]  # no value may be empty
-        return [*without(self.flags.script, replaced), *words]
+        return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
 
     def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:
         if not (run / "result.json").exists():

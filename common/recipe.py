@@ -103,6 +103,8 @@ class Recipe(Job):
             raise ValueError(f"--name {name}: a folder's name, without a path; --output_dir has paths")
         if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
             raise ValueError(f"--allow_changed {unknown.pop()}: no part of the recipe")
+        if self.s3 == "none":  # where a config file names a prefix
+            object.__setattr__(self, "s3", None)
         for name, value in (("s3", self.s3), ("resume", self.resume)):
             if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):
                 raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")

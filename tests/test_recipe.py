@@ -36,6 +36,7 @@ TWICE = "are two names of one setting. Give one of them"
         (["--batch-size=8"], "batch_size", 8),
         (["--widths", "1,2,3"], "widths", (1, 2, 3)),
         (["--lr", "1e-3"], "lr", 1e-3),
+        (["--s3", "none"], "s3", None),
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
         (["--pretrained=True"], "pretrained", True),  # as sweeps of W&B and SageMaker write it
