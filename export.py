@@ -40,7 +40,7 @@ OPTIONAL = "pip install -r requirements-onnx.txt"
 
 def main() -> int:
     flags, words = parse(sys.argv[1:])
-    folder = Path(flags.folder).expanduser().absolute()
+    folder = Path(os.path.expanduser(flags.folder)).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]

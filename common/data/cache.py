@@ -63,7 +63,12 @@ def prepare(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) ->
     is_evaluated: nothing is trained, so the data need no second split. Calls beat() about every second.
     Raises ValueError for data or a cache that can't be used.
     """
-    cache_dir = Path(recipe.cache_dir or "~/.cache/train-images").expanduser().resolve()
+    cache_dir = Path(os.path.expanduser(recipe.cache_dir or "~/.cache/train-images"))
+    if str(cache_dir).startswith("~"):
+        raise ValueError(
+            f"--cache_dir {cache_dir}: this user has no home folder, and HOME is not set. Give --cache_dir PATH"
+        )
+    cache_dir = cache_dir.resolve()
     try:
         source = find_source(recipe, beat, is_evaluated)
         content, place = run_with_heartbeat(lambda: _keys(source), beat)

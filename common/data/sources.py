@@ -133,7 +133,7 @@ def _find_files(data: str, columns: Columns) -> Source:
     if data.startswith("s3://"):
         return _find_stored_shards(data)
     # Links are not followed: hosts that keep the data in different places can give it one name.
-    root = Path(os.path.abspath(Path(data).expanduser()))
+    root = Path(os.path.abspath(os.path.expanduser(data)))
     if root.is_file() and root.suffix.lower() in class_folders.TABLES:
         return _of_lone_table(root, columns)
     if not root.is_dir():

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps
 from common.checkpoint.format import Checkpoint
 from common.data import cache as image_cache
 from common.data import conversions
-from common.data.cache import prepare_data
+from common.data.cache import prepare, prepare_data
 from common.data.decode import decode
 from common.data.images import open_images
 from common.data.sources import find_source
@@ -660,6 +660,16 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
     for message in messages:
         assert message in str(error.value)
     assert not (tmp_path / "cache").exists() or not in_cache(tmp_path / "cache")
+
+
+def test_a_user_without_a_home_folder_gives_a_cache(tmp_path, monkeypatch):
+    """As in a container that is started with a user id of its own."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):
+        prepare(ImageRecipe(data="digits"), lambda: None)
+    with pytest.raises(ValueError, match="--data ~nobody-here/pets: does not exist"):
+        prepare_data("~nobody-here/pets", tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path):

@@ -42,7 +42,7 @@ class Preparation:
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
         self.store = ObjectStore(flags.out) if flags.out.startswith("s3://") else None
-        self.folder = Path(flags.work_dir or flags.out).expanduser().absolute()
+        self.folder = Path(os.path.expanduser(flags.work_dir or flags.out)).absolute()
         self.dataset = find_dataset(flags)
         self.settings: dict[str, Any] = {
             "format": flags.format,
