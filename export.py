@@ -15,9 +15,10 @@ model.onnx         with --onnx: the same model for ONNX Runtime; its metadata re
 README.md          a model card: data, recipe, metrics; add the licence yourself
 
 timm loads its own models by `timm.create_model("local-dir:FOLDER", pretrained=True)`, and from the hub by
-`hf-hub:OWNER/NAME`. Before the folder appears, the model is loaded from the new files, and its logits on
-images of the data are compared: equal bits, and within 1e-4 by ONNX Runtime. --push uploads the folder with
-the hub's own client, and the run's curves, which the hub shows; `hf auth login` or HF_TOKEN gives it access.
+`hf-hub:OWNER/NAME`. transformers loads them by `pipeline("image-classification", model="FOLDER")`. Before the
+folder appears, the model is loaded from the new files, and its logits on images of the data are compared:
+equal bits, and within 1e-4 by ONNX Runtime. --push uploads the folder with the hub's own client, and the
+run's curves, which the hub shows; `hf auth login` or HF_TOKEN gives it access.
 """
 
 import argparse

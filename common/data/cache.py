@@ -66,7 +66,8 @@ def prepare(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) ->
     cache_dir = Path(os.path.expanduser(recipe.cache_dir or "~/.cache/train-images"))
     if str(cache_dir).startswith("~"):
         raise ValueError(
-            f"--cache_dir {cache_dir}: this user has no home folder, and HOME is not set. Give --cache_dir PATH"
+            f"--cache_dir {cache_dir}: this user has no home folder, and HOME is not set."
+            " Give --cache_dir PATH"
         )
     cache_dir = cache_dir.resolve()
     try:

@@ -48,6 +48,14 @@ for folder, *files in json.loads(sys.argv[1]):
         transform = timm.data.create_transform(**config, is_training=False)
         images = [transform(Image.open(file).convert("RGB"))[None] for file in files]
         names = model.pretrained_cfg["label_names"]
+        from transformers import pipeline
+        classify = pipeline("image-classification", model=folder)
+        inputs = classify.image_processor([Image.open(file).convert("RGB") for file in files])
+        with torch.inference_mode():
+            logits = classify.model(**inputs).logits
+            assert torch.equal(logits, model(torch.cat(images)))
+        best = [answer[0]["label"] for answer in classify(files)]
+        assert best == [names[k] for k in logits.argmax(1)]
     else:
         sys.path.insert(0, folder)
         import model as exported
@@ -115,7 +123,7 @@ def test_an_exported_model_prepares_a_picture_as_predict_does(mode, tmp_path):
 
 
 def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache):
-    """From PNG files, in a process that does not know this project."""
+    """From PNG files, in a process that does not know this project. A ViT by timm and by transformers."""
     models = {name: open_run(place, tmp_path, cache) for name, place in runs.items()}
     files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
     request = [[str(exported[name]), *files[name]] for name in models]

@@ -102,6 +102,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
         about = json.loads((folder / CONFIG).read_text())
         for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
             about["pretrained_cfg"].pop(key, None)
+        about.get("model_args", {}).pop("num_classes", None)  # transformers gives its own
     else:
         about = _write_with_code(exported, folder)
     data = exported.recipe.data
