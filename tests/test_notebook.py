@@ -1,4 +1,4 @@
-"""notebooks/first_run.ipynb, cell by cell, without a GPU, and the line for Hugging Face jobs."""
+"""notebooks/first_run.ipynb, cell by cell, without a GPU; %run; the line for Hugging Face jobs."""
 
 import json
 import re
@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.conftest import BIN, ROOT, link_environment, run
+from common.distributed.process import _is_own_process
+from tests.conftest import BIN, CNN, ROOT, link_environment, python, result, rows_of, run
 
 DISPLAY = """  # what Jupyter's own module does with a picture
 class Image:
@@ -15,6 +16,27 @@ class Image:
         assert open(filename, "rb").read(4) == b"\\x89PNG"
         print("a picture:", filename)
 display = id
+"""
+SESSION = """  # what IPython's %run does, with a stdout that is no file
+import io, runpy, signal, sys
+
+class Stdout(io.StringIO):
+    pass
+
+def run(*words):
+    sys.argv, sys.stdout = list(words), Stdout()
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as exit:
+        print(sys.stdout.getvalue(), f"status {exit.code}", file=sys.__stdout__)
+
+sys.path.insert(0, "")
+before = signal.getsignal(signal.SIGTERM)
+script, *flags = sys.argv[1:]
+run(script, *flags)
+run(script, *flags, "--name", "second")
+run(script, "--data", "nowhere")
+assert signal.getsignal(signal.SIGTERM) is before
 """
 COMMIT = "git init -q && git add . && git -c user.name=me -c user.email=me@example.com commit -q -m all"
 
@@ -39,6 +61,24 @@ def test_each_cell_runs(project_copy, tmp_path):
             link_environment(session / "train")
     assert re.findall(r"^(\w+): accuracy 0\.9\d+, (\d) x CPU", output, re.M) == [("one", "1"), ("two", "2")]
     assert output.count("a picture: train/runs/") >= 4
+
+
+def test_a_session_outlives_the_scripts_that_it_runs(tmp_path, cache):
+    (tmp_path / "session.py").write_text(SESSION)
+    flags = ["--data", "digits", *cache, "--max_steps", "2", "--model_folder", tmp_path]
+    output = run([*python(), tmp_path / "session.py", *CNN, *flags])
+    assert re.findall(r"status \d", output) == ["status 0", "status 0", "status 1"], output
+    first, second = sorted(tmp_path.glob("train_cnn_a/*"))
+    assert result(first)["final_loss"] == result(second)["final_loss"]
+
+
+@pytest.mark.parametrize(("command", "is_own"), rows_of("whose process"))
+def test_a_process_is_a_scripts_own_where_python_was_started_with_it(command, is_own, monkeypatch):
+    words = command.split()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
+    assert _is_own_process() == is_own
 
 
 def test_the_line_for_jobs_is_understood():

@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import io
+import itertools
 import multiprocessing.util
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,10 +18,10 @@ from accelerate import Accelerator
 
 from common.distributed.accelerator import start
 from common.distributed.channel import first_to_report
-from common.distributed.watch import MISTAKES, Preempted, begin_exit, report_failure
+from common.distributed.watch import MISTAKES, SIGNALS, Preempted, begin_exit, report_failure
 from common.recipe import Batch, Recipe, from_flags
 from common.system.cli import settle_environment, tell_torchrun
-from common.system.env import PREEMPTED, is_hosts_first, rank, report, world_size
+from common.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
 from common.system.text import message_text
 
 R = TypeVar("R", bound=Recipe)
@@ -49,14 +51,16 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
 
 def run_process(main: Callable[[], None]) -> NoReturn:
-    """Calls main(), and ends the process with an exit status.
+    """Calls main(), and ends the process with an exit status, or raises SystemExit in another program's.
 
     1 after a mistake (printed in one line) or another error (with a traceback), 130 after Ctrl-C, 75 after a
     preemption.
     """
-    status = 0
+    status, is_own = 0, _is_own_process()
     settle_environment()
-    sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
+    if is_own:
+        sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
+    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
         main()
     except KeyboardInterrupt as error:
@@ -88,11 +92,21 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     report("exit", status=status)
+    if not is_own:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+        sys.exit(status)
     # Of decoders' semaphores, of which Python would warn; typeshed lacks the name.
     multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads (pytorch
     # #179291), and an upload to a silent store would delay the exit.
     os._exit(status)
+
+
+def _is_own_process() -> bool:
+    """Return False where IPython's %run, a debugger, a profiler or `python -i` runs the script."""
+    words = list(itertools.dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
+    return launched() or (words == sys.argv and not sys.flags.inspect)
 
 
 class _Output(io.FileIO):
