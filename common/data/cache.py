@@ -28,7 +28,7 @@ from common.data.equal import EqualImages
 from common.data.sources import Source, find_source
 from common.data.splits import hold_out, part_file
 from common.recipe import ImageRecipe
-from common.system.files import discard, read_json, sha256_of, size_limit, sync, try_lock
+from common.system.files import discard, read_json, retried, sha256_of, size_limit, sync, try_lock
 from common.system.processes import allowed_cores
 from common.system.progress import Display
 from common.system.threads import Heartbeat, run_with_heartbeat
@@ -106,7 +106,7 @@ def _keys(source: Source) -> tuple[str, str]:
     covers the times of change. The second key covers the folder of the images, too: the cache may hold their
     paths; and DECODING.
     """
-    stats = [path.stat() for _, path in source.files]
+    stats = [retried(path.stat)() for _, path in source.files]
     place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(allowed_cores()) as pool:  # SHA-256 and reading release the GIL
@@ -119,6 +119,7 @@ def _keys(source: Source) -> tuple[str, str]:
     return content, _short_hash([content, place])
 
 
+@retried
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
     """SHA-256 of a file's size and of blocks at positions that its name chooses, so the same on all hosts."""
     name, path = file

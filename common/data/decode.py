@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common.system.files import read_json, unfetched
+from common.system.files import read_json, retried, unfetched
 from common.system.text import printable
 
 if TYPE_CHECKING:
@@ -307,19 +307,24 @@ class Encoded(ABC):
     def where(self, i: int) -> str:
         """The name of image i in messages."""
 
+    @retried
     def size(self, i: int) -> int:
         """The length of content(i)."""
         file, _, length = self.place(i)
         return os.path.getsize(file) if length < 0 else length
 
+    @retried
     def content(self, i: int) -> bytes:
-        """The bytes of image i as it is encoded. Raises OSError where its file can't be read."""
+        """Return the bytes of image i as it is encoded. Raises OSError that names its file."""
         file, offset, length = self.place(i)
-        if self.kept:
-            return os.pread(self.kept.fileno(), length, offset)
-        with open(file, "rb", buffering=0) as opened:
-            opened.seek(offset)
-            data = opened.read(length)
+        try:
+            if self.kept:
+                return os.pread(self.kept.fileno(), length, offset)
+            with open(file, "rb", buffering=0) as opened:
+                opened.seek(offset)
+                data = opened.read(length)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, file) from None
         if len(data) < length:
             raise OSError(f"{file} is shorter than its index says: prepare again")
         return data

@@ -28,7 +28,7 @@ from common.data.tables import (
     write_tables,
 )
 from common.recipe import ImageRecipe
-from common.system.files import read_regular
+from common.system.files import read_regular, retried
 from common.system.text import did_you_mean, some_of
 from common.system.threads import Heartbeat, run_with_heartbeat, start_daemon
 
@@ -127,6 +127,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
     return 0
 
 
+@retried
 def _find_files(data: str, columns: Columns) -> Source:
     from common.data import shards
 

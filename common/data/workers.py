@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from common.augment import send, send_arrays, to_float
 from common.data.decode import Encoded, central_crop, decode, random_resized_crop, torchcodec_decoder
 from common.order import Plan, uniforms
+from common.system.files import first_retry, note_retry, retried
 from common.system.text import printable
 
 PREFETCHED = 4  # micro-batches for each worker
@@ -45,7 +46,8 @@ class MicroBatch(NamedTuple):
 
 
 Item = TypeVar("Item")
-Crops = tuple[Tensor, dict[int, str], str]  # uint8 [b, size, size, 3]; errors by sample id; the batch's error
+# uint8 [b, size, size, 3]; errors by sample id; the batch's error; why the worker's first retried read failed
+Crops = tuple[Tensor, dict[int, str], str, str]
 
 
 def decoded(
@@ -79,7 +81,9 @@ def decoded(
         pin_memory=device.type == "cuda",
     )
     with closing(_while_workers_live(loader)) as batches:
-        for (images, broken, error), (epoch, ids) in zip(batches, items, strict=False):
+        for (images, broken, error, retry), (epoch, ids) in zip(batches, items, strict=False):
+            if retry:
+                note_retry(retry)
             if error:
                 raise ValueError(error)
             for i in sorted(broken.keys() - _skipped):  # each is reported once
@@ -153,9 +157,7 @@ class _Crops(Dataset):
                 error = f"{found}{ADVICE[self.train]}"
                 break
             except OSError as found:
-                error = str(found)
-                if found.strerror:  # from the system, which names a file that it can't open, not can't read
-                    error = f"{found.filename or self.images.place(i)[0]}: {found.strerror}"
+                error = f"{found.filename}: {found.strerror}" if found.strerror else str(found)
                 break
             if draws is None:
                 crop = central_crop(image, self.size)
@@ -169,7 +171,7 @@ class _Crops(Dataset):
                 crops = crops[_shown(ids, broken)]
         if not error and (worker := torch.utils.data.get_worker_info()):
             error = _share(crops, PREFETCHED * worker.num_workers)
-        return torch.empty(0) if error else crops, broken, error
+        return torch.empty(0) if error else crops, broken, error, first_retry()
 
 
 def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
@@ -290,7 +292,7 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
     def __getitem__(self, i: int) -> tuple[int, Tensor | str]:
         size, mean, std, is_cropped = self.preprocessing
         try:
-            pixels = decode(Path(self.files[i]).read_bytes())  # uint8 [H, W, 3]
+            pixels = decode(retried(Path(self.files[i]).read_bytes)())  # uint8 [H, W, 3]
         except OSError as error:
             return i, error.strerror or str(error)
         except ValueError as error:

@@ -9,22 +9,31 @@ import functools
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import resource
 import shutil
 import stat
 import sys
+import time
 import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from common.system.text import printable, shortened
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 READ_BYTES = 16 * 2**20
+# Errors of a network mount that a later read may not meet, and how often and when it is tried, as in S3
+TRANSIENT = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
+ATTEMPTS = 4
+BACKOFF_S = 0.4  # before the second attempt, more before later ones
 # A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, or a union of them.
 # float: any finite number. [Kind]: a list.
 # {key: Kind, "*": Kind of all other keys}: an object whose values may also be null.
@@ -57,6 +66,42 @@ def _say_unsynced(reason: str) -> None:
     )
 
 
+def retried(read: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that reads files, so that it is called again after TRANSIENT errors."""
+
+    @functools.wraps(read)
+    def attempts(*args: P.args, **options: P.kwargs) -> R:
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return read(*args, **options)
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                note_retry(f"{error.filename or 'a file of the data'}: {error.strerror}")
+                time.sleep(BACKOFF_S * attempt)
+        return read(*args, **options)
+
+    return attempts
+
+
+_first_retry: list[str] = []  # at most one message
+
+
+def note_retry(reason: str) -> None:
+    """Print a warning after this process's first retry. The trainer prints that of its workers."""
+    if not _first_retry:
+        _first_retry.append(reason)
+        if multiprocessing.parent_process() is None:
+            text = f"warning: {printable(reason)}. The read is tried again; further retries are not reported"
+            print(text, file=sys.stderr, flush=True)
+
+
+def first_retry() -> str:
+    """Return why this process's first retried read failed; empty if none was retried."""
+    return "".join(_first_retry)
+
+
+@retried
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
     """The SHA-256 of a file, as hex. Calls heartbeat() after each READ_BYTES."""
     digest = hashlib.sha256()

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+# ATTEMPTS: of a request, with botocore's waits between: without an answer it ends within 102 s
+from common.system.files import ATTEMPTS, BACKOFF_S
 from common.system.text import redacted
 from common.system.threads import run_with_heartbeat, start_daemon
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:  # imported where it is needed: it takes a second
 
 CONNECT_S = 5  # per address of the endpoint's name
 READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
-ATTEMPTS = 4  # of a request, with botocore's waits between: without an answer it ends within 102 s
-BACKOFF_S = 0.4  # before the second attempt, more before later ones
 PROBE_S = 20
 PART_BYTES = 16 * 2**20  # larger uploads are multipart; also the unit of downloads
 FIRST_BYTES = 2**18  # the first piece of a stream, which may be enough for its reader

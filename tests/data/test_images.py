@@ -24,13 +24,15 @@ from PIL import Image, ImageOps
 from common.checkpoint.format import Checkpoint
 from common.data import cache as image_cache
 from common.data import conversions
+from common.data import decode as decode_module
 from common.data.cache import prepare, prepare_data
-from common.data.decode import decode
+from common.data.decode import CachedImages, decode
 from common.data.images import open_images
 from common.data.sources import find_source
 from common.data.splits import ArraySplit, FileSplit, Part
 from common.recipe import ImageRecipe
 from common.run.opening import Opening
+from common.system import files
 from common.system.processes import is_running, start_ticks
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
 from tests.support.data_sets import class_folders, encode, opened, parquet_folder, picture, png, write_parquet
@@ -527,6 +529,57 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         trainer.wait()
     # what the script imports is imported by it and by the fork server, not by each worker
     assert (tmp_path / "imports").read_text() == "xx"
+
+
+class Flaky(CachedImages):
+    """Images on a network mount: the first read of each file 1.png fails."""
+
+    def __init__(self, number: int, *place):
+        super().__init__(*place)
+        self.number, self.seen = number, set[str]()
+        decode_module.open = self.open  # a worker has no monkeypatch
+
+    def open(self, file: str, *options, **more):
+        if file in self.seen or not file.endswith("1.png"):
+            return open(file, *options, **more)
+        self.seen.add(file)
+        raise OSError(self.number, os.strerror(self.number), file)
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"), [*product(files.TRANSIENT, [0]), (errno.ESTALE, 2), (errno.EACCES, 0)]
+)
+def test_transient_errors_of_a_network_mount_are_retried(number, workers, tmp_path, monkeypatch, capfd):
+    root = class_folders(tmp_path / "data")
+    picture(0, 40, 32).save(root / "train" / "a" / "0.png")
+    split = opened(root, tmp_path / "cache").train
+    plan = [(0, np.arange(4)), (0, np.arange(4, 8))]
+    expected, _ = read(split, plan)
+    split.open = partial(Flaky, number, *split.open.args)
+    monkeypatch.setattr(files, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(files, "_first_retry", [])
+    monkeypatch.setattr(decode_module, "open", open, raising=False)
+    if number == errno.EACCES:
+        with pytest.raises(ValueError, match=r"1\.png: Permission denied"):
+            read(split, plan)
+        return
+    pixels, _ = read(split, plan, workers=workers)
+    assert torch.equal(pixels, expected)
+    assert capfd.readouterr().err.count(f": {os.strerror(number)}. The read is tried again") == 1
+
+
+def test_an_error_that_stays_ends_in_four_attempts(monkeypatch):
+    waits, calls = [], []
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    @files.retried
+    def read_stale() -> None:
+        calls.append(1)
+        raise OSError(errno.ESTALE, "Stale file handle", "a.png")
+
+    with pytest.raises(OSError, match=r"Stale file handle: 'a\.png'"):
+        read_stale()
+    assert (len(calls), waits) == (4, pytest.approx([0.4, 0.8, 1.2]))
 
 
 # Bad input
