@@ -77,7 +77,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "no fold": lambda: parse(CnnA, ["--fold", "6/5"]),
     "no training images": lambda: (images("d/test/cat/a.jpg"), data("d")),
     "other classes": lambda: (images("d/train/cat/a.jpg", "d/val/dog/a.jpg"), data("d")),
-    "an empty class": lambda: (images("d/train/cat/a.jpg", "d/train/dog/a", "d/val/cat/a.jpg"), data("d")),
+    "empty classes": lambda: (images("d/train/cat/a.jpg", "d/val/cat/a"), data("d")),
     "no such archive": lambda: open_stream("nothing.tar"),
     "no such weights": lambda: build_model(Vit(model="test_vit", weights="nothing.safetensors"), 10),
     "weights of another kind": lambda: (

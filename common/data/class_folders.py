@@ -31,11 +31,12 @@ METADATA = ("metadata.csv", "metadata.jsonl")  # the hub's lists, in the folder 
 
 
 class LeftOut:
-    """Files that are not read: how many, by the reason, and the first of each."""
+    """Files that are not read, counted by the reason, with the first of each; and empty class folders."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.first: dict[str, str] = {}
+        self.empty_folders: list[str] = []
 
     def add(self, reason: str, path: str) -> None:
         self.counts[reason] += 1
@@ -59,7 +60,9 @@ class LeftOut:
 
     def __str__(self) -> str:
         text = ", ".join(f"{count:,} {printable(reason)}" for reason, count in self.counts.most_common())
-        return f"{text} ({TO_READ_HEIC})" if self.counts.keys() & {*HEIC} else text
+        text += f" ({TO_READ_HEIC})" if self.counts.keys() & {*HEIC} else ""
+        empty = f"{some_of(self.empty_folders)} without images" if self.empty_folders else ""
+        return ", ".join(filter(None, (text, empty)))
 
 
 def is_image(name: str) -> bool:
@@ -89,8 +92,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
     classes.
 
     For `<class>/` alone the folder is "". A test/ without class folders has no labels, and its images are
-    left out; so are those of one beside val/ that has none of train/'s classes (others may lack some).
-    Raises ValueError for folders that can't be trained on.
+    left out, as are those of a test/ next to val/ without any of train/'s classes. Class folders without
+    images are left out. Raises ValueError for folders that can't be trained on.
     """
     folders = split_folders(root)
     if not folders or _is_class(root, folders):
@@ -114,17 +117,29 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
                 f"{folder} has no class folders: each class's images belong in a folder of its own, and a"
                 f" folder of this name is a split; rename it if it is a class{_hint(root)}"
             )
-        if empty := [str(folder / name) for name, images in classes.items() if not images]:
-            raise ValueError(
-                f"no images ({' '.join(EXTENSIONS)}) in {some_of(empty)}: fill or remove the folder"
-            )
-        train = splits["train"] if split != "test" or len(splits) < 3 else splits["train"].keys() & classes
-        if differing := only_in(folders["train"], train, folders[split], classes):
-            raise ValueError(
-                f"--data {root}: the class folders of {folders['train']}/ and {folders[split]}/ differ:"
-                f"{differing}"
-            )
+        splits[split] = without_empty(folders[split], classes, left_out)
+        if not splits[split]:
+            raise ValueError(f"no images ({' '.join(EXTENSIONS)}) in the class folders of {folder}")
+        check_known(f"--data {root}", folders[split], splits[split], splits["train"])
     return folders, splits
+
+
+def without_empty(folder: str, classes: dict[str, list[str]], left_out: LeftOut) -> dict[str, list[str]]:
+    """Return the classes that have images. Adds the folders of the others to left_out."""
+    left_out.empty_folders += [os.path.join(folder, name, "") for name, paths in classes.items() if not paths]
+    return {name: paths for name, paths in classes.items() if paths}
+
+
+def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
+    """Raise ValueError for classes that train lacks. A class that only train has gets a warning at the start.
+
+    where: the data, for the message. train: its classes.
+    """
+    if unknown := sorted({*classes} - {*train}):
+        raise ValueError(
+            f"{where}: {printable(split)} has classes that train lacks: {some_of(unknown)}. Rename or remove"
+            " them, or add training images of them"
+        )
 
 
 def _is_class(root: Path, folders: dict[str, str]) -> bool:
@@ -157,16 +172,9 @@ def used_splits(found: Iterable[str]) -> dict[str, str]:
     return used | ({"test": "test"} if "test" in found and val != "test" else {})
 
 
-def only_in(one: str, classes: Iterable, other: str, others: Iterable) -> str:
-    """Sentences that name the classes which only one of two splits has; empty where none differs."""
-    names = {one: sorted(set(classes) - set(others)), other: sorted(set(others) - set(classes))}
-    return "".join(f" only in {split}: {some_of(only)}." for split, only in names.items() if only)
-
-
 def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
     """List `<class>/`. Raises ValueError where no folder has images."""
-    classes = list_classes(root, left_out)
-    found = {name: paths for name, paths in classes.items() if paths}
+    found = without_empty("", list_classes(root, left_out), left_out)
     if not found:
         _refuse(root)
     words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in found}
@@ -175,7 +183,7 @@ def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
         raise ValueError(
             f"--data {root}: {some_of(sorted(found))} are splits by their names, no classes{advice}"
         )
-    return classes
+    return found
 
 
 def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:

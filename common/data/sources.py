@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.data import class_folders
-from common.data.class_folders import VAL_NAMES, LeftOut, used_splits
+from common.data.class_folders import VAL_NAMES, LeftOut, check_known, used_splits
 from common.data.decode import SPLITS, save_images, save_labels
 from common.data.names import save_names
 from common.data.tables import (
@@ -309,10 +309,8 @@ def find_class_folders(root: Path) -> Source:
     unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
     if folders["train"] and (beside := class_folders.beside_splits(root)):
         unused.append(f"{some_of([f'{name}/' for name in beside], 3)}, as {folders['train']}/ is a split")
-    empty = [c for c, paths in found["train"].items() if not paths]
-    unused += [f"{c}/ without images" for c in empty]
     text = ", ".join(filter(None, (str(left_out), *unused)))
-    classes = sorted({*found["train"]} - {*empty})
+    classes = sorted(found["train"])
     source = _source_of_files(root.name, root, classes, splits, used, text)
     if len(classes) > 1 or folders["train"]:
         return source
@@ -346,10 +344,7 @@ def _of_lists(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source
     }
     train = {label for label, _ in splits["train"]}
     for key, split in used.items():
-        if unknown := {label for label, _ in splits[key]} - train:
-            raise ValueError(
-                f"--data {data}: the split {split} has labels that train has not: {some_of(sorted(unknown))}"
-            )
+        check_known(f"--data {data}", split, {label for label, _ in splits[key]}, train)
     text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in named}, used))
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
     source = _source_of_files(name, root, classes, splits, used, text)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common.data.class_folders import VAL_NAMES, folder_names, only_in, split_folders
+from common.data.class_folders import VAL_NAMES, check_known, folder_names, split_folders
 from common.data.decode import save_images, save_labels
 from common.data.names import save_names_of
 from common.system.env import hub_problem
@@ -209,23 +209,25 @@ def read_labels(
         raise ValueError(f"labels of {where} must be all numbers, or all names in columns without ClassLabel")
     classes = {split: names[split] or tuple(sorted(set(values[split]))) for split in values}
     train = classes["train"]
-    for split, theirs in classes.items():
-        if names[split] != names["train"] or (not names[split] and set(theirs) - set(train)):
-            raise ValueError(
-                f"the classes of the two splits differ:{only_in('train', train, split, theirs)} In order,"
-                f" train has {some_of(train)}, {split} {some_of(theirs)}"
-            )
-    number = {label: k for k, label in enumerate(range(len(train)) if names["train"] else train)}
+    number = {name: k for k, name in enumerate(train)}
+    labels = {}
     for split, column in values.items():
-        wrong = [row for row, label in enumerate(column) if label not in number]
-        if wrong:
+        where, of_split = splits[split][0].where, classes[split]
+        if bool(names[split]) != bool(names["train"]):
+            raise ValueError(f"{where}: of the splits train and {split} only one has class names")
+        name_of = dict(enumerate(of_split)) if names[split] else {label: label for label in of_split}
+        if wrong := [row for row, label in enumerate(column) if label not in name_of]:
             raise ValueError(
-                f"label {column[wrong[0]]} in row {wrong[0]} of the {split} split"
-                f" ({splits[split][0].where}) is out of range: there are {len(train)} classes"
-                f" ({len(wrong):,} such rows)"
+                f"label {column[wrong[0]]} in row {wrong[0]} of the {split} split ({where}) is out of range:"
+                f" there are {len(of_split)} classes ({len(wrong):,} such rows)"
             )
-    numbers = {split: np.array([number[label] for label in column]) for split, column in values.items()}
-    return tuple(map(str, train)), {split: Labels(column, rows[split]) for split, column in numbers.items()}
+        used = {str(name_of[label]) for label in set(column)}
+        check_known(where, f"the split {split}", used, map(str, train))
+        # Equal names are not looked up, as a name may occur twice.
+        is_same = bool(names[split]) and of_split == train
+        numbers = [label if is_same else number[name_of[label]] for label in column]
+        labels[split] = Labels(np.array(numbers), rows[split])
+    return tuple(map(str, train)), labels
 
 
 def _read_split(

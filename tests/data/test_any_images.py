@@ -26,7 +26,17 @@ from common.recipe import ImageRecipe
 from common.system.files import read_json
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
-from tests.support.data_sets import class_folders, data_set, encode, opened, parquet_folder, picture, png, put
+from tests.support.data_sets import (
+    class_folders,
+    data_set,
+    encode,
+    opened,
+    parquet_folder,
+    picture,
+    png,
+    put,
+    write_parquet,
+)
 from tools.prepare.preparation import find_dataset
 
 # PIL's own way
@@ -277,6 +287,53 @@ def test_imbalance_and_missing_classes_are_named():
         "the val split has no image of ox",
     ]
     assert warnings(np.repeat([0, 1], [2, 19]), {"val": val}, classes[:2]) == []
+
+
+def write_form(root: Path, form: str, classes: dict[str, str]) -> None:
+    """classes: of each split's images, a letter each."""
+    root.mkdir()
+    rows = ["file,label,split"]
+    for split, letters in classes.items():
+        names = [f"{split}/{c}/{k}.png" for k, c in enumerate(letters)]
+        if form in ("folders", "list"):
+            put(root, *(name if form == "folders" else name.replace("/", "_") for name in names))
+        else:
+            known = sorted(set(letters), reverse=split == "val") if form == "names" else None
+            labels = [known.index(c) if known else c for c in letters]
+            images = [png(k) for k in range(len(letters))]
+            write_parquet(root / f"{split}-0.parquet", images, labels, known)
+        rows += [f"{name.replace('/', '_')},{c},{split}" for name, c in zip(names, letters, strict=True)]
+    if form == "list":
+        (root / "labels.csv").write_text("\n".join(rows))
+
+
+@pytest.mark.parametrize("form", ["folders", "list", "names", "labels"])
+def test_a_class_may_lack_in_an_evaluated_split_and_none_is_new_there(form, tmp_path):
+    write_form(tmp_path / "pets", form, {"train": "abc", "val": "ca", "test": "bb"})
+    images = opened(tmp_path / "pets", tmp_path / "cache")
+    labels = {name: split.labels.tolist() for name, split in images.evaluated.items()}
+    assert images.classes == ("a", "b", "c")
+    assert (sorted(images.train.labels), labels["test"]) == ([0, 1, 2], [1, 1])
+    assert labels["val"] == ([0, 2] if form == "folders" else [2, 0])
+    assert "the val split has no image of b" in warnings(images.train.labels, labels, images.classes)
+    for split in ("val", "test"):
+        root = tmp_path / f"new in {split}"
+        write_form(root, form, {"train": "ab", "val": "ab", "test": "ab"} | {split: "ax"})
+        with pytest.raises(ValueError, match=rf"{split} has classes that train lacks: x\. Rename or remove"):
+            opened(root, tmp_path / "cache")
+
+
+def test_an_empty_class_folder_is_ignored_with_a_line(tmp_path):
+    root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in ("train", "val") for c in "ab"))
+    for name in ("train/c", "val/a_new_one"):
+        (root / name).mkdir()
+    (root / "train/c/notes.txt").touch()
+    prepared = prepare_with(root, tmp_path / "cache")
+    assert prepared.left_out == "1 .txt, train/c/, val/a_new_one/ without images"
+    assert open_images(Path(prepared.folder)).classes == ("a", "b")
+    put(root, "val/c/1.png")
+    with pytest.raises(ValueError, match="val has classes that train lacks: c"):
+        prepare_with(root, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["paths", "tables"])

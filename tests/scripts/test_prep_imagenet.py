@@ -239,7 +239,7 @@ def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
         names = [name for name in archive.getnames() if "x_val_3" in name]
         assert {name.partition("/")[0] for name in names} == {"n02"}
     label_file.write_text(label_file.read_text().replace("n01", "n09"))
-    assert "val has classes that train has not: n09" in fails(*words, "--out", tmp_path / "wrong")
+    assert "val has classes that train lacks: n09" in fails(*words, "--out", tmp_path / "wrong")
     label_file.write_text("")
     assert "does not tell its class" in fails(*words, "--out", tmp_path / "wrong")
     label_file.unlink()

@@ -16,15 +16,16 @@ from common.data.class_folders import (
     DANGLING,
     LOOSE,
     LeftOut,
+    check_known,
     is_hidden,
     is_image,
     list_classes,
     list_images,
     used_splits,
+    without_empty,
 )
 from common.data.decode import EXTENSIONS, SPLITS
 from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
-from common.system.text import some_of
 from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, read_devkit
 
@@ -104,8 +105,8 @@ def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[
     """Lists the classes of a folder, `<class>/`, sorted, and the paths of their images below it.
 
     Of images that lie in no class folders, as Kaggle and Tiny ImageNet have val's, a file tells the classes.
-    Raises ValueError for a class without images, for an image without a class, and for a dangling link to an
-    image or a folder: images would be lost unnoticed.
+    Class folders without images are left out. Raises ValueError for an image without a class, and for a
+    dangling link to an image or a folder: images would be lost unnoticed.
     """
     left_out = left_out or LeftOut()
     classes = {name: [f"{name}/{path}" for path in its] for name, its in list_classes(root, left_out).items()}
@@ -114,10 +115,11 @@ def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[
     if len(classes) < 2 and (file := _list_of_classes(root)):
         classes = _by_file(root, list_images(root, LeftOut()), file)
         del left_out.counts[LOOSE]
-    if empty := next((root / name for name, its in classes.items() if not its), None if classes else root):
+    classes = without_empty("", classes, left_out)
+    if not classes:
         missing = f": put {KAGGLE} beside it, which tells their classes" if LOOSE in left_out.first else ""
         what = "holds images in no class folders" if missing else f"holds no images ({' '.join(EXTENSIONS)})"
-        raise ValueError(f"{empty} {what}{missing}")
+        raise ValueError(f"{root} {what}{missing}")
     return classes
 
 
@@ -216,8 +218,8 @@ class Originals:
             if Path(where).is_dir():
                 print(f"listing the images in {where}", flush=True)
                 listed[part] = list_folders(Path(where), left_out := LeftOut())
-                if left_out.counts:
-                    print(f"left out: {left_out}", flush=True)
+                if text := str(left_out):
+                    print(f"left out: {text}", flush=True)
                 paths = [path for its in listed[part].values() for path in its]
                 self.bytes[part], self.versions[part] = measured(Path(where), paths)
                 rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
@@ -225,8 +227,8 @@ class Originals:
             else:
                 with open_stream(where) as stream:
                     self.bytes[part], self.versions[part] = stream.size, stream.version
-        if len(listed) == 2 and (unknown := sorted(listed["val"].keys() - listed["train"].keys())):
-            raise ValueError(f"{self.parts['val']} has classes that train has not: {some_of(unknown)}")
+        if len(listed) == 2:
+            check_known(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
         """Takes the classes from the names of class tars or folders."""
