@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
 from common.recipe import Recipe, recipe_part
-from common.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord
+from common.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
 from common.run.starts import STARTS, comparable
 from common.system.env import job_round
 from common.system.files import json_lines, read_json, refuse_link, write_json, writing
@@ -66,7 +67,7 @@ class RunFolder:
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
-        if recipe.resume == "never" and (_most_restarts() or job_round()[1]):
+        if recipe.resume == "never" and _is_restarted():
             raise ValueError(
                 "--resume never: the launcher may start the job again, which would begin anew each time:"
                 " leave it out, and choose a new --name or --output_dir"
@@ -167,8 +168,10 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
 
     A run there is continued if it is unfinished, has the same recipe, and began at the same --resume; so is
-    one that 1.0 named without the model. The folder of a start that trained nothing is taken.
-    last_step: of this run, None if unknown; with it a line names an unfinished run with one other value.
+    one that 1.0 named without the model. The folder of a start that trained nothing is taken. An unfinished
+    run of this recipe under another automatic name is continued where the launcher restarts jobs.
+    last_step: of this run, None if unknown; with it a line names an unfinished run that is not continued, of
+    this recipe or with one other value.
     ValueError for another run or another program's files in --output_dir, and for a recipe.json that can't be
     read.
     """
@@ -176,7 +179,18 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     where = Path(recipe.output_dir or "runs/*")
     given, parent = where if where.name != "*" else None, where.parent / script_name()
     old = name.removeprefix(model_part(recipe))  # as 1.0 named it
-    names = _begun(parent, old, recipe, last_step) if not given and old != name else ()
+    names = [*_begun(parent, old, recipe, last_step)] if not given and old != name else []
+    if not (given or names or recipe.name or recipe.s3 or any(_begun(parent, name, recipe, last_step))):
+        elsewhere = _begun_elsewhere(parent, recipe, last_step)
+        if _is_restarted():
+            names = elsewhere
+        elif elsewhere and not is_said:
+            print(
+                f"{parent / elsewhere[0]} holds an unfinished run of this recipe, which began with another"
+                " number of processes or another strategy. To continue it instead of starting a new run, add"
+                f" --name {shlex.quote(elsewhere[0])}",
+                flush=True,
+            )
     usual = map(parent.joinpath, itertools.chain(names, numbered(name)))
     for folder in itertools.repeat(given) if given else usual:
         try:
@@ -207,6 +221,22 @@ def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> It
     """The names of unfinished runs of this recipe, of <name>, <name>-2, ..."""
     there = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
     return (n for n in there if _has_trained(parent / n) and not _why_not_ours(parent / n, recipe, last_step))
+
+
+def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
+    """Return the names of unfinished runs of this recipe without a living owner, the most advanced first."""
+    steps = {}
+    for folder in sorted(parent.glob("*/")):
+        with contextlib.suppress(OSError, ValueError):  # a damaged recipe.json of another run
+            is_known = isinstance((_recipe_json(folder) or {}).get("recipe"), dict) and _has_trained(folder)
+            if is_known and not is_owned(folder) and not _why_not_ours(folder, recipe, last_step):
+                steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
+    return sorted(steps, key=lambda name: -steps[name])
+
+
+def _is_restarted() -> bool:
+    """Return True under a launcher that may start the job again, with another number of processes."""
+    return bool(_most_restarts() or job_round()[1])
 
 
 def model_part(recipe: Recipe) -> str:

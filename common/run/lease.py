@@ -149,6 +149,17 @@ class Lease:
                 self.store.remove(json.dumps(self.record))
 
 
+def is_owned(folder: Path) -> bool:
+    """Return True for a run folder whose owner is alive, as far as its record says; it is not watched."""
+    with contextlib.suppress(OSError):
+        record, (job, number) = _parsed(FolderRecord(folder).read()), job_round()
+        if record.get("machine") == _machine():
+            return is_running(record.get("pid", 0), record.get("start_ticks"))
+        is_earlier_round = record.get("job") == job and record.get("round") in range(number)
+        return not is_earlier_round and time.time() - (folder / RECORD).stat().st_mtime < WATCH_S
+    return False
+
+
 def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
     """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
     text = store.read()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.run.end_tables import show
+from common.run.lease import FolderRecord, Lease, is_owned
 from tests.conftest import Job, full, python, read_until, result, run, torchrun
 
 
@@ -34,6 +35,30 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
     said = f"{first} holds a run that has not finished; --seed was 0, now 1: to resume it, give that value"
     assert said in changed.splitlines()
     assert "has not finished" not in run([*words, 6])  # it is resumed
+
+
+def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
+    """A launcher that restarts the job continues it, as torchrun may come back with fewer hosts."""
+    words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
+    run([*words, 3])
+    (began,) = (tmp_path / "train_hello").iterdir()
+    other = began.rename(began.with_name(began.name.replace("single", "ddp").removesuffix("1") + "4"))
+    lease = Lease(FolderRecord(other), lambda: None)
+    for name, content in (("unknown", None), ("damaged", "{")):
+        shutil.copytree(other, folder := other.with_name(name), ignore=shutil.ignore_patterns("owner.json"))
+        (folder / "recipe.json").unlink() if content is None else (folder / "recipe.json").write_text(content)
+    assert is_owned(other)  # then it is not named
+    lease.release()
+    assert not is_owned(other)
+    said = f"{other} holds an unfinished run of this recipe, which began with another number of processes"
+    output = run([*words, 4])
+    assert said in output
+    assert f"add --name {other.name}\n" in output
+    assert f"run folder {began}\n" in output
+    shutil.rmtree(began)
+    output = run([*words, 5], env={"TORCHELASTIC_MAX_RESTARTS": "3"})
+    assert f"continuing at step 3 with {other}" in output
+    assert not began.exists()
 
 
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
