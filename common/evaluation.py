@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 
 from common.augment import send, to_float
@@ -18,7 +18,10 @@ from common.order import chosen_by_hash, evaluation_plan
 from common.recipe import METRICS, Batch, ImageRecipe, Metric
 
 SHOWN = 16  # sample predictions for plots/
-CONFUSED = 1000  # the most classes with a confusion matrix, whose size is their square
+CONFUSED = 1000  # the most classes with a confusion matrix; with more the most frequent mistakes are listed
+MISTAKES = 20  # of them
+
+Mistake = tuple[int, int, int]  # true class, predicted class, images
 
 
 def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
@@ -26,6 +29,14 @@ def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
     assert metric.value
     parts, wholes = metric.value(*counts)
     return float((parts[wholes > 0] / wholes[wholes > 0]).mean())
+
+
+def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -> list[Mistake]:
+    """Return the most confused pairs of classes, the most frequent first. labels, predicted: int64 [n]."""
+    is_wrong = labels != predicted
+    codes, counts = np.unique(labels[is_wrong] * classes + predicted[is_wrong], return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:MISTAKES]
+    return [(code // classes, code % classes, count) for code, count in np.c_[codes, counts][order].tolist()]
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Watcher(Protocol):
 
     def show_progress(self, text: str) -> None: ...
 
-    def keep(self, confusion: Tensor | None, examples: list[Predicted]) -> None: ...
+    def keep(self, confusion: Tensor | list[Mistake], examples: list[Predicted]) -> None: ...
 
 
 def evaluate(
@@ -70,13 +81,14 @@ def evaluate(
     """{"loss", "accuracy", "images"} and the metric of --best_by, the same on all processes.
 
     mean, std: of the pixels in [0, 1]. watcher: its show_progress() is called before each micro-batch, its
-    keep() with the confusion matrix, int64 [classes, classes] with a row per true class (None for more than
-    CONFUSED classes), and this process's share of SHOWN predictions, of the same images for any seed.
-    Collective.
+    keep() with the confusion matrix, int64 [classes, classes] with a row per true class (for more than
+    CONFUSED classes with the most frequent mistakes), and this process's share of SHOWN predictions, of the
+    same images for any seed. Collective.
     """
     total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # of the losses, of another metric
     chosen = METRICS[recipe.best_by]
-    counts, confusion, examples = None, None, []
+    counts = confusion = None
+    pairs, examples = list[Tensor](), []
     expected = counted(split, recipe)
     shown = chosen_by_hash(len(split), min(SHOWN, expected))
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress):
@@ -84,19 +96,29 @@ def evaluate(
         total[0] += exact_sum(F.cross_entropy(part.logits, part.labels, reduction="none"))
         if chosen.value and not chosen.by_class:
             total[1] += exact_sum(chosen.value(part.logits, part.labels).float())
-        is_class, is_predicted = (F.one_hot(ids, classes) for ids in (part.labels, predicted))
-        here = torch.stack([is_class, is_predicted, is_class * is_predicted]).sum(1)
-        counts = here if counts is None else counts + here
-        if classes <= CONFUSED:
-            if confusion is None:
-                confusion = torch.zeros(classes, classes, dtype=torch.int64, device=total.device)
-            confusion.view(-1).index_add_(0, part.labels * classes + predicted, torch.ones_like(predicted))
+        if counts is None:
+            counts = torch.zeros(3, classes, dtype=torch.int64, device=total.device)
+        if confusion is None and classes <= CONFUSED:
+            confusion = torch.zeros(classes, classes, dtype=torch.int64, device=total.device)
+        ones = torch.ones_like(predicted)
+        counts[0].index_add_(0, part.labels, ones)
+        counts[1].index_add_(0, predicted, ones)
+        counts[2].index_add_(0, predicted, (part.labels == predicted).long())
+        if confusion is not None:
+            confusion.view(-1).index_add_(0, part.labels * classes + predicted, ones)
+        else:
+            pairs.append(torch.stack([part.labels, predicted]))
         if np.isin(part.ids, shown).any():
             examples.append(part.only(shown))
     counts = accelerator.reduce(counts, "sum")
     images, _, right = counts.sum(1).tolist()
     assert images == expected, f"counted {images} of {expected} images"
-    watcher.keep(accelerator.reduce(confusion, "sum") if confusion is not None else None, examples)
+    if confusion is not None:
+        watcher.keep(accelerator.reduce(confusion, "sum"), examples)
+    else:
+        everyones = gather_object([torch.cat(pairs, 1).cpu().numpy()])
+        labels, predicted_classes = np.concatenate(everyones, 1)
+        watcher.keep(frequent_mistakes(labels, predicted_classes, classes), examples)
     loss, other = (accelerator.reduce(total, "sum") / images).tolist()
     metrics = {"loss": loss, "accuracy": right / images, "images": images}
     if recipe.best_by not in metrics:

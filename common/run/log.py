@@ -23,7 +23,7 @@ from common.system.progress import TrainingProgress
 from common.system.text import shortened
 
 if TYPE_CHECKING:  # imported where they are needed
-    from common.evaluation import Predicted
+    from common.evaluation import Mistake, Predicted
     from common.run.trackers import Trackers
 
 
@@ -35,12 +35,13 @@ class Predictions:
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
-        self.kept: tuple[Tensor | None, list[Predicted]] = (None, [])
+        self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
         self.what = ""  # what was evaluated, for a title
-        self.confusion: Tensor | None = None  # int64 [classes, classes], a row per true class
+        # int64 [classes, classes], a row per true class; of many classes the most frequent mistakes
+        self.confusion: Tensor | list[Mistake] | None = None
         self.examples: list[Predicted] = []  # this process's; after gather() all processes'
 
-    def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
+    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
         self.kept = (confusion, examples)
 
     def accept(self, what: str) -> None:
@@ -52,15 +53,23 @@ class Predictions:
         everyones = poll.gather([part.to("cpu") for part in self.examples])
         self.examples = [part for parts in everyones for part in parts]
 
+    def as_json(self) -> dict[str, Any]:
+        """Return `classes` with `confusion`, or of many classes with `mistakes`; empty without classes."""
+        if self.confusion is None:
+            return {}
+        if isinstance(self.confusion, Tensor):
+            return {"classes": self.classes, "confusion": self.confusion.tolist()}
+        return {"classes": self.classes, "mistakes": self.confusion}
+
     def draw(self, folder: Path) -> list[Path]:
-        """Writes confusion.png and predictions.png, and returns them; none without a confusion matrix: with
-        too many classes or none, or without an evaluation in this process."""
+        """Write confusion.png and predictions.png, and return them. Nothing is drawn without classes, or
+        without an evaluation in this process."""
         if self.confusion is None:
             return []
         from common.run import plots
 
         classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
-        plots.confusion_matrix(files[0], self.confusion.tolist(), classes, self.what)
+        plots.confusion(files[0], self.as_json(), self.what)
         names = ("pixels", "labels", "logits")
         pixels, labels, logits = (torch.cat([getattr(p, name) for p in self.examples]) for name in names)
         probabilities, predicted = logits.softmax(1).max(1)
@@ -133,21 +142,22 @@ class RunLog:
     def write_metrics(
         self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
     ) -> None:
-        """Writes a line of `val/` or `test/` metrics and, with classes, confusion.json: a row per true class.
+        """Writes a line of `val/` or `test/` metrics and, with classes, confusion.json.
         With the matrix of the test split it has the number of evaluated images of each class beside.
 
         subject: what was evaluated. The best weights on the test split stand in a line of the last step.
         """
         self.write({f"{kind}/{name}": v for name, v in metrics.items() if name != "images"})
-        if predictions.confusion is None:
+        if not (confusion := predictions.as_json()):
             return
-        content = subject | {"classes": predictions.classes, "confusion": predictions.confusion.tolist()}
-        if kind == "val":
-            self.val_images = predictions.confusion.sum(1).tolist()
-        elif self.val_images:
-            content["val_images"] = self.val_images
+        if "confusion" in confusion:
+            counts = [sum(row) for row in confusion["confusion"]]
+            if kind == "val":
+                self.val_images = counts
+            elif self.val_images:
+                confusion["val_images"] = self.val_images
         try:
-            write_text(self.folder / "confusion.json", json.dumps(content) + "\n")
+            write_text(self.folder / "confusion.json", json.dumps(subject | confusion) + "\n")
         except OSError as error:
             self._set_problem("confusion.json", error)
 

@@ -123,7 +123,7 @@ class MainRecord:
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
             write_json(folder / "result.json", content)
-        counts = [] if predictions.confusion is None else predictions.confusion.sum(1).tolist()  # by class
+        counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # by class
         show(folder, max(counts) / sum(counts) if counts else None)
 
     def _draw(self, content: dict[str, Any], predictions: Predictions) -> None:

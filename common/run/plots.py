@@ -81,6 +81,18 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             axes.grid(alpha=0.3)
 
 
+def confusion(path: Path, found: dict[str, Any], title: str) -> None:
+    """Draw the `confusion` matrix of `classes`, or bars of the most frequent `mistakes`."""
+    classes = found["classes"]
+    if "confusion" in found:
+        confusion_matrix(path, found["confusion"], classes, title)
+    else:
+        bars = {
+            f"{printable(classes[k])}, taken for {classes[guess]}": n for k, guess, n in found["mistakes"]
+        }
+        panels(path, [[Panel("images", "", bars=bars)]], f"{title}: the most frequent mistakes")
+
+
 def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
     """Draws counts, a row per true class; the shade is the share of the row. 2 to 1,000 classes."""
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]

@@ -20,7 +20,7 @@ from common.system.env import report
 from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # imported where they are needed
-    from common.evaluation import Predicted
+    from common.evaluation import Mistake, Predicted
     from common.optim import EMA
     from common.run.main_record import MainRecord
     from common.run.ranks import Ranks
@@ -279,7 +279,7 @@ class Run:
             record.log.progress.tell(text)
         self.ranks.exchange.listen()
 
-    def keep(self, confusion: Tensor | None, examples: "list[Predicted]") -> None:
+    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
         """Holds an evaluation's predictions until its metrics are logged."""
         self.ranks.predictions.keep(confusion, examples)
 

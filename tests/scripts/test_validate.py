@@ -5,6 +5,7 @@ import json
 import shutil
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sklearn import metrics as sklearn_metrics
 
 from common.checkpoint.format import Damaged, parse_index
 from common.checkpoint.weights import find
+from common.evaluation import CONFUSED, frequent_mistakes
 from common.recipe import parse
 from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.s3 import ObjectStore
@@ -34,6 +36,7 @@ from tests.conftest import (
     run,
     torchrun,
 )
+from tests.support.data_sets import png
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
 from tools.inference.report import FILES, METRICS, load_metrics
 from validate import parse_flags
@@ -203,10 +206,40 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
         find(f"{store.url}/nothing", "best", tmp_path, beat)
 
 
+@pytest.mark.parametrize("launcher", ["python", full("torchrun")])
+def test_of_many_classes_the_most_frequent_mistakes_are_shown(launcher, tmp_path, cache):
+    """In training, by validate.py and on the page, where a matrix of all classes would take their square."""
+    rows = ["file,label,split"]
+    for k in range(1001 + 80):
+        (tmp_path / f"{k}.png").write_bytes(png(k, 8, 8))
+        rows.append(f"{k}.png,c{k % 7 if k > 1000 else k},{'val' if k > 1000 else 'train'}")
+    (tmp_path / "labels.csv").write_text("\n".join(rows))
+    flags = ["--data", tmp_path / "labels.csv", "--max_steps", 1, "--trackers", "none", *FP32, *cache]
+    place = tmp_path / "run"
+    run([*(python() if launcher == "python" else torchrun(2)), *CNN, *flags, "--output_dir", place])
+    output = run(words(place, *cache))
+    assert "the most frequent mistakes" in output
+    shown = json.loads((place / "confusion.json").read_text())
+    (report,) = map(read, place.glob("validation/*"))
+    assert "confusion" not in shown.keys() | report.keys()
+    assert report["mistakes"] == shown["mistakes"]
+    (table,) = place.glob("validation/*/predictions.csv")
+    pairs = Counter(tuple(line.split(",")[2:4]) for line in table.read_text().splitlines()[1:])
+    counts = sorted((count for (true, guess), count in pairs.items() if true != guess), reverse=True)
+    assert [count for _, _, count in shown["mistakes"]] == counts[:20]
+    names = shown["classes"]
+    assert all(pairs[names[true], names[guess]] == count for true, guess, count in shown["mistakes"])
+    pictures = {path.name for path in place.glob("plots/*")}
+    assert pictures == {"confusion.png", "curves.png", "predictions.png"}
+    run([*python(), "logbook.py", "add", place, "--folder", tmp_path / "pages"])
+    pages = {path.name for path in tmp_path.glob("pages/*/*/*/*.png")}
+    assert len([name for name in pages if name.startswith("confusion_")]) == 2, pages
+
+
 # --- The metrics
 
 
-@pytest.mark.parametrize("classes", [2, 10, 1000])
+@pytest.mark.parametrize("classes", [2, 10, 1000, 1001])
 def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
     """Two classes have no samples; one of them and a third one are never predicted."""
     draws = np.random.default_rng(classes)
@@ -220,7 +253,13 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
     for name, values in zip(("precision", "recall", "f1", "support"), theirs, strict=True):
         np.testing.assert_allclose(found[name], values, atol=1e-12, err_msg=name)
     confusion = sklearn_metrics.confusion_matrix(labels, predicted, labels=range(classes))
-    np.testing.assert_array_equal(found["confusion"], confusion)
+    if classes <= CONFUSED:
+        np.testing.assert_array_equal(found["confusion"], confusion)
+    else:
+        assert "confusion" not in found
+    for true, guess, count in frequent_mistakes(labels, predicted, classes):
+        assert true != guess
+        assert confusion[true, guess] == count
     # The recall of "is another class", class by class.
     negatives = sklearn_metrics.multilabel_confusion_matrix(labels, predicted, labels=range(classes))[:, 0]
     specificity = negatives[:, 0] / np.maximum(1, negatives.sum(1))

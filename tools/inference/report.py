@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from common.data.names import NameOf
+from common.evaluation import frequent_mistakes
 from common.system.files import write_csv, write_text
 from common.system.paths import ROOT
 
@@ -40,6 +41,8 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
     classification, top_k, calibration = load_metrics(scratch)
     pairs = {"predictions": rows["predicted"], "references": rows["label"]}
     by_class = classification.compute(**pairs, classes=classes)
+    confusion = {"confusion": by_class["confusion"]} if "confusion" in by_class else {}
+    confusion = confusion or {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
     wrong = np.flatnonzero(rows["predicted"] != rows["label"])
     surest = wrong[np.argsort(-rows["probability"][wrong], kind="stable")][:WORST]
     return {
@@ -49,7 +52,7 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
         "top5": top_k.compute(predictions=rows["top"], references=rows["label"])["top_k"],
         **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
         "per_class": {name: by_class[name] for name in PER_CLASS},
-        "confusion": by_class["confusion"],
+        **confusion,
         "worst": [dict(zip(COLUMNS, cells, strict=True)) for cells in _images(rows, name_of, surest)],
     }
 
@@ -92,7 +95,7 @@ def write(
         worst_png, confusion_png, predictions_csv, report_json = (Path(part) / name for name in FILES)
         plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
         headline = f"{title}: top-1 {found['top1']:.4f}"
-        plots.confusion_matrix(confusion_png, found["confusion"], classes, headline)
+        plots.confusion(confusion_png, found, headline)
         cells = (
             (i, file, classes[label], classes[guess], f"{p:.6f}")
             for i, file, label, guess, p in _images(rows, name_of)
@@ -130,6 +133,9 @@ def show(found: dict[str, Any], title: str) -> None:
     ]
     heading = "of each class" if few else f"of the {len(rows)} classes with the lowest F1"
     console.print(table(heading, ["class", *PER_CLASS], rows))
+    if mistakes := found.get("mistakes"):
+        pairs = [(classes[true], classes[guess], f"{count:,}") for true, guess, count in mistakes]
+        console.print(table("the most frequent mistakes", ["true", "predicted", "images"], pairs))
     if not few:
         return
     counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(found["confusion"])]

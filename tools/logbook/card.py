@@ -105,7 +105,11 @@ def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
     reports = (one for one in run.reports.values() if one.get("checkpoint", "").endswith(name))
     reports = (one for one in reports if not one.get("classes_left_out"))
     matrices = [one for one in reports if one.get("split") == which and "confusion" in one]
-    if run.confusion.get("step") == step and ("split" in run.confusion) == (which == "test"):
+    if (
+        "confusion" in run.confusion
+        and run.confusion.get("step") == step
+        and ("split" in run.confusion) == (which == "test")
+    ):
         matrices.append(run.confusion)
     by_class = next((_by_class(one["confusion"], one["classes"]) for one in matrices), None)
     return {"images": run.evaluated_images(which), "measures": measures, "by_class": by_class}

@@ -5,7 +5,7 @@ from glob import escape
 from pathlib import Path
 from statistics import fmean
 
-from common.run.plots import Panel, confusion_matrix, panel, panels
+from common.run.plots import Panel, confusion, panel, panels
 from common.system.files import discard, own_files
 from common.system.text import plural
 from tools.logbook.comparison import Comparison
@@ -23,11 +23,9 @@ def draw(run: RunRecord, folder: Path) -> list[str]:
         if rows:
             panels(drawn / f"{name}.png", rows, title)
     for name, found in {"training": run.confusion, **run.reports}.items():
-        if "confusion" in found:
+        if {"confusion", "mistakes"} & found.keys():
             split = f", {found['split']} split" if "split" in found else ""
-            confusion_matrix(
-                drawn / f"confusion_{name}.png", found["confusion"], found["classes"], title + split
-            )
+            confusion(drawn / f"confusion_{name}.png", found, title + split)
         for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
             try:
                 read_picture(worst).save(drawn / f"worst_{name}.png")

@@ -332,8 +332,15 @@ class RunRecord:
         return lines
 
     def _matrix(self, name: str) -> dict[str, Any]:
-        """A file with a confusion matrix, which must be square."""
+        """A file with a confusion matrix, which must be square, or of many classes with mistakes."""
         found = self._read(name)
+        number = len(found.get("classes", []))
+        mistakes = found.get("mistakes")
+        if mistakes is not None and all(
+            len(row) == 3 and all(k in range(number) for k in row[:2]) for row in mistakes
+        ):
+            return {key: value for key, value in found.items() if key != "confusion"}
+        found.pop("mistakes", None)
         rows = found.get("confusion", [])
         sizes = {len(rows), len(found.get("classes", [])), *map(len, rows)}
         if found and (len(sizes) > 1 or not rows):
