@@ -126,7 +126,7 @@ class Saver:
         except OSError as error:
             self._fail(
                 step,
-                f"written to {parent}: {error.strerror or error} ({free_space(self.folder)})",
+                f"written to {parent}: {error.strerror or error} ({free_space(self.folder, error)})",
                 "Free some space, or move the folder and give its new path as --output_dir, then run the same"
                 " command to resume",
             )

@@ -125,7 +125,7 @@ def explained(
         )
     if ranks and (unused := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
         return ValueError(without_gradient(unused))
-    if ranks and ranks.record and isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if ranks and ranks.record and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return not_written("the run", ranks.record.folder, error)  # the script itself was writing
     return error
 

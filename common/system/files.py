@@ -172,8 +172,10 @@ def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     return True
 
 
-def free_space(folder: Path) -> str:
-    """The free space of the folder's disk, as `12 MiB are free`."""
+def free_space(folder: Path, error: OSError) -> str:
+    """Return the free space of the folder's disk, as `12 MiB are free`. A quota has nothing to do with it."""
+    if error.errno == errno.EDQUOT:
+        return "the quota of this user, group or project, whatever is free on the disk"
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
 
 
@@ -181,7 +183,7 @@ def not_written(what: str, folder: Path, error: OSError) -> ValueError:
     """The error for a failed write: what, where, why, and what to do."""
     advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
     return ValueError(
-        f"{what} can't be written to {folder}: {error.strerror or error} ({free_space(folder)})."
+        f"{what} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
         f" {advice}: the same command continues with the newest checkpoint"
     )
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 # ATTEMPTS: of a request, with botocore's waits between: without an answer it ends within 102 s
@@ -36,6 +36,7 @@ NOT_CONDITIONAL = (
     "S3: this store has no conditional writes (If-None-Match): two runs that start at the same moment in the"
     " same place are not kept apart"
 )
+CHECKSUMS_SENT = "S3: this store asks for a checksum of each object: they are sent from here on"
 CHECK_THE_WAY = "check AWS_ENDPOINT_URL, the network, and the firewall or security group between"
 
 
@@ -67,6 +68,7 @@ class ObjectStore:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._conditional = True  # until the store refuses a conditional write
+        self._has_checksums = False  # until the store asks for them
         self._endpoint = "the store"  # its address, once there is a client
         self._clients: dict[int, BaseClient] = {}  # by pid, as a forked process must not share connections
         self._secrets: tuple[str, ...] = ()  # the credentials of the newest client
@@ -120,7 +122,26 @@ class ObjectStore:
     def write(self, key: str, content: bytes) -> None:
         """Writes a small object, replacing an existing one."""
         with self._explained(f"writing {key}"):
-            self._client().put_object(**self._at(key), Body=content)
+            self._put(Body=content, **self._at(key))
+
+    def _put(self, **request: Any) -> None:
+        """Write an object, again with a checksum if the store asks for one, as for retention."""
+        try:
+            self._client().put_object(**request)
+        except Exception as error:
+            if not self._begins_checksums(error):
+                raise
+            self._client().put_object(**request)
+
+    def _begins_checksums(self, error: Exception) -> bool:
+        """Return True where the store's answer asks for a checksum, which the next request will have."""
+        code, status, message = _facts(error)
+        if self._has_checksums or status != 400 or not re.search("md5|checksum|digest", code + message, re.I):
+            return False
+        print(CHECKSUMS_SENT, flush=True)
+        self._has_checksums = True
+        self._clients.clear()
+        return True
 
     def create(self, key: str, content: bytes) -> bool:
         """Writes a small object unless it exists. False if it exists and this call did not write it.
@@ -134,7 +155,7 @@ class ObjectStore:
             with self._explained(f"creating {key}"):
                 client = self._client()
                 try:
-                    client.put_object(**self._at(key), Body=content, IfNoneMatch="*")
+                    self._put(**self._at(key), Body=content, IfNoneMatch="*")
                     return True
                 except client.exceptions.ClientError as error:
                     code, status, _ = _facts(error)
@@ -170,15 +191,17 @@ class ObjectStore:
             preferred_transfer_client="classic",  # CRT, the other client, ignores the endpoint
         )
         with self._explained(f"uploading {key}"):
-            for is_second in (False, True):
+            for attempt in range(3):
+                client = self._client()
                 try:
-                    with create_transfer_manager(self._client(), config) as manager:
+                    with create_transfer_manager(client, config) as manager:
                         manager.upload(str(path), *self._at(key).values()).result()
                     return
-                except self._client().exceptions.NoSuchUpload:
-                    # The answer to the last request was lost, and its repetition found nothing to complete.
-                    # The object may be this file or an older one.
-                    if is_second:
+                except client.exceptions.ClientError as error:
+                    # NoSuchUpload: the answer to the last request was lost, and its repetition found nothing
+                    # to complete. The object may be this file or an older one.
+                    is_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
+                    if not (is_lost or self._begins_checksums(error)):
                         raise
 
     def download(self, key: str, path: Path, size: int, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -266,7 +289,7 @@ class ObjectStore:
         """This process's client. Two threads may both create one; dropping one is harmless."""
         client = self._clients.get(os.getpid())
         if client is None:
-            client, self._secrets = _connect()
+            client, self._secrets = _connect(self._has_checksums)
             self._clients[os.getpid()] = client
             self._endpoint = client.meta.endpoint_url.partition("?")[0]
         return client
@@ -295,19 +318,26 @@ def _is_plain(key: str) -> bool:
     return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
 
 
-def _connect() -> tuple["BaseClient", tuple[str, ...]]:
-    """A client in a new session, so that processes share nothing, and its credentials."""
+def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
+    """Return a client in a new session, so that processes share nothing, and its credentials.
+
+    boto3's own environment variables override our defaults.
+    """
     import boto3
     from botocore.config import Config
 
-    config = Config(
-        connect_timeout=CONNECT_S,
-        read_timeout=READ_S,
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        # Many stores refuse the trailing checksums that boto3 sends by default.
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-    )
+    # Many stores refuse the trailing checksums that boto3 sends by default.
+    settings: dict[str, Any] = {
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+        "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    }
+    options = {name[4:].lower(): value for name, value in settings.items() if name not in os.environ}
+    if has_checksums:
+        options["request_checksum_calculation"] = "when_supported"
+    retries: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE", "standard")}
+    if "AWS_MAX_ATTEMPTS" not in os.environ:
+        retries["total_max_attempts"] = ATTEMPTS
+    config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries, **options)
     session = boto3.session.Session()
     # Requests can't be signed without a region. AWS redirects to the right one, other stores accept any.
     region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
@@ -351,6 +381,10 @@ def _explanation(error: Exception, endpoint: str, secrets_: Iterable[str]) -> st
         )
     if isinstance(error, known.SSLError):
         return f"{endpoint} has a certificate that is not trusted: set AWS_CA_BUNDLE, or correct the address"
+    if isinstance(error, known.ProxyConnectionError):
+        variable = f"{urlsplit(endpoint).scheme.upper()}_PROXY"
+        proxy = redacted(str(error.kwargs.get("proxy_url", "")), secrets_)
+        return f"the proxy {proxy} does not answer: correct or unset {variable}, or add the store to NO_PROXY"
     lost = (known.ConnectionError, known.HTTPClientError, known.IncompleteReadError, HTTPError)
     if isinstance(error, lost):
         reason = redacted(str(getattr(error, "kwargs", {}).get("error", "")).rpartition(": ")[2], secrets_)

@@ -1,5 +1,7 @@
 """Killed or out of space at any point of its end: the same command completes a run without training."""
 
+import errno
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from common.system.files import not_written
 from tests.conftest import Job, mutate, result, run, small_disk
 from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations
@@ -71,6 +74,12 @@ def assert_says_what_to_do(output: str) -> None:
     assert "No space left on device" in output
     assert "Make room: the same command continues" in output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.ENOSPC, "MiB are free"), (errno.EDQUOT, "the quota of")])
+def test_a_quota_is_not_the_disks_free_space(number, said, tmp_path):
+    text = str(not_written("the run", tmp_path, OSError(number, os.strerror(number))))
+    assert [part for part in ("MiB are free", "the quota of") if part in text] == [said]
 
 
 def test_one_end_with_many_faults(trained, disk, tmp_path):

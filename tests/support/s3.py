@@ -200,6 +200,15 @@ class FaultProxy:
         header = r"x-amz-(trailer|sdk-checksum|checksum)|content-encoding:.*aws-chunked"
         self.fail(501, "NotImplemented", "A header you provided is not known", times=None, header=header)
 
+    def require_checksums(self, code: str, message: str) -> None:
+        """Refuses objects without a checksum, as a bucket does whose objects are retained."""
+
+        def answer(handler: "_Handler") -> bool:
+            is_checked = any(name.lower().startswith("x-amz-checksum") for name in handler.headers)
+            return not is_checked and handler.error(400, code, message)
+
+        self.add("unchecked", answer, None, "PUT")
+
     def refuse_bulk_delete(self) -> None:
         self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
 

@@ -15,7 +15,7 @@ from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
 
 from common.system import s3 as object_store
-from common.system.s3 import NOT_CONDITIONAL, ObjectStore, StoreError
+from common.system.s3 import CHECKSUMS_SENT, NOT_CONDITIONAL, ObjectStore, StoreError
 from common.system.text import redacted
 from tests.conftest import ROOT, rows_of
 from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
@@ -124,6 +124,41 @@ def test_big_object_in_parts_and_without_checksums(store, proxy, big, tmp_path):
     with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # what boto3 does by itself
         boto3.client("s3").upload_file(str(big), BUCKET, "other")
     assert proxy.faults["NotImplemented"] == 1
+
+
+RETAINED = "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object requests with Object Lock"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [("InvalidRequest", RETAINED), ("MissingContentMD5", "Missing required header")]
+)
+def test_a_store_that_asks_for_checksums_gets_them(code, message, store, proxy, big, tmp_path, capfd):
+    proxy.require_checksums(code, message)
+    store.probe()
+    store.upload(big, "model")
+    store.download("model", tmp_path / "out", BIG)
+    assert (tmp_path / "out").read_bytes() == big.read_bytes()
+    late = ObjectStore(store.url)
+    late.upload(big, "another")  # by a process that has not probed it
+    assert store.size_and_etag("another")[0] == BIG
+    assert capfd.readouterr().out.splitlines() == [CHECKSUMS_SENT] * 2
+
+
+def test_variables_of_boto3_override_our_settings(store, proxy, monkeypatch):
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    store.write("a", b"content")
+    (headers,) = sent(proxy, "PUT")
+    assert any(name.lower().startswith("x-amz-checksum") for name in headers)
+    proxy.fail(503, "SlowDown")
+    assert "SlowDown" in refused(store.write, "a", b"content")
+
+
+def test_a_dead_proxy_is_named(store, quick, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("HTTP_PROXY", "http://me:word@127.0.0.1:9")
+    text = refused(store.read, "a")
+    assert "the proxy http://...@127.0.0.1:9 does not answer: correct or unset HTTP_PROXY, or add" in text
 
 
 def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
