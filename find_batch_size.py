@@ -4,13 +4,15 @@
     python find_batch_size.py --config_file accelerate_configs/ddp_2x4gpu.yaml \\
         --hostfile hostfile train_vit.py
     CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
-        --memory_limit_gib 2 train_cnn_b.py --data digits
+        train_cnn_b.py --data digits
 
 Each trial launches a short training with the same data and model: 7 optimizer steps without accumulation, a
 checkpoint and an evaluation. Two sizes show how memory grows; then the largest size that should fit is tried.
 The search ends when a size ran and --quantum images more did not. A trial fails when any process runs out of
-memory, so the process that needs most memory decides. Without a GPU, --memory_limit_gib is required: it
-limits the data of each process (RLIMIT_DATA).
+memory, so the process that needs most memory decides.
+
+Without a GPU the search is a rehearsal: --memory_limit_gib limits the data of each process (RLIMIT_DATA). The
+default limit is 1.25 times what the first trial needs, so that it always holds a step of this model and data.
 
 The largest batch is often not the best. Each size is shown with its images/s, measured in a few steps. The
 knee is the smallest size that no other beats by 5 percent. Not yet measured on a GPU.
@@ -53,6 +55,7 @@ RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = "ran", "out of memory", "more than th
 # with 32 images, and 4 percent with 512 (torch's profiler, 2 layers, CPU). What CUDA's allocator adds is not
 # yet measured on a GPU.
 MARGIN = 0.05
+REHEARSED_SHARE = 1.25  # limit of a rehearsal, relative to what the first trial needs
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config_file", type=Path, required=True, help="one of accelerate_configs/")
     parser.add_argument("--hostfile", type=Path, help="launch on these hosts; the first must be this one")
     parser.add_argument("--quantum", type=int, default=8, help="try only multiples of this (default: 8)")
-    parser.add_argument("--memory_limit_gib", type=float, help="without a GPU: limit on each process's data")
+    limit = "without a GPU: limit on each process's data (default: 1.25 times what the first trial needs)"
+    parser.add_argument("--memory_limit_gib", type=float, help=limit)
     parser.add_argument("--trial_timeout_s", type=float, default=900, help="limit on a trial (default: 900)")
     default = "runs/find_batch_size/<script>/<config>.json"
     parser.add_argument("--output", type=Path, help=f"file for the result (default: {default}, -2, ...)")
@@ -114,8 +118,7 @@ class Search:
         if not issubclass(kind, ImageRecipe):
             raise ValueError(f"{flags.script[0]} has no images, whose number could be searched for")
         self.recipe = parse_recipe(kind, flags.script[1:])  # a wrong flag ends the search with status 2
-        self._check_limit(use_cpu=config.get("use_cpu", False))
-        self.limit_gib = flags.memory_limit_gib or math.inf  # on a GPU its memory, after the first trial
+        self.limit_gib = self._first_limit(use_cpu=config.get("use_cpu", False))
         self.margin = MARGIN if getattr(self.recipe, "randaug_layers", 0) else 0.0  # of the limit
         place = Path("runs/find_batch_size") / Path(flags.script[0]).stem
         names = (place / f"{name}.json" for name in numbered(flags.config_file.stem))
@@ -145,28 +148,44 @@ class Search:
             elif not (most := images // self.processes // quantum * quantum):
                 raise ValueError(f"{images} training images are too few for --quantum {quantum}")
         if not ran:
-            print(self.shown, file=sys.stderr)
-            finer = " or a smaller --quantum" if quantum > 1 else ""
-            more = "a larger --memory_limit_gib" if self.flags.memory_limit_gib else "another config file"
-            raise ValueError(f"{min(failed)} images per process do not fit: give {more}{finer}")
+            raise ValueError(self._why_nothing_fits(min(failed)))
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
-    def _check_limit(self, use_cpu: bool) -> None:
+    def _first_limit(self, use_cpu: bool) -> float:
+        """Return the GiB that each process of the first trial may use; on a GPU, infinity."""
         import torch
 
         limit_gib, hostfile = self.flags.memory_limit_gib, self.flags.hostfile
-        on_gpu = hostfile or (torch.cuda.is_available() and not use_cpu)
-        if limit_gib is None and not on_gpu:
-            raise ValueError("there is no GPU, whose memory would be the limit: give --memory_limit_gib N")
-        if limit_gib and on_gpu:
+        self.on_gpu = bool(hostfile or (torch.cuda.is_available() and not use_cpu))
+        if limit_gib and self.on_gpu:
             raise ValueError(
                 "--memory_limit_gib is for processes of this machine that have no GPU: leave it out, or"
                 " rehearse by CUDA_VISIBLE_DEVICES= before the same command without --hostfile"
             )
+        if self.on_gpu:
+            return math.inf  # _read replaces it by the memory of the GPUs
         total_gib = psutil.virtual_memory().total / 2**30
         if limit_gib and limit_gib * self.processes > total_gib:
             needed = f"{self.processes} x --memory_limit_gib {limit_gib:g}"
             raise ValueError(f"{needed} is more than this machine has, {total_gib:.1f} GiB")
+        return limit_gib or total_gib / self.processes
+
+    def _why_nothing_fits(self, size: int) -> str:
+        """Try one image per process, to tell a limit that holds no step from a batch that is too large."""
+        one_image_fits = False
+        if size > 1:
+            trial, _ = self.try_size(1)
+            print(trial, flush=True)
+            one_image_fits = trial.outcome == RAN
+        if not one_image_fits:
+            print(self.shown, file=sys.stderr)
+        if self.on_gpu:
+            limit, remedy = "the GPU's memory", "a config file that shards the model, or a smaller model"
+        else:
+            limit, remedy = f"{self.limit_gib:.2f} GiB", "a larger --memory_limit_gib"
+        if one_image_fits:
+            return f"{size} images per process do not fit in {limit}, but one does. Give a smaller --quantum"
+        return f"{limit} cannot hold one step, even with one image per process. Give {remedy}"
 
     def try_size(self, size: int) -> tuple[Trial, int]:
         """Launches one trial. Also returns the number of training images if they were too few, else 0."""
@@ -178,7 +197,8 @@ class Search:
             if self.flags.hostfile:
                 launcher = [str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
             words = [sys.executable, *launcher, *self._words(size, run)]
-            ended = launch(words, self.flags.memory_limit_gib, self.flags.trial_timeout_s)
+            limit_gib = None if self.on_gpu else self.limit_gib
+            ended = launch(words, limit_gib, self.flags.trial_timeout_s)
             if ended.status == 0:
                 return self._read(size, ended, run), 0
         lines = ended.output.splitlines()
@@ -225,11 +245,13 @@ class Search:
         self.settings = {name: result[name] for name in (*names, "device")}
         self.settings |= {name: recipe[name] for name in ("sharding", "git_commit", "versions")}
         memory_gib, of_each = ended.data_gib, result["memory_gib"]
-        if not self.flags.memory_limit_gib:
+        if self.on_gpu:
             if "device" not in of_each[0]:
                 raise ValueError("the hosts have no GPU, whose memory would be the limit")
             memory_gib = max(own["reserved"] + own["other"] for own in of_each)
             self.limit_gib = min(own["device"] for own in of_each)
+        elif not self.flags.memory_limit_gib and not self.trials:
+            self.limit_gib = min(self.limit_gib, REHEARSED_SHARE * memory_gib)
         lines = read_lines(run / "metrics.jsonl")
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
         outcome = IN_MARGIN if self.margin and memory_gib > self.usable_gib else RAN
@@ -280,6 +302,8 @@ class Search:
         if not shares:
             words.append(f"--batch_size={size * self.processes}")
         remark = "" if share == size else f"  # {size} x {self.processes} does not divide {batch_size}"
+        if (largest := size * self.processes) > batch_size:
+            remark = f"  # limited by --batch_size {batch_size}, not by memory, which holds {largest}"
         return f"    {shlex.join(words)}{remark}"
 
 

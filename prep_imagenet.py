@@ -9,6 +9,8 @@
 --data is the folder, or the s3:// prefix, with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
 ILSVRC2012_devkit_t12.tar.gz; --train, --val and --devkit name them one by one. Each archive is read once, as
 a stream, and never extracted; its published MD5 sum is checked at the same time, unless --no_verify is given.
+Without the development kit, --val_labels gives the class of each validation image on a line, in the order of
+their names: its WordNet id (n01440764) or its index. A line may begin with the name of its image.
 
 --format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read, with the images
                  shuffled by --seed. An index and, last, a manifest complete them. Pass it to --data
@@ -64,6 +66,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--data", help="folder or s3://bucket/prefix of the archives")
     for part in NAMES["imagenet"]:
         add(f"--{part}", help="path or s3:// url of this archive")
+    add("--val_labels", metavar="FILE", help="without a devkit: WordNet id or index of each image of val")
     kind = "kind of input (default: imagenet)"
     add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=kind)
     add("--classes", metavar="FILE", help="with --from shards: class names, one per line")
@@ -81,7 +84,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
             parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")
-    for name in ("data", "train", "val", "devkit", "out", "classes"):
+    for name in ("data", "train", "val", "devkit", "val_labels", "out", "classes"):
         if "://" in (value := getattr(flags, name) or "") and not value.startswith("s3://"):
             parser.error(f"--{name} takes paths and s3://bucket/...: download other urls (curl -C - -O URL)")
     if problem := _problem(flags):
@@ -100,6 +103,7 @@ def _problem(flags: argparse.Namespace) -> str | None:
     problems = [
         (not places, "give --data, or --train and --val"),
         (flags.devkit and source != "imagenet", f"--devkit: --from {source} takes no devkit"),
+        (flags.val_labels and source not in ("imagenet", "tar"), f"--val_labels: --from {source} has labels"),
         (flags.classes and source != "shards", f"--classes: --from {source} finds the names of the classes"),
         (source == "parquet" and local != [flags.data], only_table),
         (index != (source == "shards") or (index and flags.resize), only_index),

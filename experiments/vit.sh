@@ -3,7 +3,7 @@
 # computes all metrics of the best checkpoint on the test split, writes a page for each, and compares them. A tenth of
 # the training images chooses the best checkpoint.
 #
-#   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4, with 1.75 GiB each
+#   DATA=/data/cifar10 experiments/vit.sh      a rehearsal: FSDP on 2 processes, DDP on 4
 #   SIZE=full HOSTFILE=~/hostfile S3_PREFIX=s3://bucket/vit experiments/vit.sh      not yet measured on GPUs
 #   experiments/vit.sh --seeds 5      five runs of each training, with the seeds 0 to 4; started again it goes on
 #
@@ -15,11 +15,11 @@ cd "$(dirname "$0")/.."
 . experiments/steps.sh
 
 if [ "$SIZE" = full ]; then
-    default=512 limit=()
+    default=512
     script=(train_vit.py --config "${RECIPE:-recipes/vit_b32_cifar10_finetune.yaml}")
     ways="fsdp:fsdp_4gpu:4 ddp:ddp_2x4gpu:8"
 else
-    default=64 limit=(--memory_limit_gib=1.75)
+    default=64
     script=(train_vit.py --model vit_tiny_patch16_224 --image_size 32 --patch_size 4 --drop_path 0 --mixup 0
         --cutmix 0 --ema_decay 0.9 --lr 1e-3 --epochs 1 --max_steps 40 --max_val_images 500 --log_every 5)
     ways="fsdp:fsdp_2gpu:2 ddp:ddp_4gpu:4"
@@ -49,7 +49,7 @@ for way in $ways; do
     IFS=: read -r name config processes <<<"$way"
     search=$FOLDER/${name}_batch.json report=$FOLDER/$name/validation/best
     step "largest batch, $name" "$search" find_batch_size.py --config_file "accelerate_configs/$config.yaml" \
-        $(hosts_of "$config") "--output=$search" "${limit[@]}" "${script[@]}" "${holdout[@]}"
+        $(hosts_of "$config") "--output=$search" "${script[@]}" "${holdout[@]}"
     choose_sizes "$search" "$processes"
     train "$name" "$config" "${script[@]}" $([ -n "$FOLDS" ] || echo "${holdout[@]}") "${sizes[@]}"
     [ -n "$FOLDS" ] || step "all metrics, $name" "$report/report.json" validate.py "$FOLDER/$name" "--output_dir=$report"

@@ -248,6 +248,80 @@ def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
     assert not (tmp_path / "wrong").exists()
 
 
+VAL_LABELS = {  # the lines that people's lists have, from an image's name, its WordNet id and its label
+    "synsets, as TensorFlow's": lambda name, wnid, label: f"{wnid}\n",
+    "indices": lambda name, wnid, label: f"{label}\r\n",
+    "names and indices, as Caffe's": lambda name, wnid, label: f"{name} {label}\n",
+    "names and boxes, as Kaggle's": lambda name, wnid, label: f"{name[:-5]},{wnid} 1 2 3 4 {wnid} 5 6 7 8\n",
+}
+
+
+@pytest.fixture
+def two_tars(ilsvrc, tmp_path) -> Path:
+    """Returns a folder with ILSVRC2012's archives of images, without the development kit."""
+    (tmp_path / "tars").mkdir()
+    for name in (TRAIN, VAL):
+        (tmp_path / "tars" / name).symlink_to(ilsvrc.folder / name)
+    return tmp_path / "tars"
+
+
+@pytest.mark.parametrize(
+    ("form", "source"), [*((form, "imagenet") for form in VAL_LABELS), ("indices", "tar")]
+)
+def test_without_the_development_kit(form, source, ilsvrc, two_tars, tmp_path):
+    labels = sorted(ilsvrc.val_labels.items(), reverse="names" in form)
+    lines = [VAL_LABELS[form](name, ilsvrc.wnids[label], label) for name, label in labels]
+    header = "ImageId,PredictionString\n" if "boxes" in form else ""
+    (tmp_path / "labels.txt").write_text("".join([header, *lines]))
+    words = ["--from", source, "--data", two_tars, "--val_labels", tmp_path / "labels.txt"]
+    prep(*words, *MINI, "--out", tmp_path / "out")
+    for split, count in (("train", 60), ("val", 30)):
+        images = read_index(tmp_path / "out", split)
+        assert {name: label for name, (label, _) in images.items()} == {
+            Path(name).stem: label for name, label in getattr(ilsvrc, f"{split}_labels").items()
+        }
+        assert len(images) == count
+    classes = json.loads((tmp_path / "out" / "manifest.json").read_text())["classes"]
+    assert [one["wnid"] for one in classes] == ilsvrc.wnids
+
+
+WRONG_VAL_LABELS = {
+    "ids of the kit": (lambda ids, lines: ids, "numbers its classes from 1, as the development kit does"),
+    "unknown synset": (lambda ids, lines: ["n99999999", *lines[1:]], "line 1: n99999999 is none of the 10"),
+    "beyond the classes": (lambda ids, lines: [*lines[:-1], "11"], "line 30: 11 is none of the 10 classes"),
+    "negative": (lambda ids, lines: [*lines[:-1], "-1"], "line 30: -1 is none of the 10 classes"),
+    "too short": (lambda ids, lines: lines[:-1], "_val.tar: ILSVRC2012_val_00000030.JPEG is none of the 29"),
+    "a gap": (lambda ids, lines: ["ILSVRC2012_val_00000002.JPEG 1"], "has no label for validation image 1"),
+    "empty": (lambda ids, lines: [], "holds no labels"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_VAL_LABELS)
+def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
+    labels = [ilsvrc.val_labels[name] for name in sorted(ilsvrc.val_labels)]
+    change, message = WRONG_VAL_LABELS[fault]
+    lines = change([str(ilsvrc.ids[i]) for i in labels], [ilsvrc.wnids[i] for i in labels])
+    (tmp_path / "labels.txt").write_text("\n".join(lines))
+    words = ["--data", two_tars, "--val_labels", tmp_path / "labels.txt", "--out", tmp_path / "out"]
+    assert message in fails(*words, *MINI)
+
+
+def test_what_lacks_labels_says_how_to_give_them(ilsvrc, two_tars, tmp_path):
+    """Without val's archive the kit is not needed: the training archive names its classes."""
+    words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
+    for source in ("imagenet", "tar"):
+        output = fails("--from", source, *words)
+        assert "ILSVRC2012_devkit_t12.tar.gz is missing" in output
+        assert "--val_labels FILE" in output
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join(ilsvrc.wnids * 3))
+    assert "has 10 classes where ILSVRC2012 has" in fails(*words[:5], "--val_labels", labels)
+    kit = ["--devkit", ilsvrc.devkit, "--val_labels", labels]
+    assert "has the labels of val: leave out --val_labels" in fails(*words, *kit)
+    (two_tars / VAL).unlink()
+    assert "there is no val" in prep(*words)
+
+
 def test_one_split_alone(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
     assert "there is no val" in prep(*words, *MINI)

@@ -1,10 +1,11 @@
-"""ILSVRC2012's three archives: their names and MD5 sums, and the content of the development kit."""
+"""ILSVRC2012's three archives: their names and MD5 sums, and the labels of the validation images."""
 
 import gzip
 import io
 import re
 import tarfile
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +24,7 @@ VAL_PER_CLASS = 50
 
 META = "data/meta.mat"
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(\.JPEG)?")
 LARGEST_DEVKIT_BYTES = 2**28  # another archive that is given in its place may not fit into memory
 
 
@@ -42,16 +44,62 @@ def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], n
     if unknown := set(lines) - {str(i) for i in wnids}:
         raise ValueError(f"{truth} has the id {min(unknown)!a}, which is no class of {META}; {GET_AGAIN}")
     labels = np.array([label_of[wnids[int(line)]] for line in lines], dtype=np.int64)
-    counts = np.bincount(labels, minlength=len(wnids))
-    for what, found, published in (
-        (f"{stream.where} has {{}} classes", len(wnids), CLASSES),
-        (f"{truth} has {{}} lines", len(labels), CLASSES * VAL_PER_CLASS),
-        (f"{truth} has {{}} images of class {counts.argmax()}", counts.max(), VAL_PER_CLASS),
-    ):
-        if found != published and not subset:
-            what = f"{what.format(f'{found:,}')} where ILSVRC2012 has {published:,}"
-            raise ValueError(f"{what}: --subset, if that is meant")
+    if not subset:
+        check_classes(stream.where, len(wnids))
+        _check_counts(truth, labels)
     return words, labels
+
+
+def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) -> np.ndarray:
+    """Read a list of the validation images' classes: labels, int64 [images], in the order of the names.
+
+    A line holds the WordNet id of a class, or its index in `wnids`, after the image's name or alone. Raises
+    ValueError that names the line.
+    """
+    label_of = {str(label): label for label in range(len(wnids))}
+    label_of |= {wnid: label for label, wnid in enumerate(wnids)}
+    labels: dict[int, int] = {}  # by the image's number, from 1
+    text = stream.read(LARGEST_DEVKIT_BYTES).decode(errors="replace")
+    rows = [re.split(r"[,\s]+", line) for line in text.splitlines()]
+    rows = [row for row in rows if row[0] and row[0] != "ImageId"]  # a header of Kaggle's
+    classes = [row[1] if len(row) > 1 and VAL_NAME.fullmatch(row[0]) else row[0] for row in rows]
+    if not rows:
+        raise ValueError(f"{stream.where} holds no labels")
+    if "0" not in classes and str(len(wnids)) in classes and all(name.isdecimal() for name in classes):
+        raise ValueError(
+            f"{stream.where} numbers its classes from 1, as the development kit does in an order of its own:"
+            f" give --devkit {DEVKIT}, or a list of WordNet ids"
+        )
+    for number, (row, name) in enumerate(zip(rows, classes, strict=True), 1):
+        if name not in label_of:
+            where = f"{stream.where} line {number}"
+            raise ValueError(f"{where}: {name} is none of the {len(wnids):,} classes in {TRAIN}")
+        image = VAL_NAME.fullmatch(row[0])
+        labels[int(image[1]) if image else number] = label_of[name]
+    if missing := set(range(1, len(labels) + 1)) - labels.keys():
+        raise ValueError(f"{stream.where} has no label for validation image {min(missing)}")
+    found = np.array([labels[number] for number in sorted(labels)], dtype=np.int64)
+    if not subset:
+        _check_counts(stream.where, found)
+    return found
+
+
+def check_classes(where: str, count: int) -> None:
+    """Raise ValueError for another number of classes than ILSVRC2012's."""
+    _check(f"{where} has {{}} classes", count, CLASSES)
+
+
+def _check_counts(where: str, labels: np.ndarray) -> None:
+    """Raise ValueError for other numbers of validation images than ILSVRC2012's."""
+    counts = np.bincount(labels, minlength=CLASSES)
+    _check(f"{where} has {{}} lines", len(labels), CLASSES * VAL_PER_CLASS)
+    _check(f"{where} has {{}} images of class {counts.argmax()}", int(counts.max()), VAL_PER_CLASS)
+
+
+def _check(what: str, count: int, published: int) -> None:
+    if count != published:
+        what = f"{what.format(f'{count:,}')} where ILSVRC2012 has {published:,}"
+        raise ValueError(f"{what}: --subset, if that is meant")
 
 
 def _unpacked(stream: Stream) -> dict[str, bytes]:

@@ -27,9 +27,8 @@ from common.data.class_folders import (
 from common.data.decode import EXTENSIONS, SPLITS
 from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
-from tools.prepare.devkit import MD5, read_devkit
+from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
 
-VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 WNID = re.compile(r"n\d{8}")
 # Files with the classes of images that are in no class folders
 KAGGLE, TINY = "LOC_val_solution.csv", "val_annotations.txt"
@@ -202,7 +201,7 @@ class Originals:
     hashed = False  # compare MD5 sums with the published ones
 
     def __init__(self, parts: dict[str, str]):
-        """parts: path or url of train and val, and of ILSVRC2012's devkit."""
+        """parts: path or url of train and val, and of ILSVRC2012's devkit or val_labels."""
         self.parts = parts
         self.bytes: dict[str, int] = {}  # of the archives, or of a folder's images
         self.versions: dict[str, str | None] = {}  # change with the content; None: unknown
@@ -269,7 +268,7 @@ class Originals:
 
 
 class Ilsvrc(Originals):
-    """ILSVRC2012's three archives."""
+    """ILSVRC2012's archives. Without the development kit, the training archive names the classes."""
 
     def __init__(self, parts: dict[str, str], hashed: bool, subset: bool):
         """subset: accept other counts than ILSVRC2012's."""
@@ -277,6 +276,9 @@ class Ilsvrc(Originals):
         self.hashed, self.subset = hashed, subset
 
     def read_classes(self) -> None:
+        if "devkit" not in self.parts:
+            self._read_classes_of_train()
+            return
         if self.hashed:
             with open_stream(self.parts["devkit"], "md5") as stream:
                 self.check_md5("devkit", stream)
@@ -285,6 +287,17 @@ class Ilsvrc(Originals):
         self.classes = [{"wnid": wnid, "name": name} for wnid, name in words.items()]
         self.labels = {"train": by_class([*words]), "val": by_number(val_labels)}
         self.counts = {"train": len(words), "val": len(val_labels)}
+
+    def _read_classes_of_train(self) -> None:
+        super().read_classes()
+        wnids = [one["wnid"] for one in self.classes]
+        if not self.subset:
+            check_classes(self.parts["train"], len(wnids))
+        self.counts = {"train": len(wnids)}
+        if "val_labels" in self.parts:
+            with open_stream(self.parts["val_labels"]) as stream:
+                val_labels = read_val_labels(stream, wnids, self.subset)
+            self.labels["val"], self.counts["val"] = by_number(val_labels), len(val_labels)
 
     def groups(self, split: str, archive: Member) -> Iterator[ImageGroup]:
         if split == "val":
@@ -359,12 +372,12 @@ def by_class(names: Sequence[str]) -> Label:
 
 
 def by_number(labels: np.ndarray) -> Label:
-    """Labels ILSVRC2012_val_00000001.JPEG with the first label, and so on."""
+    """Return a function that labels ILSVRC2012_val_00000001.JPEG with the first label, and so on."""
 
     def label(_: str | None, name: str) -> int:
         found = VAL_NAME.fullmatch(name)
         if found is None or not 1 <= int(found[1]) <= len(labels):
-            raise ValueError(f"{name} is none of the {len(labels):,} images that the devkit has labels for")
+            raise ValueError(f"{name} is none of the {len(labels):,} images that have labels")
         return int(labels[int(found[1]) - 1])
 
     return label

@@ -143,7 +143,7 @@ class Preparation:
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
             # ImageNet's own archives are verified by their MD5 sums; a folder has none.
-            strict = (flags.source != "imagenet" or not stream) and not flags.no_verify
+            strict = not flags.no_verify and not (dataset.hashed and stream)
             images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
             stack.callback(images.close)  # ends its threads
             first = list(islice(images, SAMPLED))
@@ -196,7 +196,7 @@ class Preparation:
 def find_dataset(flags: argparse.Namespace) -> Originals:
     """Finds the parts that the flags name."""
     base = os.path.expanduser(flags.data or "")
-    given = {part: path for part in (*SPLITS, "devkit") if (path := getattr(flags, part))}
+    given = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
     if flags.source == "shards":
         if not (patterns := (find_patterns(base) if base else {}) | given):
             raise ValueError(
@@ -210,18 +210,35 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
         folders = split_folders(Path(base))
         used = {part: folders.get(split) for part, split in used_splits(folders).items() if part in SPLITS}
         names = names | {part: name for part, name in used.items() if name}
-    beside = {part: f"{base.rstrip('/')}/{name}" for part, name in names.items() if base}
-    parts = {part: path for part, path in (beside | given).items() if part in given or exists(path)}
+    parts = _find_parts(base, names) | given
+    is_ilsvrc = flags.source == "imagenet" or "val_labels" in given
+    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # it may hold ILSVRC's own names
+        parts |= _find_parts(base, NAMES["imagenet"])
+        is_ilsvrc = True
     if not {"train", "val"} & parts.keys():
         raise ValueError(f"--data {base}: there is neither {names['train']} nor {names['val']}")
-    if flags.source == "imagenet" and "devkit" not in parts:
-        raise ValueError(
-            f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has val's labels"
-            " and the names of the classes. Give --devkit, or --from tar for class tars without one"
-        )
-    if flags.source == "imagenet":
+    if is_ilsvrc:
+        _check_labels(parts, base)
         return Ilsvrc(parts, not flags.no_verify, flags.subset)
     return Originals(parts)
+
+
+def _find_parts(base: str, names: dict[str, str]) -> dict[str, str]:
+    paths = {part: f"{base.rstrip('/')}/{name}" for part, name in names.items() if base}
+    return {part: path for part, path in paths.items() if exists(path)}
+
+
+def _check_labels(parts: dict[str, str], base: str) -> None:
+    """Raise ValueError unless there is one source of the classes, and of the labels of val."""
+    if "devkit" in parts:
+        if "val_labels" in parts:
+            raise ValueError(f"{parts['devkit']} has the labels of val: leave out --val_labels")
+    elif "train" not in parts or ("val" in parts and "val_labels" not in parts):
+        names_classes = " and the names of the classes" if "train" not in parts else ""
+        raise ValueError(
+            f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has the labels of val{names_classes}."
+            " Give --devkit; or, with the training archive, --val_labels FILE, a WordNet id or index per line"
+        )
 
 
 def exists(where: str) -> bool:
