@@ -133,6 +133,10 @@ class Search:
         quantum, most = self.flags.quantum, sys.maxsize
         ran: dict[int, float] = {}
         failed: set[int] = set()
+        if not self.on_gpu:
+            limit = self.flags.memory_limit_gib
+            relative = f"{REHEARSED_SHARE:g} times what the first trial needs"
+            print(f"rehearsal on CPU: each process may use {f'{limit:g} GiB' if limit else relative}")
         print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
         while (size := next_size(ran, failed, self.usable_gib, quantum)) is not None:
             if (size := min(size, most)) in ran:

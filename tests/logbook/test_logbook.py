@@ -498,6 +498,35 @@ def test_columns_are_named_by_what_differs(tmp_path):
     assert names({}, {}, strategy="single", processes=1) == ["ddp x 2", "single x 1"]
 
 
+@pytest.mark.parametrize(
+    ("speeds", "train_s", "doubts"),
+    [
+        ([1000] * 20, 8.0, []),
+        ([1000, 930, 1080] * 7, 8.0, []),
+        ([300, 1000] * 10, 8.0, ["The speed of single x 1 varied by "]),
+        (
+            [300, 1000] * 10,
+            23.6,
+            ["The speed of single x 1 varied by ", "the first run was slowed down"],
+        ),
+        ([1000] * 20, 23.6, ["the first run may have been slow"]),
+        ([10, *[1000] * 20], 8.0, []),  # the warm-up
+        ([100, 1000] * 3, 8.0, []),  # too few
+    ],
+)
+def test_doubtful_times_are_remarked(speeds, train_s, doubts, book, tmp_path):
+    """The first run, which one process trained, was disturbed."""
+    one = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
+    two = write_run(tmp_path / "two", train_s=5.0)
+    lines = [{"step": k, "epoch": k, "wall_s": k, "train/images_per_s": v} for k, v in enumerate(speeds)]
+    write_lines(one / "metrics.jsonl", lines)
+    text = page_of(book, "compare", one, two)
+    remarks = re.findall(r"^- \*\*(.*)\*\*$", text, re.MULTILINE)
+    assert len(remarks) == len(doubts)
+    for remark, doubt in zip(remarks, doubts, strict=True):
+        assert doubt in remark
+
+
 def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
     sharding = [{"reshard_after_forward": reshards, "replicas": 1} for reshards in (True, False)]
     runs = [write_run(tmp_path / f"{k}", about={"sharding": one}) for k, one in enumerate(sharding)]

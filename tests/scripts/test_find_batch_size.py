@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import find_batch_size
 from common.system.files import write_json
@@ -206,35 +207,46 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
         (folder / name).touch()
 
 
-@pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
-def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypatch, capsys):
-    """Simulated: trials on a GPU of 1 GiB, of which a size takes 1/100 for each image and 0.02."""
+@pytest.fixture
+def simulated(tmp_path, monkeypatch):
+    """Returns a search whose trials are simulated: a process needs some GiB, and 0.01 for each image."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(find_batch_size.Search, "_check_limit", lambda *_, **__: None)
-
-    def launched(words, limit_gib, timeout_s):
-        flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-        assert not {"learning_rate", "model_folder"} & flags.keys()  # a second name is refused
-        size = int(flags["per_device_batch_size"])
-        gib = 0.02 + size / 100
-        if gib > 1:
-            return LaunchResult(1, "error: out of memory on a GPU", 0, 1.0, True)
-        folder = Path(flags["output_dir"])
-        folder.mkdir()
-        names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
-        memory = {"reserved": gib, "other": 0, "device": 1.0, "peak": gib}
-        write_json(folder / "result.json", dict.fromkeys((*names, "device")) | {"memory_gib": [memory]})
-        write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
-        lines = [json.dumps({"step": s, "train/images_per_s": size}) for s in range(int(flags["patience"]))]
-        (folder / "metrics.jsonl").write_text("\n".join(lines))
-        return LaunchResult(0, "", 0, 1.0, False)
-
-    monkeypatch.setattr(find_batch_size, "launch", launched)
     file = tmp_path / "found" / "result.json"
-    words = ["--config_file=accelerate_configs/single_gpu.yaml", f"--output={file}", *VIT, "--patience=1"]
-    words += ["--learning-rate=1", f"--model_folder={tmp_path}"]
-    find_batch_size.Search(find_batch_size.parse([*words, f"--randaug_layers={layers}"])).run()
-    found = json.loads(file.read_text())
+
+    def run_search(fixed_gib: float, *words: str, gpu_gib: float | None = None) -> dict:
+        def launched(words, limit_gib, timeout_s):
+            flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+            assert not {"learning_rate", "model_folder"} & flags.keys()  # a second name is refused
+            size = int(flags["per_device_batch_size"])
+            gib = fixed_gib + size / 100
+            if gib > (gpu_gib or limit_gib):
+                return LaunchResult(1, "error: out of memory", 0, 1.0, True)
+            folder = Path(flags["output_dir"])
+            folder.mkdir()
+            names = ("script", "strategy", "mixed_precision", "half_precision", "compile")
+            memory = {"reserved": gib, "other": 0, "device": gpu_gib, "peak": gib}
+            facts = dict.fromkeys((*names, "grad_checkpointing", "device")) | {"memory_gib": [memory]}
+            write_json(folder / "result.json", facts)
+            write_json(folder / "recipe.json", dict.fromkeys(("sharding", "git_commit", "versions")))
+            steps = range(int(flags["patience"]))
+            log = [json.dumps({"step": step, "train/images_per_s": size}) for step in steps]
+            (folder / "metrics.jsonl").write_text("\n".join(log))
+            return LaunchResult(0, "", gib, 1.0, False)
+
+        monkeypatch.setattr(find_batch_size, "launch", launched)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_gib is not None)
+        config = "--config_file=accelerate_configs/single_gpu.yaml"
+        find_batch_size.Search(find_batch_size.parse([config, f"--output={file}", *words])).run()
+        return json.loads(file.read_text())
+
+    return run_search
+
+
+@pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
+def test_with_randaugment_a_margin_stays_free(layers, answer, simulated, capsys):
+    """A GPU of 1 GiB."""
+    words = ["--patience=1", "--learning-rate=1", "--model_folder=elsewhere", f"--randaug_layers={layers}"]
+    found = simulated(0.02, *VIT, *words, gpu_gib=1.0)
     assert (found["answer"], found["margin"]) == (answer, 0.05 if layers == "2" else 0)
     assert found["limit_gib"] == 1
     assert found["knee"] <= answer
@@ -242,6 +254,41 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
     expected = "ran in the margin" if layers == "2" else "out of memory"
     assert outcomes[answer + 8] == expected
     assert ("left less than 5% free" in capsys.readouterr().out) == (layers == "2")
+
+
+@pytest.mark.parametrize("fixed_gib", [0.4, 1.52])
+def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simulated):
+    """Whatever the data and the libraries need, some images fit, and not all."""
+    found = simulated(fixed_gib, *VIT)
+    assert found["limit_gib"] == pytest.approx(1.25 * (fixed_gib + 0.08))
+    assert 8 < found["answer"] == int((found["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("fixed_gib", "gpu_gib", "message"),
+    [
+        (
+            1.02,
+            None,
+            "1.00 GiB cannot hold one step, even with one image per process. Give a larger --memory",
+        ),
+        (0.95, None, "8 images per process do not fit in 1.00 GiB, but one does. Give a smaller --quantum"),
+        (1.02, 1.0, "the GPU's memory cannot hold one step, even with one image per process. Give a config"),
+    ],
+)
+def test_a_limit_that_holds_no_step_is_told_from_a_batch_that_is_too_large(
+    fixed_gib, gpu_gib, message, simulated
+):
+    limit = () if gpu_gib else ("--memory_limit_gib=1",)
+    with pytest.raises(ValueError, match=message):
+        simulated(fixed_gib, *limit, *VIT, gpu_gib=gpu_gib)
+
+
+def test_a_batch_that_is_smaller_than_what_fits_is_named_as_the_limit(simulated, capsys):
+    found = simulated(0.02, "--memory_limit_gib=4", *CNN, "--batch_size=128")
+    assert found["answer"] == 392
+    command = "--per_device_batch_size=128  # limited by --batch_size 128, not by memory, which holds 392\n"
+    assert command in capsys.readouterr().out
 
 
 # --- Mistakes
@@ -258,9 +305,12 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, tmp_path, monkeypa
         (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
         (("train_cnn_z.py",), 1, "train_cnn_z.py: No such file or directory"),
         (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
-        (CNN, 1, "give --memory_limit_gib"),
         (("--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
-        (("--memory_limit_gib=0.2", *CNN), 1, "8 images per process do not fit"),
+        (
+            ("--memory_limit_gib=0.2", *CNN),
+            1,
+            "0.20 GiB cannot hold one step, even with one image per process",
+        ),
         (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
         (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
         (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),

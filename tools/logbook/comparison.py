@@ -18,6 +18,9 @@ SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("name", "output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
+# Undisturbed runs have a smaller spread of images/s. Seen: at most 0.18 on an H200; 0.5 to 1.2 on 2 CPU cores
+# that other programs used as well.
+LARGEST_SPREAD = 0.25
 NAMED = ("data", "model", "epochs", "batch_size", "lr", "holdout", "seed")  # in names where they differ
 
 
@@ -200,6 +203,7 @@ def _kinds_of_device(about: dict[str, Any]) -> str:
 def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
     """The page. picture, pages: links to the picture and to the runs' pages, if any."""
     runs, names, groups = comparison.runs, comparison.names, comparison.groups
+    columns = [_column(comparison, *one) for one in zip(runs, names, strict=True)]
     return render(
         "compare.md.j2",
         title=title(comparison),
@@ -208,7 +212,8 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         groups=groups,
         verdicts=[seeds.verdict(groups[0], other) for other in groups[1:]],
         target=comparison.target,
-        columns=[_column(comparison, *one) for one in zip(runs, names, strict=True)],
+        columns=columns,
+        doubts=_doubts(columns),
         picture=picture,
         different=[[name, *map(code, values)] for name, values in differences(runs).items()],
         searches=[
@@ -223,6 +228,23 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
 def title(comparison: Comparison) -> str:
     first = comparison.runs[0]
     return f"{first.model} on {first.data}: {'; '.join(comparison.names)}"
+
+
+def _doubts(columns: list[dict[str, Any]]) -> list[str]:
+    """Return reasons to doubt the times: steps of very different speed, and efficiencies above 100 %."""
+    unsteady = [column for column in columns if (column["spread"] or 0) > LARGEST_SPREAD]
+    doubts = [
+        f"The speed of {column['name']} varied by {column['spread']:.0%} of its median during the run."
+        " Another program probably used the machine: repeat the run before you quote its time."
+        for column in unsteady
+    ]
+    if above := [column["name"] for column in columns if (column["efficiency"] or 0) > 1]:
+        cause = "was slowed down" if columns[0] in unsteady else "may have been slowed down"
+        doubts.append(
+            f"An efficiency above 100 % ({', '.join(above)}) is no merit of more processes:"
+            f" the first run {cause}."
+        )
+    return doubts
 
 
 def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
@@ -244,6 +266,7 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
         "speed_up": factor,
         "no_speed_up": reason,
         "efficiency": factor * before / after if factor is not None and before and after else None,
+        "spread": run.speed_spread,
         "whole_speed_up": speed_up(first, run, "wall_s")[0],
         "memory": run.memory_gib,
         "busy": busy and f"{busy:.0f} % of {kind}s",

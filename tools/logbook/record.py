@@ -4,6 +4,8 @@ import contextlib
 import copy
 import hashlib
 import json
+import math
+import statistics
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # with a rep
 MEASURED = {"best_by", "holdout", "max_val_images", "data", "content of the data", "cropped images"}
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 MOST_SAMPLES = 5_000  # of a host's telemetry on a page, as 64 hosts write 8 GB a day
+FEWEST_SPEEDS = 8  # that have deciles
 UNFINISHED = "killed or still running"  # the status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 HALF_PRECISION = {
@@ -273,6 +276,19 @@ class RunRecord:
     def memory_gib(self) -> float | None:
         """The largest peak of any process."""
         return max((process.get("peak") or 0 for process in self.facts.get("memory_gib", [])), default=None)
+
+    @property
+    def speed_spread(self) -> float | None:
+        """Return how much images/s varied: from the 10th to the 90th percentile, relative to the median.
+
+        One value per line of the log, without the first, which includes the warm-up. None for few lines.
+        """
+        speeds = [line.get("train/images_per_s", 0) for line in self.metrics]
+        speeds = [speed for speed in speeds if 0 < speed < math.inf][1:]
+        if len(speeds) < FEWEST_SPEEDS:
+            return None
+        deciles = statistics.quantiles(speeds, n=10, method="inclusive")
+        return (deciles[-1] - deciles[0]) / deciles[4]
 
     @property
     def utilisation_pct(self) -> tuple[float | None, str]:
