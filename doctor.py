@@ -22,7 +22,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import command_parser, run_command, split_at_script
+from common.system.cli import command_parser, config_file, run_command, split_at_script
 from common.system.files import read_yaml
 from common.system.paths import ROOT
 from tools.doctor.checks import FINDINGS, Checks, Finding, HostClient
@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--hostfile", type=Path, default=ROOT / "hostfile")
     parser.add_argument("--include", default="", help="as launch.py's")
     parser.add_argument("--exclude", default="", help="as launch.py's")
-    parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/")
+    parser.add_argument("--config_file", type=config_file, help="one of accelerate_configs/")
     parser.add_argument("--data", help="a folder, or s3://bucket/prefix of shards, that each host must reach")
     parser.add_argument("--output_dir", help="the run's folder (default: runs)", default="runs")
     parser.add_argument("--s3", help="s3://bucket/prefix to test from the first host")

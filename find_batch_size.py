@@ -38,7 +38,7 @@ import psutil
 from common.flags import without
 from common.recipe import ImageRecipe, recipe_part
 from common.recipe import parse as parse_recipe
-from common.system.cli import check_positive, command_parser, run_command, split_at_script
+from common.system.cli import check_positive, command_parser, config_file, run_command, split_at_script
 from common.system.files import read_json, read_lines, read_yaml, write_json
 from common.system.paths import ROOT
 from common.system.text import numbered
@@ -85,7 +85,7 @@ def main() -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The search's flags; `script` has the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
-    parser.add_argument("--config_file", type=Path, required=True, help="one of accelerate_configs/")
+    parser.add_argument("--config_file", type=config_file, required=True, help="one of accelerate_configs/")
     parser.add_argument("--hostfile", type=Path, help="launch on these hosts; the first must be this one")
     parser.add_argument("--quantum", type=int, default=8, help="try only multiples of this (default: 8)")
     limit = "without a GPU: limit on each process's data (default: 1.25 times what the first trial needs)"

@@ -26,8 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from common.recipe import Job
-from common.system.cli import check_positive, command_parser, run_command, split_at_script, underscores
+from common.system.cli import (
+    check_positive,
+    command_parser,
+    config_file,
+    run_command,
+    split_at_script,
+    underscores,
+)
 from common.system.files import read_yaml, write_text
+from common.system.gpus import devices
 from common.system.paths import ROOT
 from common.system.text import did_you_mean
 from tools.launch.elastic import ElasticJob
@@ -58,10 +66,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--hostfile", type=Path, help="`name slots=N` lines (default: hostfile)")
     add("--include", default="", help="hosts and GPUs, as worker-1@worker-2:0,2")
     add("--exclude", default="", help="hosts and GPUs to leave out, in the same form")
-    add("--config_file", help="one of accelerate_configs/ (default: DDP)")
+    add("--config_file", type=config_file, help="one of accelerate_configs/ (default: DDP)")
     add("--mode", choices=("single-node", "multi-node"), help="name hosts by flags, without a hostfile")
-    add("--gpus", type=int, help="GPUs of this machine, with --mode single-node")
-    add("--gpus_per_node", type=int, help="GPUs per host, with --mode multi-node")
+    add(
+        "--gpus",
+        type=int,
+        help="GPUs of this machine, with --mode single-node (default: all, or one process)",
+    )
+    add(
+        "--gpus_per_node",
+        type=int,
+        help="GPUs per host, with --mode multi-node (default: as this machine has)",
+    )
     add("--master_node", help="the first host, with --mode multi-node")
     add("--worker_nodes", help="the other hosts, as a,b,c, with --mode multi-node")
     add("--port", type=int, default=29500, help="of the first host (default: %(default)s)")
@@ -136,17 +152,24 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
             needed = f"needs --mode {mode}" if mode else f"does not go with --mode {flags.mode}"
             raise ValueError(f"--{given[0]} {needed}")
     if flags.mode == "single-node":
-        return [Host("localhost", tuple(range(flags.gpus or 1)))]
+        return [Host("localhost", tuple(range(flags.gpus or _gpus_here())))]
     if flags.mode == "multi-node":
-        if not (flags.master_node and flags.worker_nodes and flags.gpus_per_node):
-            raise ValueError("--mode multi-node needs --master-node, --worker-nodes and --gpus-per-node")
+        if not (flags.master_node and flags.worker_nodes):
+            raise ValueError("--mode multi-node needs --master-node and --worker-nodes")
         hosts = [flags.master_node, *flags.worker_nodes.split(",")]
         if wrong := [name for name in hosts if not NAME.fullmatch(name)]:
             raise ValueError(f"{wrong[0]!r} is no host's name")
         if len(set(hosts)) < len(hosts):
             raise ValueError(f"--master-node and --worker-nodes name a host twice: {', '.join(hosts)}")
-        return [Host(name, tuple(range(flags.gpus_per_node))) for name in hosts]
+        slots = tuple(range(flags.gpus_per_node or _gpus_here()))
+        return [Host(name, slots) for name in hosts]
     return select(read_hostfile(flags.hostfile or ROOT / "hostfile"), flags.include, flags.exclude)
+
+
+def _gpus_here() -> int:
+    """Return the number of this machine's GPUs, or 1 for a rehearsal."""
+    is_rehearsal = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return 1 if is_rehearsal else len(devices().gpus) or 1
 
 
 def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> list[str]:

@@ -28,7 +28,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common.system.cli import check_positive, command_parser, run_command
+from common.system.cli import check_positive, command_parser, config_file, run_command
 from tools.logbook import replay
 from tools.logbook.verification import Verification
 
@@ -50,7 +50,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--script", type=Path, help="the run's train script, if it is not the project's")
-    parser.add_argument("--config_file", type=Path, help="one of accelerate_configs/; unset: one process")
+    parser.add_argument(
+        "--config_file", type=config_file, help="one of accelerate_configs/; unset: one process"
+    )
     parser.add_argument("--steps", type=int, default=20, help="minimum length of a replay (default: 20)")
     parser.add_argument("--sample", type=int, help="replay this many intervals, at random; unset: all")
     parser.add_argument("--seed", type=int, help="seed of that choice; unset: a new one, which is printed")

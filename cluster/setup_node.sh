@@ -219,20 +219,36 @@ check_drives() {
     [[ -z $cifs || $cifs =~ ^//[A-Za-z0-9._-]+/[^[:space:],]+$ ]] || die "--cifs $cifs: give //SERVER/SHARE" 2
     [[ -z $s3_mount || $s3_mount =~ ^[a-z0-9][a-z0-9.-]+(:/[^[:space:],]*)?$ ]] ||
         die "--s3_mount $s3_mount: give BUCKET or BUCKET:/PATH" 2
+    [ -z "$cifs_credentials" ] || check_path --cifs_credentials "$cifs_credentials"
+    [ -z "$s3_credentials" ] || check_path --s3_credentials "$s3_credentials"
     check_secret --cifs_credentials "$cifs_credentials" '^[[:space:]]*username *=' "username=..."
     check_secret --s3_credentials "$s3_credentials" '^[^[:space:]]+:[^[:space:]]+$' "KEY:SECRET"
 }
 
-# Checks that only its owner can read the file. Its content is never shown.
+# Checks that only its owner can read the file. Its content is never shown. A dry run shows its plan all the same.
 check_secret() {
+    local problem
+    problem=$(secret_problem "$@")
+    [ -z "$problem" ] || [ -n "$dry_run" ] || die "$problem"
+    [ -z "$problem" ] || warn "$problem"
+}
+
+secret_problem() {
     local flag=$1 file=$2 mode
-    [ -n "$file" ] || return 0
-    check_path "$flag" "$file"
-    [ -f "$file" ] || die "$flag $file: there is no such file"
+    if [ -z "$file" ]; then
+        return
+    elif [ ! -f "$file" ]; then
+        echo "$flag $file: there is no such file"
+        return
+    fi
     mode=$(stat -L -c %a "$file")
-    [[ $mode == 600 || $mode == 400 ]] || die "$flag $file: its mode is $mode: chmod 600 $file"
-    [ -r "$file" ] || die "$flag $file can't be read by $(id -un)"
-    grep -Eq "$3" "$file" || die "$flag $file has no line $4"
+    if [[ $mode != 600 && $mode != 400 ]]; then
+        echo "$flag $file: its mode is $mode: chmod 600 $file"
+    elif [ ! -r "$file" ]; then
+        echo "$flag $file can't be read by $(id -un)"
+    elif ! grep -Eq "$3" "$file"; then
+        echo "$flag $file has no line $4"
+    fi
 }
 
 # --- Driver

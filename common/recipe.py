@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.flags import Parser, add_flag, as_text, flag, read_config, setting, typed
+from common.system.env import is_under_deepspeed
+from common.system.paths import ROOT
 from common.system.text import plural
 
 if TYPE_CHECKING:
@@ -200,6 +202,8 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
         for field in fields:
             if (value := given[field.name]) is not None:
                 values[field.name] = typed(field, value, f"--{field.name}")
+        if is_under_deepspeed():
+            values["deepspeed_config"] = values.get("deepspeed_config") or _default_deepspeed_config()
         recipe = recipe_class(**values)
     except ValueError as error:
         parser.error(str(error))
@@ -207,6 +211,11 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
         parser.print_once(as_yaml(recipe))
         sys.exit(0)
     return recipe
+
+
+def _default_deepspeed_config() -> str | None:
+    file = ROOT / "ds_configs" / "zero2.json"
+    return str(file) if file.exists() else None
 
 
 _parsed: dict[type, Any] = {}

@@ -10,6 +10,7 @@ import pytest
 
 from common.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, share_out
 from common.run.folder import differences
+from tests.conftest import ROOT
 from train_cnn_a import CnnA
 
 
@@ -49,6 +50,22 @@ TWICE = "are two names of one setting. Give one of them"
 )
 def test_flags(words, field, value):
     assert getattr(parse(Sample, words), field) == value
+
+
+@pytest.mark.parametrize(
+    ("env", "words", "expected"),
+    [
+        ({"CROSS_SIZE": "1"}, [], str(ROOT / "ds_configs/zero2.json")),
+        ({"CROSS_SIZE": "1"}, ["--deepspeed_config=ds_configs/zero3.json"], "ds_configs/zero3.json"),
+        ({"CROSS_SIZE": "1", "ACCELERATE_USE_DEEPSPEED": "true"}, [], None),
+        ({}, [], None),
+    ],
+)
+def test_the_command_deepspeed_trains_with_deepspeed(env, words, expected, monkeypatch):
+    """DeepSpeed's launcher sets CROSS_SIZE. An accelerate config brings its own file."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert parse(Sample, words).deepspeed_config == expected
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "recipe.json"])

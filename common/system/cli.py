@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.system.env import rank
+from common.system.paths import ROOT
 from common.system.text import message_text
 
 # Never the working folder, nor the root of the file system.
@@ -56,6 +57,14 @@ def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def config_file(name: str) -> Path:
+    """Return the path of an accelerate config; a bare name may be a file of accelerate_configs/."""
+    path, ours = Path(name), Path("accelerate_configs", name)
+    if path.exists() or not (ROOT / ours).is_file():
+        return path
+    return ours if ours.exists() else ROOT / ours
 
 
 def underscores(word: str) -> str:

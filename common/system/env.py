@@ -28,6 +28,11 @@ def launched() -> bool:
     return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
+def is_under_deepspeed(env: Mapping[str, str] = os.environ) -> bool:
+    """Return True where the command `deepspeed` started this process, without an accelerate config."""
+    return "CROSS_SIZE" in env and not is_on("ACCELERATE_USE_DEEPSPEED", env)
+
+
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 

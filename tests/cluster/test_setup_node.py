@@ -386,6 +386,16 @@ def test_secrets_that_others_could_read_are_refused(sandbox):
         assert "hunter2" not in line
 
 
+def test_a_dry_run_shows_its_plan_before_the_credentials_are_there(sandbox):
+    before = sandbox.snapshot()
+    flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", "/root/.none", "--dry-run"]
+    planned = sandbox.setup(*flags)
+    assert "warning: --cifs_credentials /root/.none: there is no such file\n" in planned
+    assert "would: mount //10.9.0.9/data on /mnt/shared\n" in planned
+    assert sandbox.snapshot() == before
+    assert "there is no such file" in sandbox.refused(*flags[:-1])
+
+
 def test_a_wrong_flag_changes_nothing(sandbox):
     for flags, error in rows_of("setup_node.sh wrong flags"):
         line = sandbox.refused(*flags.split(), status=2)

@@ -6,18 +6,19 @@ import json
 import re
 import socket
 import sys
+from types import SimpleNamespace
 
 import pytest
 import timm
 import yaml
 
 from cluster import virtual_cluster as hosts
-from tests.conftest import ROOT, Job, rows_of, run, wait_until
+from tests.conftest import BIN, ROOT, Job, rows_of, run, wait_until
 from tests.data.test_shard_stream import upload
 from tests.scripts.test_launch import OTHER_CODE, OTHER_TIMM, another_host_key, changed, no_sshd
 from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
-from tools.doctor.checks import check_all_reduce, check_hosts, check_job, compare_hosts
+from tools.doctor.checks import Checks, check_all_reduce, check_hosts, check_job, compare_hosts
 from tools.launch.hosts import Host
 
 
@@ -114,6 +115,27 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
     status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=aws_env(s3)).wait(90)
     assert status == 1
     assert f"FAILS [data] localhost: --data {url}/nothing has no manifest.json" in output
+
+
+def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
+    """The shipped hostfile, without an sshd, then with one; several hosts also need pdsh."""
+    client = SimpleNamespace(name="localhost")
+    checks = Checks([client, client], SimpleNamespace(), {})
+    checks.facts = {"localhost": {"versions": {"deepspeed": "0.19.8"}}}
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(BIN))
+        without_programs = [finding.what for finding in checks.deepspeed()]
+    assert without_programs[2:] == ["pdsh is not installed here"]
+    assert "No such file or directory: 'ssh'" in without_programs[0]
+    for name, value in request.getfixturevalue("ssh").items():
+        monkeypatch.setenv(name, value)
+    checks.clients = [client]
+    assert list(checks.deepspeed()) == []
+    checks.clients = [SimpleNamespace(name="elsewhere.invalid")]
+    checks.facts["elsewhere.invalid"] = checks.facts["localhost"]
+    [finding] = checks.deepspeed()
+    assert (finding.code, finding.fails) == ("deepspeed", False)
+    assert "Could not resolve hostname elsewhere.invalid" in finding.what
 
 
 @pytest.mark.needs("root")

@@ -18,6 +18,7 @@ import timm
 import launch
 from cluster import virtual_cluster as hosts
 from cluster.drill import ranks_on
+from common.system.gpus import Devices
 from tests.conftest import (
     ROOT,
     TRAINING,
@@ -540,6 +541,18 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
     assert written.startswith("MINE=1\n")
     assert {"GLOO_SOCKET_IFNAME=eth0", "NCCL_DEBUG=INFO"} <= set(written.splitlines())
     assert all("=" in line for line in written.splitlines())
+
+
+@pytest.mark.parametrize(("gpus", "visible", "slots"), [(3, None, 3), (3, "", 1), (0, None, 1)])
+def test_a_mode_takes_the_gpus_that_this_machine_has(gpus, visible, slots, monkeypatch):
+    """Simulated: the driver reports so many GPUs. Without one, or in a rehearsal, a host gets one process."""
+    monkeypatch.setattr(launch, "devices", lambda: Devices(gpus=({},) * gpus))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for words in (["single-node"], ["multi-node", "--master-node=a", "--worker-nodes=b,c"]):
+        hosts = launch.plan(launch.parse(["--mode", *words])).hosts
+        assert [len(host.devices) for host in hosts] == [slots] * (1 if len(words) == 1 else 3)
 
 
 @pytest.mark.parametrize(("words", "message"), rows_of("launch.py wrong flags"))

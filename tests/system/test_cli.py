@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.system.cli import run_command
+from common.system.cli import config_file, run_command
 from tests.conftest import ROOT, Job, python, run
 
 LAUNCH = ["launch.py", "--mode", "single-node", "--log_dir"]
@@ -66,3 +66,18 @@ def test_what_a_job_prints_is_not_its_status(tmp_path):
     status, output = Job([*LAUNCH, tmp_path, script]).wait()
     assert status == 1, output
     assert "error: localhost: 3 is bad" in output
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "expected"),
+    [
+        (ROOT, "ddp_2gpu.yaml", "accelerate_configs/ddp_2gpu.yaml"),
+        (ROOT, "accelerate_configs/ddp_2gpu.yaml", "accelerate_configs/ddp_2gpu.yaml"),
+        (ROOT / "accelerate_configs", "ddp_2gpu.yaml", "ddp_2gpu.yaml"),
+        (ROOT / "docs", "ddp_2gpu.yaml", f"{ROOT}/accelerate_configs/ddp_2gpu.yaml"),
+        (ROOT, "nowhere.yaml", "nowhere.yaml"),
+    ],
+)
+def test_a_config_file_is_found_by_its_bare_name(folder, name, expected, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert str(config_file(name)) == expected

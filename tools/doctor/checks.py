@@ -2,6 +2,8 @@
 
 import argparse
 import secrets
+import shutil
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -80,7 +82,7 @@ class Checks:
     def run(self, model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
         """model: returns the facts of the script's model; None without a script."""
         findings: list[Finding] = []
-        for check in (self.hosts, self.network, self.folders, self.s3, self.all_reduce):
+        for check in (self.hosts, self.deepspeed, self.network, self.folders, self.s3, self.all_reduce):
             findings += check()
             if len(self.facts) < len(self.clients):
                 break  # later checks need all hosts
@@ -113,6 +115,19 @@ class Checks:
             self.checked += ["device-memory", "peer-access", "precision"]
         else:
             self.notes.append("no GPUs: the job would be a rehearsal, on gloo processes")
+
+    def deepspeed(self) -> Iterator[Finding]:
+        """Ask each host as `deepspeed --hostfile` does. launch.py needs less, so these are warnings."""
+        if not any(own["versions"]["deepspeed"] for own in self.facts.values()):
+            return
+        self.checked.append("deepspeed")
+        for client, answer in _all(self.clients, lambda client: {"problem": deepspeed_problem(client.name)}):
+            if client.name in self.facts and answer["problem"]:
+                yield Finding(
+                    "deepspeed", client.name, f"ssh {client.name} hostname: {answer['problem']}", False
+                )
+        if len(self.clients) > 1 and shutil.which("pdsh") is None:
+            yield Finding("deepspeed", self.first, "pdsh is not installed here", False)
 
     def network(self) -> Iterator[Finding]:
         self.checked += ["interface", "port-taken"]
@@ -205,6 +220,19 @@ class Checks:
         self.checked += ["strategy", "batch"]
         memory_gib = min((gpu["memory_gib"] for gpu in self.gpus if gpu["memory_gib"]), default=None)
         yield from check_job(self.first, self.config, model, memory_gib)
+
+
+def deepspeed_problem(host: str) -> str | None:
+    """Return why the question that DeepSpeed's launcher asks a host by ssh fails, else None."""
+    options = ["-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    try:
+        done = subprocess.run(
+            ["ssh", *options, host, "hostname"], capture_output=True, text=True, timeout=ASK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no answer within {ASK_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+    last_line = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    return last_line if done.returncode else None
 
 
 def _all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[tuple[HostClient, dict]]:
