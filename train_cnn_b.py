@@ -8,7 +8,7 @@ warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), no weight dec
 measured. On one H200 recipes/cnn_b_cifar10_fast.yaml had 0.9032 on a JPEG copy, in 22.1 s (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
-    deepspeed --hostfile hostfile train_cnn_b.py --deepspeed_config ds_configs/zero2.json
+    deepspeed --num_gpus 2 train_cnn_b.py --deepspeed_config ds_configs/zero2.json
     torchrun --nproc_per_node=2 train_cnn_b.py --stem imagenet --image_size 224 --data IMAGES
 """
 

@@ -411,7 +411,7 @@ def copy_project(copy: Path) -> Path:
     copy.mkdir()
     for name in ("common", "tools", "accelerate_configs", "ds_configs", "recipes", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.pyc.*"))
-    for name in ("*.py", "*.toml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
+    for name in ("*.py", "*.toml", "*.yaml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
         for file in ROOT.glob(name):
             shutil.copy2(file, copy)  # with its time, which make compares
     return copy

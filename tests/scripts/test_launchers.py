@@ -41,6 +41,7 @@ KINDS = {  # a command is of the first kind that matches; which test starts it, 
     "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
     "doctor": r"python doctor\.py ",  # test_doctor.py
     "tensorboard": r"tensorboard --logdir runs$",
+    "fetching": r"(scp|rsync) ",  # from a host
     "accelerate config": r"accelerate config$|accelerate launch train_cnn_a\.py$",
     "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
     "named hosts": r"python launch\.py --mode ",  # test_launch.py
@@ -179,8 +180,9 @@ def test_launch(command, project_copy, request, cache):
     (folder,) = (path.parent for path in project_copy.glob("*/*/*/result.json"))
     found = result(folder)
     hosts, processes = len(jobs), expected_processes(command)
-    sharded = re.search("configs/(fsdp|zero[123])", command)
-    strategy = sharded[1] if sharded else "ddp" if processes > 1 else "single"
+    sharded = re.search("(?:configs/|config_file )(fsdp|zero[123])", command)
+    of_launcher = "zero2" if command.startswith("deepspeed") else "ddp" if processes > 1 else "single"
+    strategy = sharded[1] if sharded else of_launcher
     assert (found["script"], found["status"]) == (script.removesuffix(".py"), "finished")
     assert (found["strategy"], found["hosts"], found["processes"]) == (strategy, hosts, processes)
     assert folder.parent.parent.name == ("weights" if ONE_TWO_AND_TWO_HOSTS in command else "runs")

@@ -1,0 +1,152 @@
+"""Every command in the README's code blocks, as it is typed, to its end.
+
+The data are small, in the places and forms that the README names: a copy of the hub's CIFAR-10, folders,
+an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a CPU train one epoch.
+`make test` ends commands of several trainings early; test_launchers.py shortens the others by flags.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import timm
+from safetensors.torch import save_file
+
+from tests.conftest import (
+    ROOT,
+    Job,
+    copy_project,
+    free_port,
+    link_environment,
+    needs,
+    read_until,
+)
+from tests.support.data_sets import data_set
+from tests.support.faults import called_first
+from tests.support.imagenet import make_ilsvrc
+from tools.prepare import devkit
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(?:sh)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+# Where a block has a prompt, the lines without one are output.
+LINES = [line for block in BLOCKS for line in block.splitlines() if block[0] != "$" or line[0] == "$"]
+WORDS = [shlex.split(line.removeprefix("$ "), comments=True) for line in LINES]
+COMMANDS = [
+    shlex.join(words) for words in WORDS if words and words != ["make", "test"]
+]  # `make test`: this run
+FOR_GPUS = {  # flags that shorten a command whose model takes hours on a CPU
+    "fsdp_4gpu.yaml train_vit.py": ["--epochs", "1", "--batch_size", "64"],
+    "vit_b16_finetune_small.yaml": ["--epochs", "1"],
+    "vit_s16_imagenet.yaml": ["--epochs", "1", "--batch_size", "32"],
+}
+EARLY = {  # what commands of several trainings print in their first minute
+    "make same_bits": "epoch 1/2",
+    "make experiment_speedup DATA=/data/cifar10": "epoch 1/1",
+    "make experiment_vit DATA=/data/cifar10": "       8  ran ",
+}
+BEFORE = {  # the command whose files another one uses
+    "runs/train_cnn_a/single_128_10_1_1": "make train",
+    "runs/train_vit/photographs": "vit_b16_finetune_small",
+    "/data/imagenet256 ": "prep_imagenet.py",
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """Makes an imitation of ILSVRC2012 the published data set, in a forked process."""
+
+    md5: dict[str, str]
+    classes: int
+    val_per_class: int
+
+    def __call__(self) -> None:
+        devkit.MD5.update(self.md5)
+        devkit.CLASSES, devkit.VAL_PER_CLASS = self.classes, self.val_per_class
+
+
+class Project:
+    """A copy of the project, and the data that the README names."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.root = folder, copy_project(folder / "project")
+        link_environment(self.root)
+        shutil.copytree(ROOT / "experiments", self.root / "experiments")
+        small = data_set(self.root / "uoft-cs/cifar10", "parquet", "abcdefghij", train=640, test=128)
+        shutil.copytree(small, self.root / "OWNER/NAME")
+        real = Path(os.environ.get("TEST_DATA_DIR", "/nowhere"), "cifar10")
+        (folder / "data").mkdir()
+        (folder / "data/cifar10").symlink_to(real if real.exists() else small)
+        data_set(self.root / "photographs", names="abcd", size=(250, 200), train=100, val=40)
+        data_set(self.root / "holiday", names="a", whole=3)
+        self.env = {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
+        self.done: set[str] = set()
+
+    def run(self, command: str) -> None:
+        """Run a command to its end, after those whose files it uses."""
+        if command in self.done:
+            return
+        for needed in [first for part, first in BEFORE.items() if part in f"{command} "]:
+            producers = [other for other in COMMANDS if needed in other and other != command]
+            for producer in producers[:1]:
+                self.run(producer)
+        flags = next((flags for part, flags in FOR_GPUS.items() if part in command), [])
+        status, output = self.start(command, flags).wait(3000)
+        assert status == 0, output
+        self.done.add(command)
+
+    def start(self, command: str, flags: list[str]) -> Job:
+        words = shlex.split(re.sub(r"(?<![\w/])/(?=data/|downloads)", f"{self.folder}/", command))
+        env = dict(self.env)
+        if words[0] == "deepspeed":
+            words[1:1] = ["--master_port", str(free_port())]
+        if "prep_imagenet.py" in words:
+            needs("TEST_DATA_DIR")
+            archives = make_ilsvrc(self.folder / "downloads")
+            files = {"train": archives.train_tar, "val": archives.val_tar, "devkit": archives.devkit}
+            md5 = {part: archives.md5(file) for part, file in files.items()}
+            env |= called_first(self.folder, Published(md5, len(archives.wnids), 3))
+        if "photographs" in words and "--data" in words:
+            models = re.findall(r"--model (\w+)", command) or ["vit_base_patch16_224"]
+            self.put_into_the_hubs_cache(models[0])
+        return Job([*words, *flags], cwd=self.root, env=env)
+
+    def put_into_the_hubs_cache(self, name: str) -> None:
+        """Store random weights as the hub's client stores what it has downloaded."""
+        hub_name = timm.get_pretrained_cfg(name).hf_hub_id.replace("/", "--")
+        repository = self.folder / "hub/hub" / f"models--{hub_name}"
+        for part in ("refs", "snapshots/1"):
+            (repository / part).mkdir(parents=True, exist_ok=True)
+        (repository / "refs/main").write_text("1")
+        save_file(timm.create_model(name).state_dict(), repository / "snapshots/1/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Project:
+    return Project(tmp_path_factory.mktemp("readme"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs_to_its_end(command, project):
+    project.run(command)
+
+
+@pytest.mark.parametrize("command", EARLY)
+def test_the_first_minute_of_a_command(command, project):
+    """Then the processes end together, and the next start would continue."""
+    assert command in COMMANDS
+    job = project.start(command, [])
+    read_until(EARLY[command], job)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait(60)[0] != 0
+
+
+def test_the_commands_that_are_shortened_are_in_the_readme():
+    for part in FOR_GPUS:
+        assert [part in command for command in COMMANDS].count(True) == 1
+    assert len(COMMANDS) > 20
