@@ -77,7 +77,6 @@ COMMANDS = PAGE.split("```")[3].splitlines()[1:]
 ROADS = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMANDS}
 C10D = "--rdzv_backend=c10d --rdzv_endpoint=node1:29500 --rdzv_id=1"
 ROADS["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
-ROADS["deepspeed, ZeRO-2"] = ROADS["deepspeed"]
 OTHER_CONFIGS = [("fsdp_2x4gpu", (2, 2)), ("zero3_2x4gpu", (2, 2)), ("ddp_2x4gpu", (2,) * 4)]
 OTHER_CONFIGS += [("zero2_4gpu", (1,) * 4), ("zero2_4gpu", (2, 1))]
 OTHER_CONFIGS += [("fsdp_4gpu", (1, 2)), ("zero3_4gpu", (1, 2))]
@@ -98,7 +97,6 @@ def test_hosts_train_as_one_process(road, config, slots, cluster, one_process, t
     named, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
     write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
-    words += ["--deepspeed_config", "ds_configs/zero2.json"] if road == "deepspeed, ZeRO-2" else []
     line = re.sub("(nodes=|num_machines )2", rf"\g<1>{len(slots)}", ROADS[road].replace("ddp_2x2gpu", config))
     line = line.replace("IP", "10.77.0.1").replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile")
     line = line.replace("launch.py", f"launch.py --log_dir {tmp_path}/logs")
