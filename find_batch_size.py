@@ -183,10 +183,10 @@ class Search:
             one_image_fits = trial.outcome == RAN
         if not one_image_fits:
             print(self.shown, file=sys.stderr)
-        if self.on_gpu:
-            limit, remedy = "the GPU's memory", "a config file that shards the model, or a smaller model"
-        else:
-            limit, remedy = f"{self.limit_gib:.2f} GiB", "a larger --memory_limit_gib"
+        limit, remedy = f"{self.limit_gib:.2f} GiB", "a larger --memory_limit_gib"
+        if not self.flags.memory_limit_gib:
+            limit = "the GPU's memory" if self.on_gpu else f"{limit}, this machine's memory for a process,"
+            remedy = "a config file that shards the model, or a smaller model"
         if one_image_fits:
             return f"{size} images per process do not fit in {limit}, but one does. Give a smaller --quantum"
         return f"{limit} cannot hold one step, even with one image per process. Give {remedy}"
@@ -306,7 +306,7 @@ class Search:
         if not shares:
             words.append(f"--batch_size={size * self.processes}")
         remark = "" if share == size else f"  # {size} x {self.processes} does not divide {batch_size}"
-        if (largest := size * self.processes) > batch_size:
+        if shares and (largest := size * self.processes) > batch_size:
             remark = f"  # limited by --batch_size {batch_size}, not by memory, which holds {largest}"
         return f"    {shlex.join(words)}{remark}"
 

@@ -62,9 +62,9 @@ def _text(error: Exception) -> str:
 def config_file(name: str) -> Path:
     """Return the path of an accelerate config; a bare name may be a file of accelerate_configs/."""
     path, ours = Path(name), Path("accelerate_configs", name)
-    if path.exists() or not (ROOT / ours).is_file():
-        return path
-    return ours if ours.exists() else ROOT / ours
+    if not path.exists() and (ROOT / ours).is_file():
+        path = ours if ours.exists() else ROOT / ours
+    return path.absolute() if path.exists() and Path.cwd() != ROOT else path
 
 
 def underscores(word: str) -> str:

@@ -264,22 +264,27 @@ def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simula
     assert 8 < found["answer"] == int((found["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
 
 
+NO_STEP = "cannot hold one step, even with one image per process. Give"
+
+
 @pytest.mark.parametrize(
-    ("fixed_gib", "gpu_gib", "message"),
+    ("fixed_gib", "limit_gib", "gpu_gib", "message"),
     [
+        (1.02, 1, None, f"1.00 GiB {NO_STEP} a larger --memory_limit_gib"),
         (
-            1.02,
+            0.95,
+            1,
             None,
-            "1.00 GiB cannot hold one step, even with one image per process. Give a larger --memory",
+            "8 images per process do not fit in 1.00 GiB, but one does. Give a smaller --quantum",
         ),
-        (0.95, None, "8 images per process do not fit in 1.00 GiB, but one does. Give a smaller --quantum"),
-        (1.02, 1.0, "the GPU's memory cannot hold one step, even with one image per process. Give a config"),
+        (1e6, None, None, f"GiB, this machine's memory for a process, {NO_STEP} a config file that shards"),
+        (1.02, None, 1.0, f"the GPU's memory {NO_STEP} a config file that shards"),
     ],
 )
 def test_a_limit_that_holds_no_step_is_told_from_a_batch_that_is_too_large(
-    fixed_gib, gpu_gib, message, simulated
+    fixed_gib, limit_gib, gpu_gib, message, simulated
 ):
-    limit = () if gpu_gib else ("--memory_limit_gib=1",)
+    limit = [f"--memory_limit_gib={limit_gib}"] if limit_gib else []
     with pytest.raises(ValueError, match=message):
         simulated(fixed_gib, *limit, *VIT, gpu_gib=gpu_gib)
 

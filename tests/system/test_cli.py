@@ -73,7 +73,7 @@ def test_what_a_job_prints_is_not_its_status(tmp_path):
     [
         (ROOT, "ddp_2gpu.yaml", "accelerate_configs/ddp_2gpu.yaml"),
         (ROOT, "accelerate_configs/ddp_2gpu.yaml", "accelerate_configs/ddp_2gpu.yaml"),
-        (ROOT / "accelerate_configs", "ddp_2gpu.yaml", "ddp_2gpu.yaml"),
+        (ROOT / "accelerate_configs", "ddp_2gpu.yaml", f"{ROOT}/accelerate_configs/ddp_2gpu.yaml"),
         (ROOT / "docs", "ddp_2gpu.yaml", f"{ROOT}/accelerate_configs/ddp_2gpu.yaml"),
         (ROOT, "nowhere.yaml", "nowhere.yaml"),
     ],

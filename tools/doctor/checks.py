@@ -118,14 +118,13 @@ class Checks:
 
     def deepspeed(self) -> Iterator[Finding]:
         """Ask each host as `deepspeed --hostfile` does. launch.py needs less, so these are warnings."""
-        if not any(own["versions"]["deepspeed"] for own in self.facts.values()):
+        if not any(facts["versions"]["deepspeed"] for facts in self.facts.values()):
             return
         self.checked.append("deepspeed")
         for client, answer in _all(self.clients, lambda client: {"problem": deepspeed_problem(client.name)}):
-            if client.name in self.facts and answer["problem"]:
-                yield Finding(
-                    "deepspeed", client.name, f"ssh {client.name} hostname: {answer['problem']}", False
-                )
+            if answer["problem"]:
+                what = f"ssh {client.name} hostname: {answer['problem']}"
+                yield Finding("deepspeed", client.name, what, False)
         if len(self.clients) > 1 and shutil.which("pdsh") is None:
             yield Finding("deepspeed", self.first, "pdsh is not installed here", False)
 

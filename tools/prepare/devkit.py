@@ -78,10 +78,10 @@ def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) 
         labels[int(image[1]) if image else number] = label_of[name]
     if missing := set(range(1, len(labels) + 1)) - labels.keys():
         raise ValueError(f"{stream.where} has no label for validation image {min(missing)}")
-    found = np.array([labels[number] for number in sorted(labels)], dtype=np.int64)
+    in_order = np.array([labels[number] for number in sorted(labels)], dtype=np.int64)
     if not subset:
-        _check_counts(stream.where, found)
-    return found
+        _check_counts(stream.where, in_order)
+    return in_order
 
 
 def check_classes(where: str, count: int) -> None:
