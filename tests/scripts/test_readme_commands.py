@@ -83,7 +83,6 @@ class Project:
         (folder / "data/cifar10").symlink_to(real if real.exists() else small)
         data_set(self.root / "photographs", names="abcd", size=(250, 200), train=100, val=40)
         data_set(self.root / "holiday", names="a", whole=3)
-        self.env = {"HF_HOME": str(folder / "hub"), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
         self.done: set[str] = set()
 
     def run(self, command: str) -> None:
@@ -101,7 +100,7 @@ class Project:
 
     def start(self, command: str, flags: list[str]) -> Job:
         words = shlex.split(re.sub(r"(?<![\w/])/(?=data/|downloads)", f"{self.folder}/", command))
-        env = dict(self.env)
+        env: dict[str, str] = {}
         if words[0] == "deepspeed":
             words[1:1] = ["--master_port", str(free_port())]
         if "prep_imagenet.py" in words:
@@ -112,17 +111,18 @@ class Project:
             env |= called_first(self.folder, Published(md5, len(archives.wnids), 3))
         if "photographs" in words and "--data" in words:
             models = re.findall(r"--model (\w+)", command) or ["vit_base_patch16_224"]
-            self.put_into_the_hubs_cache(models[0])
+            env |= self.put_into_the_hubs_cache(models[0])
         return Job([*words, *flags], cwd=self.root, env=env)
 
-    def put_into_the_hubs_cache(self, name: str) -> None:
-        """Store random weights as the hub's client stores what it has downloaded."""
+    def put_into_the_hubs_cache(self, name: str) -> dict[str, str]:
+        """Store random weights as the hub's client stores a download. Return the variables for it."""
         hub_name = timm.get_pretrained_cfg(name).hf_hub_id.replace("/", "--")
         repository = self.folder / "hub/hub" / f"models--{hub_name}"
         for part in ("refs", "snapshots/1"):
             (repository / part).mkdir(parents=True, exist_ok=True)
         (repository / "refs/main").write_text("1")
         save_file(timm.create_model(name).state_dict(), repository / "snapshots/1/model.safetensors")
+        return {"HF_HOME": str(self.folder / "hub"), "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="module")
