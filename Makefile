@@ -75,8 +75,9 @@ logbook: setup
 	$(VENV)/bin/python logbook.py $(if $(RUNS),add $(RUNS),index)
 
 # experiments/ says what they do, and by which variables: SIZE=full is for GPUs, DATA a local copy, ...
+# Make starts `env` without a shell between, so that SIGTERM reaches the experiment.
 experiment_vit experiment_speedup: experiment_%: setup
-	PYTHON=$(VENV)/bin/python experiments/$*.sh
+	env PYTHON=$(VENV)/bin/python experiments/$*.sh
 
 # Pages that are made from the code: docs/flags.md, and the table in docs/trouble.md
 docs: setup

@@ -76,7 +76,7 @@ class Project:
         self.folder, self.root = folder, copy_project(folder / "project")
         link_environment(self.root)
         shutil.copytree(ROOT / "experiments", self.root / "experiments")
-        small = data_set(self.root / "uoft-cs/cifar10", "parquet", "abcdefghij", train=640, test=128)
+        small = data_set(self.root / "uoft-cs/cifar10", "parquet", "abcdefghij", train=256, test=64)
         shutil.copytree(small, self.root / "OWNER/NAME")
         real = Path(os.environ.get("TEST_DATA_DIR", "/nowhere"), "cifar10")
         (folder / "data").mkdir()
