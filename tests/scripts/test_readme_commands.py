@@ -81,7 +81,7 @@ class Project:
         real = Path(os.environ.get("TEST_DATA_DIR", "/nowhere"), "cifar10")
         (folder / "data").mkdir()
         (folder / "data/cifar10").symlink_to(real if real.exists() else small)
-        data_set(self.root / "photographs", names="abcd", size=(250, 200), train=100, val=40)
+        data_set(self.root / "photographs", names="abcd", size=(250, 200), train=60, val=8)
         data_set(self.root / "holiday", names="a", whole=3)
         self.done: set[str] = set()
 
