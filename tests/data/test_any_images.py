@@ -504,5 +504,6 @@ def test_a_disks_own_folder_is_no_part_of_the_data(tmp_path):
 
 def test_shards_are_made_of_the_same_held_out_split_as_is_evaluated(tmp_path):
     root = put(tmp_path / "flowers", "Train/a/1.png", "validation/a/2.png", "test/a/3.png")
-    flags = SimpleNamespace(source="folder", data=str(root), train=None, val=None, devkit=None)
+    parts = dict.fromkeys(("train", "val", "devkit", "val_labels"))
+    flags = SimpleNamespace(source="folder", data=str(root), **parts)
     assert find_dataset(flags).parts == {"train": f"{root}/Train", "val": f"{root}/validation"}
