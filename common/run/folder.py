@@ -106,7 +106,10 @@ class RunFolder:
                     return path
                 lease.release()
             except AlreadyOwned as error:
-                if Path(recipe.output_dir or "*").name != "*" or not why_other_run(error.record, recipe):
+                usual_names = (name, name.removeprefix(model_part(recipe)))
+                is_elsewhere = not path.name.startswith(usual_names)  # another job continues that run
+                is_given = Path(recipe.output_dir or "*").name != "*"
+                if is_given or not (is_elsewhere or why_other_run(error.record, recipe)):
                     raise
         raise AssertionError("there is always another number")
 
@@ -229,7 +232,9 @@ def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> lis
     for folder in sorted(parent.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # a damaged recipe.json of another run
             is_known = isinstance((_recipe_json(folder) or {}).get("recipe"), dict) and _has_trained(folder)
-            if is_known and not is_owned(folder) and not _why_not_ours(folder, recipe, last_step):
+            # A restarted job may have lost a host: it waits for a heartbeat of an owner on another machine.
+            owned = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
+            if is_known and not owned and not _why_not_ours(folder, recipe, last_step):
                 steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
     return sorted(steps, key=lambda name: -steps[name])
 

@@ -149,14 +149,17 @@ class Lease:
                 self.store.remove(json.dumps(self.record))
 
 
-def is_owned(folder: Path) -> bool:
-    """Return True for a run folder whose owner is alive, as far as its record says; it is not watched."""
+def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
+    """Return True for a run folder whose owner is alive, as far as its record says; it is not watched.
+
+    silent_s: seconds without a heartbeat after which an owner on another machine counts as dead.
+    """
     with contextlib.suppress(OSError):
         record, (job, number) = _parsed(FolderRecord(folder).read()), job_round()
         if record.get("machine") == _machine():
             return is_running(record.get("pid", 0), record.get("start_ticks"))
         is_earlier_round = record.get("job") == job and record.get("round") in range(number)
-        return not is_earlier_round and time.time() - (folder / RECORD).stat().st_mtime < WATCH_S
+        return not is_earlier_round and time.time() - (folder / RECORD).stat().st_mtime < silent_s
     return False
 
 
