@@ -42,7 +42,6 @@ class Vit(ImageRecipe):
     depth: int | None = flag(None, "number of blocks; unset: the model's own", minimum=1)
     drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
     dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
-    half_residual: bool = flag(False, "keep the residual stream in the 16 bits of --mixed_precision, too")
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     color_jitter: float = flag(
@@ -83,8 +82,7 @@ from common import augment
 from common.checkpoint.weights import model_with_weights, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
-from common.distributed.blocks import blocks_of
-from common.distributed.precision import input_dtype, to_autocast_dtype
+from common.distributed.precision import input_dtype
 from common.distributed.process import entry
 from common.distributed.step_graph import step_graph
 from common.evaluation import evaluate
@@ -121,8 +119,6 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     speed_up(model)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = block_classes(model)  # type: ignore[assignment]
-    if recipe.half_residual:
-        next(blocks_of(model), model).register_forward_pre_hook(to_autocast_dtype)
     if recipe.freeze:
         model.requires_grad_(False)
         for head in head_names(recipe.model):

@@ -26,6 +26,13 @@ from common.system.text import did_you_mean, is_printable, message_text, shorten
 LARGEST = 1e15  # of any flag's number
 
 SYNONYMS = {"lr": ("learning_rate",)}  # further names of a flag
+# Flags that have left: the value without effect, and the reason
+LEFT = {"half_residual": (False, "it was slower and saved no memory")}
+
+
+def without_left(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recorded recipe without the flags that have left, unless they changed the training."""
+    return {name: value for name, value in recipe.items() if name not in LEFT or value != LEFT[name][0]}
 
 
 def flag(
@@ -82,7 +89,7 @@ class Parser(CommandParser):
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
             meant = did_you_mean(unknown, self._option_string_actions)
-            advice = _of_our_scripts(unknown) or _of_others(unknown)
+            advice = _why_left(unknown) or _of_our_scripts(unknown) or _of_others(unknown)
             advice = advice or (f": {meant}" if meant else "; --help lists them all")
             message = f"unknown flag {shortened(unknown)}{advice}"
         message = message_text(message)
@@ -98,6 +105,12 @@ class Parser(CommandParser):
     def print_once(self, text: str, file: Any = None) -> None:
         if is_hosts_first():
             print(text, end="", file=file or sys.stdout, flush=True)
+
+
+def _why_left(flag: str) -> str:
+    """Return why a flag has left, or an empty text for all others."""
+    name = flag.lstrip("-").removeprefix("no_")
+    return f": {name} has left, as {LEFT[name][1]}. Remove it" if name in LEFT else ""
 
 
 def _of_our_scripts(unknown: str) -> str:
@@ -241,8 +254,10 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         raise ValueError(f"--config {path} is a launcher's file: {start}")
     by_name = {name: field for field in fields for name in _names(field)}
     values, keys = {}, dict[str, str]()
-    for key, value in content.items():
+    for key, value in without_left(content).items():
         name = str(key).replace("-", "_").strip("_")
+        if name in LEFT:
+            raise ValueError(f"--config {path}{_why_left(name)}")
         if name not in by_name:
             meant = did_you_mean(name, by_name)
             shown = shortened(str(key))

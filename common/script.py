@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.flags import LEFT
 from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
 from common.timm_models import mean_and_std
@@ -95,9 +96,10 @@ def recipe_class(script: ModuleType) -> type[Recipe]:
 def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
     """A manifest's recipe as flags of its script, to be checked like a user's.
 
-    It leaves out the initial weights and the number of evaluated images. ValueError for a key that is no part
-    of the recipe.
+    It leaves out the initial weights, the number of evaluated images, and flags that have left, which changed
+    no weight's name or shape. ValueError for a key that is no part of the recipe.
     """
+    recipe = {name: value for name, value in recipe.items() if name not in LEFT}
     if unknown := recipe.keys() - recipe_part(kind()).keys():
         raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
     words = []

@@ -39,6 +39,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "flags of timm": lambda: parse(CnnA, ["--clip-grad=1"]),
     "a flag of timm without another": lambda: parse(CnnA, ["--opt", "sgd"]),
     "a flag's beginning": lambda: parse(CnnA, ["--checkpoint", "3"]),
+    "a flag that has left": lambda: parse(CnnA, ["--no_half_residual"]),
     "a launcher's file": lambda: (
         shutil.copy(ROOT / "accelerate_configs" / "cpu.yaml", "."),
         parse(CnnA, ["--config", "cpu.yaml"]),

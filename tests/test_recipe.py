@@ -126,6 +126,7 @@ def test_wrong_flags(words, message, capsys):
         ("a.yaml", "epoch: 3", "unknown key epoch, did you mean epochs?"),
         ("a.yaml", "--learning-rate: x", "--learning-rate x: must be a number"),
         ("a.yaml", "--batch-sise: 8", "unknown key --batch-sise, did you mean batch_size?"),
+        ("a.yaml", "half_residual: true", "a.yaml: half_residual has left, as it was slower"),
         ("a.yaml", "epochs: [3", "a.yaml, line 1"),
         ("a.yaml", "- 3", "expected `key: value` lines"),
         ("a.yaml", "epochs: true", "epochs True: must be a whole number"),
@@ -241,6 +242,16 @@ def test_streams_that_were_derived_differ_only_with_the_batch_size():
     assert differing({}, "--batch_size", "96") == "--batch_size was 128, now 96"
     assert differing({}, "--streams", "32") == "--streams was 64, now 32"
     assert differing({"streams": 32}) == "--streams was 32, now 64"
+
+
+def test_a_flag_that_has_left_stays_without_effect_in_old_recipes(tmp_path):
+    (tmp_path / "old.yaml").write_text("half_residual: false\nepochs: 3\n")
+    recipe = parse(CnnA, ["--config", str(tmp_path / "old.yaml")])
+    assert recipe.epochs == 3
+    assert differences({"epochs": 3, "half_residual": False}, recipe) == []
+    assert differences({"epochs": 3, "half_residual": True}, recipe) == [
+        "--half_residual was True, and has left"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ SCRIPTS = (*CNNS, "train_vit")
 FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     (): ("train_cnn_b", "train_vit"),
     ("--grad_checkpointing",): ("train_vit",),
-    ("--half_residual",): ("train_vit",),
     ("--compile", "default"): SCRIPTS,
 }
 # Found right once, or slow. CUDA graphs of --compile are for the CNNs: a ViT's blocks refuse them.
@@ -31,7 +30,7 @@ REPEATED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--compile", "reduce-overhead"): CNNS,
     ("--compile", "max-autotune"): SCRIPTS,
 }
-DRY = ("train_cnn_a --mixed_precision fp16", "train_cnn_a --compile default", "train_vit --half_residual")
+DRY = ("train_cnn_a --mixed_precision fp16", "train_cnn_a --compile default", "train_vit")
 
 
 def smoke() -> dict[str, Row]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, convert_outputs_to_fp32, parse_flag_from_env
-from torch import Tensor, nn
+from torch import nn
 
 from common.distributed.strategy import strategy
 from common.system.env import is_on, rank
@@ -72,18 +72,6 @@ def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
     On a CPU images stay in fp32 up to the model, because a resumed run must round as before.
     """
     return HALF.get(accelerator.precision.mixed_precision) if accelerator.device.type == "cuda" else None
-
-
-def to_autocast_dtype(_: nn.Module, inputs: tuple[Tensor]) -> Tensor | None:
-    """A forward-pre-hook of a ViT's first block: its input, and so all sums after it, in autocast's type.
-
-    Position embeddings are in fp32, and make the sums fp32. Of ViT-B/32's 746 launches forward and backward,
-    72 casts leave, and of its bytes 14 percent (counted on a CPU). Its speed on a GPU is not yet measured.
-    """
-    kind = inputs[0].device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # meta has none
-        return None
-    return inputs[0].to(torch.get_autocast_dtype(kind))
 
 
 def chosen_precision(flag: str | None) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.checkpoint import format as checkpoints
 from common.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
+from common.flags import LEFT, without_left
 from common.recipe import Recipe, recipe_part
 from common.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
 from common.run.starts import STARTS, comparable
@@ -272,8 +273,9 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
     """The flags that differ, each as `--epochs was 3, now 10`, without those that --allow_changed names.
     A flag that is missing in the other recipe counts as its default."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
+    left = [name for name in without_left(theirs) if name in LEFT]
     theirs = recipe.without_derived(defaults | theirs)
-    return [
+    return [f"--{name} was {theirs[name]}, and has left" for name in left] + [
         f"--{key} was {theirs[key]}, now {value}"
         for key, value in ours.items()
         if comparable(key, theirs[key]) != comparable(key, value) and key not in recipe.allow_changed

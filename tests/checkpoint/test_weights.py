@@ -256,6 +256,7 @@ def test_freeze_leaves_the_head_alone_to_the_optimizer(model, layer_decay, tmp_p
 def test_a_checkpoints_recipe_builds_the_model_without_its_beginning():
     """validate.py and the like build a frozen run's model without its --weights, which may be gone."""
     recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
+    recipe |= {"half_residual": True}  # a flag that has left
     assert parse(Vit, as_flags(json.loads(json.dumps(recipe)), Vit)) == Vit(**SMALL, layer_decay=0.7)
     with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
         Vit(freeze=True)

@@ -493,7 +493,7 @@ def test_columns_are_named_by_what_differs(tmp_path):
     widths = [{"widths": [4, 8]}, {"widths": [8, 8]}, {"widths": [4, 8]}]
     assert names(*widths) == ["widths 4,8", "widths 8,8", "widths 4,8 (2)"]
     assert names({"resume": "auto"}, {"resume": "/a/b"}) == ["resume auto", "resume b"]
-    assert names({}, {}) == ["ddp x 2", "ddp x 2 (2)"]
+    assert names({}, {}) == names({"half_residual": False}, {}) == ["ddp x 2", "ddp x 2 (2)"]
     assert names({}, {}, script="train_cnn_a") == ["train_vit", "train_cnn_a"]
     assert names({}, {}, strategy="single", processes=1) == ["ddp x 2", "single x 1"]
 

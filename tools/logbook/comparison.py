@@ -7,6 +7,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from common.flags import without_left
 from common.system.files import fitting, read_json
 from common.system.paths import public_path
 from common.system.text import plural
@@ -88,7 +89,7 @@ def read_search(file: Path) -> dict[str, Any]:
     needed = ("script", "strategy", "processes", "recipe", "trials")
     if wrong := [*wrong, *(name for name in needed if name not in found and name not in wrong)]:
         raise ValueError(f"{file} is no {SEARCH} ({', '.join(wrong)} missing or wrong)")
-    return found
+    return found | {"recipe": without_left(found["recipe"])}
 
 
 # --- Comparing

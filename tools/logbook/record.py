@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from common.flags import without_left
 from common.recipe import METRICS, parse_fold
 from common.run.starts import STARTS, Start, in_order, in_turn, kept
 from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
@@ -73,7 +74,7 @@ class RunRecord:
         self.folder = folder
         self.problems: list[str] = []
         self.about = self._read("recipe.json")
-        self.recipe = self.about.get("recipe", {})
+        self.recipe = without_left(self.about.get("recipe", {}))
         self.metrics = self._read_lines("metrics.jsonl", {"step", "epoch", "wall_s"})
         self.evaluations = [line for line in self.metrics if "val/loss" in line]
         self.telemetry = {

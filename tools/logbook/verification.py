@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from common.checkpoint.format import step_name, step_of, steps_in, verify
+from common.flags import without_left
 from common.recipe import METRICS, recipe_part
 from common.script import load_script, own_script, recipe_class
 from common.system.files import read_yaml, write_json
@@ -212,11 +213,11 @@ class Verification:
     def _check_checkpoint(self, step: int) -> Iterator[str]:
         """Yields what is wrong: a damaged file, or another recipe than the page's."""
         try:
-            theirs = verify(self.checkpoints / step_name(step)).manifest.get("recipe", {})
+            manifest = verify(self.checkpoints / step_name(step)).manifest
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        recipe = self._part(step).record.recipe
+        theirs, recipe = without_left(manifest.get("recipe", {})), self._part(step).record.recipe
         changed = [name for name in theirs if theirs[name] != recipe.get(name)]
         if changed:
             shown = ", ".join(f"{name} {theirs[name]}, not {recipe.get(name)}" for name in changed)
