@@ -116,7 +116,7 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
             model = timm.create_model(recipe.model, num_classes=classes, **options)
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(f"--model {recipe.model} can't be built with these flags: {error}") from error
-    speed_up(model)
+    speed_up(model, recipe.image_size)
     # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
     model._no_split_modules = block_classes(model)  # type: ignore[assignment]
     if recipe.freeze:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from common.attention import Attention
 from common.system.env import rank
 
 TRIED = 8  # sizes, nearest to one that the model can't take
@@ -171,27 +173,11 @@ class PatchConv2d(nn.Conv2d):
         return y.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
 
 
-class Attention:
-    """A mixin for timm's self-attention, [B, N, C] -> [B, N, C]: the same bits with fewer copies.
+def speed_up(model: nn.Module, size: int | None = None) -> None:
+    """Changes how timm's patch embeddings, attentions and DropPath compute. Parameters keep their names.
 
-    timm permutes query, key and value to the front before it takes them apart. Backward then stacks their
-    gradients in that order, and copies the stack into the order of the projection `qkv`. Here they are taken
-    apart in that order: the stack reads whole rows, and nothing is copied again.
+    size: edge of the training's images, by which attentions learn their number of tokens.
     """
-
-    PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
-
-    def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        batch, tokens, _ = x.shape
-        parts = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1).unbind(2)
-        q, k, v = (part.transpose(1, 2) for part in parts)  # [B, heads, N, C / heads]
-        dropout = self.attn_drop.p if self.training else 0.0
-        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, attn_mask, dropout, is_causal)
-        return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
-
-
-def speed_up(model: nn.Module) -> None:
-    """Changes how timm's patch embeddings, attentions and DropPath compute. Parameters keep their names."""
     import timm.layers
 
     attention = type("Attention", (Attention, timm.layers.Attention), {})
@@ -203,9 +189,29 @@ def speed_up(model: nn.Module) -> None:
             module.proj.__class__ = PatchConv2d
         elif type(module) is timm.layers.Attention and module.fused_attn and _is_plain(module):
             module.__class__ = attention
+    if size and any(isinstance(module, Attention) for module in model.modules()):
+        _count_tokens(model, size)
 
 
 def _is_plain(attention: nn.Module) -> bool:
     """False for one with other parts, as a gate."""
     parts = attention.named_children()
     return all(name in Attention.PARTS or isinstance(part, nn.Identity) for name, part in parts)
+
+
+def _count_tokens(model: nn.Module, size: int) -> None:
+    """Gives each attention its number of tokens, by a forward on the meta device: without memory or time."""
+
+    def count(module: Any, inputs: tuple[Tensor]) -> None:
+        module.tokens = inputs[0].shape[1]
+
+    counted = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [module.register_forward_pre_hook(count) for module in counted]
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    is_training = model.training
+    with torch.device("meta"), torch.no_grad():
+        on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        functional_call(model.eval(), on_meta, torch.zeros(1, 3, size, size))
+    model.train(is_training)
+    for hook in hooks:
+        hook.remove()

@@ -21,7 +21,7 @@ def accelerator():
     plugin = GradientAccumulationPlugin(num_steps=ACCUMULATIONS, sync_with_dataloader=False)
     made = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     made.compilation, made.grad_checkpointing = Compilation(), False
-    made.deterministic, made.exact_sum = False, None
+    made.deterministic, made.exact_sum, made.short_attention = False, None, False
     return made
 
 

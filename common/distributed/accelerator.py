@@ -89,6 +89,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     torch, Accelerate and DeepSpeed read at import, or when the group is made; the group; what needs its
     device or strategy; agree() on all that was chosen; the watch.
     """
+    from common.attention import has_kernel, kernel_version
     from common.distributed.blocks import chosen_compilation
     from common.distributed.step_graph import chosen_step_graph
 
@@ -123,6 +124,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         check_own_gpu(Channel(), rank(), batch.processes, gpu)
     accelerator.compilation = compilation
     accelerator.step_graph = chosen_step_graph(accelerator, getattr(job, "step_graph", False))
+    accelerator.short_attention = has_kernel(accelerator.device, precision(accelerator))
     if compilation and strategy(accelerator) == "zero3":
         raise ValueError(
             f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
@@ -141,6 +143,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     blocks |= vars(accelerator.precision)
     code = {"script and common/": _code_hash(), **versions()}
     blocks |= {"deterministic": job.deterministic}
+    if job.deterministic:  # its bits differ from those of torch's attention
+        blocks |= {"short_attention": accelerator.short_attention and kernel_version()}
     if job.deterministic and accelerator.device.type == "cpu":  # its sums within a gradient depend on them
         blocks |= {"threads": torch.get_num_threads()}
     alike = {name: getattr(job, name) for name in ALIKE if hasattr(job, name)}
@@ -170,8 +174,9 @@ def make_accelerator(
     """The Accelerator for the launcher's environment and the job, without compilation.
 
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one. Attributes of ours: precision
-    (precision.Precision), compilation (blocks.Compilation or None), step_graph, deterministic and
-    grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None).
+    (precision.Precision), compilation (blocks.Compilation or None), step_graph, deterministic,
+    grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None), and short_attention (bool): the device
+    has the kernel of common.attention, and after wrap() also the model uses it.
     """
     # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
     PartialState.is_local_main_process = property(lambda _: is_hosts_first())
@@ -200,7 +205,7 @@ def make_accelerator(
     accelerator.precision = settle_precision(
         accelerator, kind, engines_precision == kind, job.grad_compression
     )
-    accelerator.compilation, accelerator.step_graph = None, False
+    accelerator.compilation, accelerator.step_graph, accelerator.short_attention = None, False, False
     accelerator.deterministic, accelerator.exact_sum = job.deterministic, None  # wrap() makes it
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -240,10 +245,15 @@ def wrap(
     that are compiled, then checkpointed, autocast); the strategy; what needs its parameters or its wrapper
     (exact sums, running statistics, hooks, checks).
     """
+    from common.attention import prefer_cudnn, use_kernel
     from common.batch_norm import RunningStatistics
     from common.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
 
     check_wrapped_classes(model)
+    if accelerator.short_attention:
+        accelerator.short_attention = use_kernel(model)
+    if not accelerator.deterministic:
+        prefer_cudnn(model, accelerator.device)
     # FSDP and ZeRO flatten parameters; with --deterministic all compute on FSDP2's layout, as a convolution
     # adds in another order on another one.
     if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:

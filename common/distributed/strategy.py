@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast, gather_object, recursively_apply
 from torch import Tensor, nn
 
+from common.attention import kernel_version
 from common.distributed.agreement import agree
 
 
@@ -66,12 +67,15 @@ def device_name(accelerator: Accelerator) -> str:
     )
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that affect results or communication."""
+def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
+    """Versions of the packages that affect results or communication. accelerator: that of a wrapped model,
+    whose training uses the attention of common.attention_kernels or not."""
     found = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is needed for ZeRO alone
             found[name] = version(name)
+    if accelerator and accelerator.short_attention:
+        found["short_attention"] = kernel_version()
     return found
 
 

@@ -189,7 +189,7 @@ class Opening:
             "argv": sys.argv,
             "version": project_version(),
             "git_commit": _git_commit(),
-            "versions": job.versions(),
+            "versions": job.versions(accelerator),
             "hosts": hosts,
             "devices": devices,
         }
@@ -310,6 +310,8 @@ def _changes(
     writer = checkpoint.manifest.get("written_by", {})
     if types := changed_types(writer, vars(training.accelerator.precision)):
         yield f"the checkpoint was computed with other types: from here on {types}; losses differ by rounding"
+    if packages := changed_packages(writer.get("versions"), job.versions(training.accelerator)):
+        yield f"from here on the run uses {packages}; losses differ by rounding"
     if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
         now = "deterministic, but" if recipe.deterministic else "not deterministic:"
         yield f"from here on the run is {now} it cannot be reproduced bit for bit"
@@ -332,6 +334,13 @@ def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
     """The types of the computation that differ from the checkpoint's, whose weights are always fp32."""
     changed = (name for name, now in types.items() if writer.get(name, now) != now)
     return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
+
+
+def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
+    """The packages that differ from the checkpoint's, and the attention kernel. before: None if unknown."""
+    before = now if before is None else before
+    pairs = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
+    return ", ".join(f"{name} {new} (it was {old})" for name, (old, new) in pairs.items() if old != new)
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def train_both(
     accelerator, optimizers = Accelerator(cpu=True), []
     for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
         accelerator.grad_checkpointing = is_checkpointed and one is model
-        accelerator.deterministic = False
+        accelerator.deterministic = accelerator.short_attention = False
         optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
     dtype = next(model.parameters()).dtype
     for step in range(3):
@@ -214,7 +214,7 @@ def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulati
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
     accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
     accelerator.grad_checkpointing = flag == "grad_checkpointing"
-    accelerator.deterministic = flag == "deterministic"
+    accelerator.deterministic, accelerator.short_attention = flag == "deterministic", False
     accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)

@@ -18,7 +18,7 @@ from tests.conftest import ROOT, accelerate
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")
 SCRIPTS = tuple(path.name for path in sorted(ROOT.glob("train_*.py")))
 HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
-HEAVY |= {"datasets", "scipy", "boto3", "matplotlib"}
+HEAVY |= {"datasets", "scipy", "boto3", "matplotlib", "triton"}
 OF_FLAGS = {"checkpoint.mirror", "data.shards", "data.shard_cache", "system.s3"}
 OF_FLAGS |= {"run.plots", "telemetry.sampling"}
 MODULES = {"train_hello": 35, "train_cnn_a": 48, "train_vit": 50}  # of common/: the most that it loads

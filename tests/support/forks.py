@@ -46,7 +46,7 @@ PRELOADED = (
 OF_DEEPSPEED = ("deepspeed", "transformers.integrations", "setuptools")
 # Variables that the interpreter or a preloaded package reads when it starts: they must be the server's.
 READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL", "PYTHON", "XDG_")
-READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE")
+READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TRITON_")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "HF_TOKEN")
 # They start nothing that can be forked, or wait until no process is left below them.
 WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent")

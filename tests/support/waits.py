@@ -124,6 +124,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (Accelerator, "device"): torch.device("cuda", 0),
         (Accelerator, "backward"): lambda *_: None,
         (torch.cuda, "mem_get_info"): lambda device: (2**40, 2**40),
+        (torch.cuda, "get_device_capability"): lambda *_: (9, 0),
         (nn.Module, "to"): lambda module, *args, **options: module,  # it knows no fake tensors
         (accelerators, "agree"): lambda *_: None,
         (Run, "begin"): begin,
@@ -138,6 +139,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     accelerator = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=batch.accumulations)
     accelerator.compilation, accelerator.grad_checkpointing = Compilation(), False
     accelerator.deterministic, accelerator.exact_sum, accelerator.step_graph = False, None, False
+    accelerator.short_attention = False
     accelerator.precision = Precision("no", "none", "fp32")
     with ExitStack() as stack:
         stack.callback(AcceleratorState._reset_state, True)

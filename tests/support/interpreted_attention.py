@@ -1,0 +1,133 @@
+"""Runs the attention kernel, or a mutant of it, under Triton's interpreter, and prints what is wrong.
+
+`TRITON_INTERPRET=1 python -m tests.support.interpreted_attention` reads a line of JSON for each case from its
+standard input, and prints a list of problems for each. It is a process of its own, as Triton reads the
+variable when it is imported.
+"""
+
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+import common.attention_kernels
+from common.attention import plain_attention
+
+TIMES_EPS = 6  # of an output's type: the error that rounding may cause, per unit of what is added
+STEPS_OF_FP16 = 1e-6  # where numbers are too small for it
+written: list[np.ndarray] = []  # the addresses of each store
+
+
+def watch_the_interpreter() -> None:
+    """Has it note addresses, and multiply bf16, which it stores as uint16 and would multiply as such."""
+    builder = interpreter.InterpreterBuilder
+    store, dot = builder.create_masked_store, builder.create_dot
+
+    def noting_store(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        written.append(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
+        return store(self, pointers, value, mask, *more)
+
+    def widened(operand: Any) -> Any:
+        if operand.dtype.scalar != tl.bfloat16:
+            return operand
+        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    def widening_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        return dot(self, widened(a), widened(b), *more)
+
+    builder.create_masked_store, builder.create_dot = noting_store, widening_dot
+
+
+def mutant(number: int, replacements: dict[str, str], folder: Path) -> ModuleType:
+    source = Path(common.attention_kernels.__file__).read_text().replace("image_models", f"mutant_{number}")
+    for old, new in replacements.items():
+        assert source.count(old) == 1, f"{source.count(old)} x {old!r}"
+        source = source.replace(old, new)
+    (file := folder / f"mutant_{number}.py").write_text(source)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def problems(
+    kernels: ModuleType, tokens: int, size: int, dtype: str, largest: float, order: str, heads: int
+) -> list[str]:
+    """order: of qkv's memory: `packed`, or `parts first`, which is not contiguous."""
+    torch.manual_seed(tokens)
+    kind = getattr(torch, dtype)
+    qkv = (torch.randn(1, tokens, 3, heads, size) * largest).clamp(-largest, largest).to(kind)
+    gradient = torch.randn(1, tokens, heads, size).to(kind)
+    if order == "parts first":
+        qkv = qkv.transpose(1, 2).contiguous().transpose(1, 2)
+        gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    qkv.requires_grad_()
+    found = []
+    written.clear()
+    out, logs = kernels.short_attention(qkv)
+    found += _written_once("forward", out, *([logs] if logs.numel() else []))
+    written.clear()
+    packed = kernels.short_attention_backward(qkv.detach(), out.detach(), logs, gradient)
+    found += _written_once("backward", packed)
+    (grad,) = torch.autograd.grad(out, qkv, gradient)
+    exact = qkv.detach().double().requires_grad_()
+    expected = plain_attention(exact)
+    (expected_grad,) = torch.autograd.grad(expected, exact, gradient.double())
+    bound, bound_grad, added = _bounds(qkv.detach().double(), gradient.double())
+    eps = torch.finfo(kind).eps + 4 * torch.finfo(torch.float32).eps * added  # scores are sums in fp32
+    pairs = {"outputs": (out, expected, bound), "gradients": (grad, expected_grad, bound_grad)}
+    pairs["packed gradients"] = packed, expected_grad, bound_grad
+    for name, (value, right, most) in pairs.items():
+        allowed = TIMES_EPS * eps * most + STEPS_OF_FP16
+        if not ((value.double() - right).abs() <= allowed).all():  # NaN is not
+            found.append(name)
+    return found
+
+
+def _written_once(name: str, *results: Tensor) -> list[str]:
+    """Every number of the results is written, by one program. Unwritten ones are NaN, too."""
+    addresses = np.concatenate([part.ravel() for part in written])
+    expected = [r.data_ptr() + r.element_size() * np.arange(r.numel(), dtype=np.uint64) for r in results]
+    distinct = np.unique(addresses)
+    is_once = len(distinct) == len(addresses)
+    is_all = np.array_equal(distinct, np.unique(np.concatenate(expected)))
+    return [f"{name} writes twice"] * (not is_once) + [f"{name} writes elsewhere"] * (not is_all)
+
+
+def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Sums of the absolute values of what outputs, gradients and at most a score add up. Errors are shares of
+    these."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    p = (q @ k.transpose(-2, -1) * qkv.shape[-1] ** -0.5).softmax(-1)
+    do, q, k, v = gradient.abs().transpose(1, 2), q.abs(), k.abs(), v.abs()
+    dp = do @ v.transpose(-2, -1)
+    ds = p * (dp + (p * dp).sum(-1, keepdim=True)) * qkv.shape[-1] ** -0.5
+    parts = ds @ k, ds.transpose(-2, -1) @ q, p.transpose(-2, -1) @ do
+    packed = torch.stack(parts).permute(1, 3, 0, 2, 4)
+    scores = q @ k.transpose(-2, -1) * qkv.shape[-1] ** -0.5
+    return (p @ v).transpose(1, 2), packed, scores.max().item()
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True)  # which fills new tensors with NaN
+    watch_the_interpreter()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, line in enumerate(sys.stdin):
+            case = json.loads(line)
+            changed = case.pop("replacements", {})
+            kernels = mutant(number, changed, Path(folder)) if changed else common.attention_kernels
+            print(json.dumps(problems(kernels, **case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
