@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ def made(**values) -> Trace:
     return Trace(**known | {"peaks": {}, "operations": [], "collectives": []} | values)
 
 
-def traced(config: str, processes: int, hosts=1, script=SMALL, sizes=(16, 32), mixed="no") -> Trace:
+def traced(
+    config: str, processes: int, hosts=1, script=SMALL, sizes=(16, 32), mixed="no", device="cpu"
+) -> Trace:
     words = ["-m", "tools.plan.trace", f"accelerate_configs/{config}.yaml", processes, hosts]
-    words += [",".join(map(str, sizes)), 0, *script, f"--mixed_precision={mixed}"]
+    words += [",".join(map(str, sizes)), device, *script, f"--mixed_precision={mixed}"]
     output = run([sys.executable, *words])
     return Trace.from_json(next(line for line in output.splitlines() if line.startswith('{"strategy"')))
 
@@ -63,6 +66,24 @@ def test_a_trace_is_that_of_the_engine(config, share, sent):
         moved = sum(size for name, size, ranks in found.collectives if name == kind and ranks == 4)
         assert times * whole * 0.95 < moved < 2 * times * whole * 1.05, (kind, moved, whole)
     assert found.peaks[32]["Total"] > found.peaks[16]["Total"] > found.parameters + found.optimizer
+
+
+def test_attention_of_few_tokens_moves_the_bytes_of_the_kernel():
+    """Forward reads qkv and writes the outputs. Backward reads both with the gradient, and writes qkv's."""
+    script = ["train_vit.py", "--model=test_vit", "--image_size=32", "--patch_size=8", "--depth=1"]
+    found = {
+        name: traced("single_gpu", 1, script=script, sizes=(4,), mixed="bf16", device=name)
+        for name in ("cpu", "NVIDIA H200", "Tesla T4")
+    }
+    part = 2 * 4 * 17 * 64  # bytes: images, tokens, numbers
+    kernels = [("bfloat16", 4 * 4 * 17**2 * 64, 4 * part), ("bfloat16", 10 * 4 * 17**2 * 64, 8 * part)]
+    added = Counter(map(tuple, found["NVIDIA H200"].operations)) - Counter(
+        map(tuple, found["cpu"].operations)
+    )
+    assert [*added] == kernels
+    assert found["Tesla T4"].operations == found["cpu"].operations
+    moved = {name: sum(bytes for *_, bytes in trace.operations) for name, trace in found.items()}
+    assert moved["NVIDIA H200"] < moved["cpu"]
 
 
 def test_hybrid_sharding_sends_a_share_between_the_hosts():

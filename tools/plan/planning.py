@@ -169,11 +169,10 @@ class Planning:
 
     def _trace(self, strategy: str, size: int) -> Trace:
         """Traces a micro-batch of this size, and of twice as many images, without this machine's GPUs."""
-        hosts, memory_bytes = self.cluster.hosts, self.cluster.device.memory_gb * 1e9
-        alone = strategy == "single"
-        numbers = [self._processes(strategy), 1 if alone else hosts, f"{size},{2 * size}", memory_bytes]
+        hosts = 1 if strategy == "single" else self.cluster.hosts
+        numbers = [self._processes(strategy), hosts, f"{size},{2 * size}"]
         script = [*self.script, f"--mixed_precision={self.precision}"]
-        words = [config_file(strategy), *map(str, numbers), *script]
+        words = [config_file(strategy), *map(str, numbers), self.cluster.device.name, *script]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "tools.plan.trace", *words]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -1,16 +1,18 @@
 """The trace of a script's training step on one process, without a device.
 
-`python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES MEMORY SCRIPT [its flags]` runs the script's
+`python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES DEVICE SCRIPT [its flags]` runs the script's
 model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
-and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. MEMORY: bytes of the device; then sizes
-near the largest that fits are traced, too, as with few images the optimizer's step is the peak. 0: only
-SIZES. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
+and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. DEVICE: a GPU of devices.yaml. Sizes near
+the largest that fits its memory are traced, too, as with few images the optimizer's step is the peak, and
+attention for few tokens is the kernel of common.attention, where the GPU has it. `cpu`: only SIZES, with a
+CPU's attention. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
 
-The kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at batch
-512 10.08 GiB are traced; torch allocated 10.80 on an H200.
+The other kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at
+batch 512 10.08 GiB are traced; torch allocated 10.80 on an H200.
 """
 
 import dataclasses
+import importlib.util
 import json
 import os
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +37,7 @@ from common.optim import EMA
 from common.order import reseed
 from common.recipe import Batch, ImageRecipe, parse
 from common.script import AFRESH, CLASSES, load_script, recipe_class
+from common.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
@@ -49,6 +53,7 @@ COLLECTIVES = {  # torch's operator: the collective, and the argument that has a
     "reduce_": ("reduce", 0),
 }
 LINES = 6  # at most so many through two sizes each: memory is a few lines, each steeper than the one before
+WITH_KERNELS = ("aten", "image_models")  # namespaces of operators: torch's and common.attention_kernels'
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
@@ -66,7 +71,7 @@ class _Operations(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d":
             self._collective(name, args)
-        elif func.namespace == "aten" and not func.is_view and name not in WITHOUT_KERNEL:
+        elif func.namespace in WITH_KERNELS and not func.is_view and name not in WITHOUT_KERNEL:
             written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
             if written:
                 read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -87,8 +92,16 @@ class _Operations(TorchDispatchMode):
 class Training:
     """A script's model and optimizer on this process as rank 0, under an engine."""
 
-    def __init__(self, config_file: Path, processes: int, hosts: int, size: int, words: list[str]):
-        """words: the script and its flags."""
+    def __init__(
+        self,
+        config_file: Path,
+        processes: int,
+        hosts: int,
+        size: int,
+        words: list[str],
+        device: Device | None,
+    ):
+        """words: the script and its flags. device: None is this CPU."""
         self.script = script = load_script(Path(words[0]))
         recipe: Any = parse(recipe_class(script), words[1:])
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
@@ -97,6 +110,7 @@ class Training:
         self.recipe = recipe = dataclasses.replace(recipe, **afresh, grad_compression="no", compile="no")
         batch = Batch(size * processes, size, processes, 1)
         self.accelerator = start_as_rank_0(config_file, batch, hosts, recipe)
+        self.accelerator.short_attention = device is not None and _has_kernel(device, self.accelerator)
         torch.manual_seed(recipe.seed)
         with torch.device("meta"):
             self.model = script.build_model(recipe, CLASSES)
@@ -126,11 +140,23 @@ class Training:
             self.averaged.update(0)
 
 
+def _has_kernel(device: Device, accelerator: Accelerator) -> bool:
+    """As has_kernel() of common.attention: GPUs of compute capability 8.0 and later have units for bf16."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
+
+
 def trace(
-    config_file: Path, processes: int, hosts: int, sizes: list[int], memory_bytes: float, words: list[str]
+    config_file: Path,
+    processes: int,
+    hosts: int,
+    sizes: list[int],
+    device: Device | None,
+    words: list[str],
 ) -> Trace:
     """Traces an optimizer step of one micro-batch for each of the sizes, on this process as rank 0."""
-    training = Training(config_file, processes, hosts, sizes[0], words)
+    training = Training(config_file, processes, hosts, sizes[0], words, device)
+    memory_bytes = device.memory_gb * 1e9 if device else 0
     recorded = _Operations()
     with without_contents():
         training.model = materialize(training.model)
@@ -193,12 +219,12 @@ def _local_bytes(tensor: Any) -> int:
 
 
 def main() -> None:
-    config_file, processes, hosts, sizes, memory = sys.argv[1:6]
+    config_file, processes, hosts, sizes, device = sys.argv[1:6]
     words = sys.argv[6:]
     sys.argv[:] = words  # errors name the script
     numbers = [int(size) for size in sizes.split(",")]
     try:
-        found = trace(Path(config_file), int(processes), int(hosts), numbers, float(memory), words)
+        found = trace(Path(config_file), int(processes), int(hosts), numbers, find_device(device), words)
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(found)), flush=True)
