@@ -39,21 +39,22 @@ from common.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights
-# are seconds on one H200, by the rows there; estimates for ceilings, snapshots, memory and inputs.
+# are seconds on one H200, by the rows there; estimates for ceilings, attention, snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
+    "attention": (partial(device.rows_of, "attention"), 12),
     "throughput": (speed.rows, 184),
     "recipes": (speed.recipes, 75),
     "scripts": (checks.scripts, 67),
     "strategies": (parallel.strategies, 40),
     "determinism": (lambda: parallel.same_bits() | checks.determinism(), 60),
     "snapshots": (partial(device.rows_of, "snapshots"), 20),
-    "memory": (checks.memory, 35),
-    "inputs": (speed.inputs, 35),
+    "memory": (checks.memory, 30),
+    "inputs": (speed.inputs, 28),
     "scaling": (parallel.scaling, 20),
     "several": (parallel.several, 60),
-    "thorough": (lambda: speed.thorough() | checks.thorough() | device.rows_of("tf32"), 600),
+    "thorough": (lambda: speed.thorough() | checks.thorough() | device.thorough(), 600),
 }
 SEVERAL_GPUS = ("scaling", "several")
 AT_ONCE = ("scripts", "strategies", "determinism", "several")  # they measure no time

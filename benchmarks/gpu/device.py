@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from benchmarks.gpu.rows import Result, Row, Setting, check, succeeds
+from benchmarks.gpu import attention
+from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, succeeds
 from common.system.gpus import devices
 
 # Type, and the TFLOP/s that are expected. What is expected here is what one H200 had: docs/gpu.md.
@@ -51,6 +52,10 @@ def ceilings(device: torch.device) -> dict[str, Result]:
     for name, (kind, expected) in PRODUCTS.items():
         found[f"matrix product, {name}"] = tflops(product_flops(device, kind), expected)
     return found
+
+
+def thorough() -> dict[str, Row]:
+    return rows_of("tf32") | {"attention's tiles": on_gpu(rows_of("tiles")[""])}
 
 
 def tf32(device: torch.device) -> dict[str, Result]:
@@ -142,5 +147,7 @@ def saves(setting: Setting) -> Result:
 
 if __name__ == "__main__":
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    measured = {"ceilings": ceilings, "snapshots": snapshots, "tf32": tf32}[sys.argv[1]](here)
+    functions = {"ceilings": ceilings, "snapshots": snapshots, "tf32": tf32}
+    functions |= {"attention": attention.attention, "tiles": attention.tiles}
+    measured = functions[sys.argv[1]](here)
     print(json.dumps({name: asdict(result) for name, result in measured.items()}))
