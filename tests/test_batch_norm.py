@@ -22,6 +22,7 @@ def accelerator():
     made = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     made.compilation, made.grad_checkpointing = Compilation(), False
     made.deterministic, made.exact_sum, made.short_attention = False, None, False
+    made.step_stream = None
     return made
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedDataParallelKwargs, PartialState
+from accelerate import accelerator as accelerate_accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     DDPCommunicationHookType,
@@ -73,7 +74,7 @@ from common.distributed.watch import stop, watch, watch_ranks
 from common.recipe import Batch, Job, recipe_part
 from common.system.env import is_hosts_first, rank, world_size
 from common.system.paths import ROOT
-from common.system.phase import record_collectives
+from common.system.phase import CUDA, GROUP, STARTING, now, record_collectives, spending
 from common.system.processes import deaf_launcher
 
 # Settings that are no part of the recipe, but by which ranks would go different ways.
@@ -90,8 +91,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     device or strategy; agree() on all that was chosen; the watch.
     """
     from common.attention import has_kernel, kernel_version
-    from common.distributed.blocks import chosen_compilation
-    from common.distributed.step_graph import chosen_step_graph
+    from common.distributed.blocks import chosen_compilation, postpone_compiler
+    from common.distributed.step_graph import chosen_step_graph, keep_segments_out_of_nccl
 
     wanted = job.mixed_precision or typed_precision()
     deepspeed = check_launch_config(
@@ -113,11 +114,18 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     if rehearsal:
         rehearse_on_cpu()
     compilation = chosen_compilation(job.compile)
+    if not compilation:
+        postpone_compiler()
     name_interface()
     record_collectives()
+    keep_segments_out_of_nccl()
     set_group_timeout(job.timeout_s)
-    join_agents_store(job.timeout_s)
-    accelerator = make_accelerator(job, batch, deepspeed, clip_norm)
+    with spending(GROUP):
+        join_agents_store(job.timeout_s)
+        accelerator = make_accelerator(job, batch, deepspeed, clip_norm)
+    if accelerator.device.type == "cuda":
+        with spending(CUDA):
+            torch.zeros((), device=accelerator.device)
     assert accelerator.num_processes == batch.processes
     if batch.processes > 1 and accelerator.device.type == "cuda" and backend() == "nccl":
         gpu = str(torch.cuda.get_device_properties(accelerator.device).uuid)
@@ -125,6 +133,8 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     accelerator.compilation = compilation
     accelerator.step_graph = chosen_step_graph(accelerator, getattr(job, "step_graph", False))
     accelerator.short_attention = has_kernel(accelerator.device, precision(accelerator))
+    if accelerator.step_graph and accelerator.device.type == "cuda":
+        accelerator.step_stream = torch.cuda.Stream()
     if compilation and strategy(accelerator) == "zero3":
         raise ValueError(
             f"--compile {compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each block, which"
@@ -142,7 +152,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     blocks |= {"compile": str(compilation), "grad_checkpointing": accelerator.grad_checkpointing}
     blocks |= vars(accelerator.precision)
     code = {"script and common/": _code_hash(), **versions()}
-    blocks |= {"deterministic": job.deterministic}
+    blocks |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
     if job.deterministic:  # its bits differ from those of torch's attention
         blocks |= {"short_attention": accelerator.short_attention and kernel_version()}
     if job.deterministic and accelerator.device.type == "cpu":  # its sums within a gradient depend on them
@@ -175,8 +185,9 @@ def make_accelerator(
 
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one. Attributes of ours: precision
     (precision.Precision), compilation (blocks.Compilation or None), step_graph, deterministic,
-    grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None), and short_attention (bool): the device
-    has the kernel of common.attention, and after wrap() also the model uses it.
+    grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None), short_attention (bool): the device has
+    the kernel of common.attention, and after wrap() also the model uses it, prepared (the wrapped model, once
+    there is one), step_stream (the stream of the step's graphs, or None).
     """
     # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
     PartialState.is_local_main_process = property(lambda _: is_hosts_first())
@@ -202,10 +213,13 @@ def make_accelerator(
         _fill_deepspeed_config(accelerator.state.deepspeed_plugin.deepspeed_config, batch, clip_norm)
     else:  # Accelerate 1.15 would import DeepSpeed, to ask if FSDP's model is its engine: 2 s in each process
         accelerate_other.is_deepspeed_available = lambda: False
+    if accelerator.distributed_type != DistributedType.FSDP:  # it would import DTensor, a second
+        accelerate_accelerator.model_has_dtensor = lambda model: False
     accelerator.precision = settle_precision(
         accelerator, kind, engines_precision == kind, job.grad_compression
     )
-    accelerator.compilation, accelerator.step_graph, accelerator.short_attention = None, False, False
+    accelerator.compilation, accelerator.step_graph, accelerator.step_stream = None, False, None
+    accelerator.prepared, accelerator.short_attention = None, False
     accelerator.deterministic, accelerator.exact_sum = job.deterministic, None  # wrap() makes it
     accelerator.grad_checkpointing = job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -233,13 +247,25 @@ def prepare(
     statistics of common.batch_norm.
     """
     share_initial_weights(accelerator, model)
-    return wrap(accelerator, model, optimizer)
+    wrapped = wrap(accelerator, model, optimizer)
+    now.enter(STARTING)
+    return wrapped
 
 
 def wrap(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """prepare() without the exchange of initial weights.
+    """prepare() without the exchange of initial weights."""
+    from common.distributed.step_graph import on_step_stream
+
+    with on_step_stream(accelerator):
+        return _wrap(accelerator, model, optimizer)
+
+
+def _wrap(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[nn.Module, AcceleratedOptimizer]:
+    """Wrap the model and the optimizer.
 
     The order: what changes modules, as the strategy takes them as they are (memory layout, BatchNorm, blocks
     that are compiled, then checkpointed, autocast); the strategy; what needs its parameters or its wrapper
@@ -300,6 +326,7 @@ def wrap(
         prepared.broadcast_buffers = False  # common.evaluation broadcasts them before it uses them
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
+    accelerator.prepared = prepared
     return prepared, wrapped
 
 

@@ -13,9 +13,12 @@ of 911 (fp32, counted on a CPU). On an H200 its peak at batch 512 is 3.69 GiB in
 """
 
 import functools
+import importlib
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +32,31 @@ from common.system.processes import accelerate_config
 # Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
 # limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
+
+
+class _Compiler(ModuleType):
+    """Stands for torch._dynamo until more of it is used than what torch's optimizers call in each run."""
+
+    graph_break = staticmethod(lambda *_, **__: None)  # outside of a compilation torch's does nothing, either
+    disable = staticmethod(lambda function, *_, **__: function)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # inspect looks at each module
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+            importlib.import_module(self.__name__)  # puts itself in the place of this one
+        return getattr(sys.modules[self.__name__], name)
+
+
+def postpone_compiler() -> None:
+    """Let torch import its compiler only where something is compiled: it takes seconds.
+
+    torch 2.11 to 2.15 import it with the first step of an optimizer, for two functions that then do nothing.
+    """
+    name = "torch._dynamo"
+    if name not in sys.modules:
+        torch._dynamo = sys.modules[name] = _Compiler(name)
 
 
 def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterator[nn.Module]:

@@ -11,7 +11,8 @@ grid by the largest number instead (Parallel Reproducible Summation, IEEE TC 201
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,11 @@ class Bucket:
         self.seen |= self.came
         self.came.clear()
         self.is_added = True
+
+    def forget(self) -> None:
+        """Begin the next step, whatever has become of this one."""
+        self.work, self.seen, self.is_added = None, set(), False
+        self.came.clear()
 
     def exchange(self) -> None:
         if not self.seen:
@@ -150,6 +156,18 @@ class ExactSum:
         norm = self._norm(grads)
         torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).float().to(grads[0].device))
         return norm
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Capture a step inside, which need not succeed: what the host counts is then as before a step."""
+        digest = self.digest
+        try:
+            yield
+        finally:
+            self.digest, self.exchanged, self.norms = digest, 0, [self.zero] * len(self.names)
+            self.came.clear()
+            for bucket in self.buckets:
+                bucket.forget()
 
     def check(self, step: int) -> None:
         """FloatingPointError on all processes if a gradient did not fit since the last call. step: the last
@@ -248,7 +266,8 @@ class ExactSum:
             if bucket.came:  # not all of its parameters had a gradient
                 self._add(bucket)
             bucket.is_added = False
-        self.largest = torch.maximum(self.largest, torch.stack(self.norms))
+        # In place, as all that the next step reads: a step may be a graph
+        torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)
         self.norms = [self.zero] * len(self.names)
 
     @torch.no_grad()
@@ -265,7 +284,7 @@ class ExactSum:
         if self.accelerator.scaler is not None:
             fits |= ~self.largest.isfinite()  # the scaler skips such a step
         self.steps += 1
-        self.failed = torch.minimum(self.failed, torch.where(fits, math.inf, self.steps))
+        torch.minimum(self.failed, torch.where(fits, math.inf, self.steps), out=self.failed)
         self.largest.zero_()
 
     def _norm(self, grads: list[Tensor]) -> Tensor:

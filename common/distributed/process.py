@@ -18,10 +18,12 @@ from accelerate import Accelerator
 
 from common.distributed.accelerator import start
 from common.distributed.channel import first_to_report
+from common.distributed.step_graph import free_graphs
 from common.distributed.watch import MISTAKES, SIGNALS, Preempted, begin_exit, report_failure
 from common.recipe import Batch, Recipe, from_flags
 from common.system.cli import settle_environment, tell_torchrun
 from common.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
+from common.system.phase import STARTING, now
 from common.system.text import message_text
 
 R = TypeVar("R", bound=Recipe)
@@ -37,6 +39,7 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
     def decorate(main: Main[R]) -> Callable[[], None]:
         def train() -> None:
+            now.enter(STARTING)  # the script has imported all
             recipe = from_flags(kind)
             accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
             main(recipe, accelerator, batch)
@@ -88,6 +91,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
     begin_exit()
     if dist.is_initialized() and status in (0, PREEMPTED):
+        free_graphs()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

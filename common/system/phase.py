@@ -12,7 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,23 +23,52 @@ from common.system.processes import own_age_s
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
+# Parts of a start, and of an end, which are none of the phases above
+IMPORTS, GROUP, CUDA = "imports", "process group", "CUDA"
+DATA, MODEL = "opening the data", "building the model"
+WARM_UP, CAPTURE = "warm-up of the graphs", "capture of the graphs"
+FIRST_EVALUATION, PLOTS = "first evaluation", "plots"
+
+
+@dataclass
+class Replay:
+    """A replay of a step's CUDA graph that the watch follows. No other one is followed until it has ended.
+
+    number: of the process's replays. launched: the number of replays that the host has launched.
+    """
+
+    number: int
+    since: float = field(default_factory=time.time)
+    launched: int = 0
+    ended: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.launched = self.number
+
+    def is_done(self) -> bool:
+        return self.ended()
+
+    @property
+    def age_s(self) -> float:
+        return 0.0 if self.is_done() else time.time() - self.since
 
 
 class _Now:
     """What this process does now. phase: may be more detailed than the part to which the time counts."""
 
     def __init__(self) -> None:
-        self.phase = self.part = STARTING
+        self.phase, self.part = STARTING, IMPORTS
         self.step = 0
+        self.replay: Replay | None = None
         self.since: float | None = None  # time.perf_counter() of the last enter()
         self.past_s: dict[str, float] = {}  # by part, up to then
 
-    def enter(self, part: str) -> None:
-        """Begins a part, which is the phase, too."""
+    def enter(self, part: str, phase: str = "") -> None:
+        """Begin a part. By default the phase has the same name."""
         at = time.perf_counter()
         before_s = own_age_s() if self.since is None else at - self.since
         self.past_s[self.part] = self.past_s.get(self.part, 0.0) + before_s
-        self.since, self.part, self.phase = at, part, part
+        self.since, self.part, self.phase = at, part, phase or part
 
     def spent_s(self) -> dict[str, float]:
         """Seconds of this process by part; they add up to its age."""
@@ -62,18 +92,19 @@ def in_phase(phase: str) -> Iterator[None]:
 @contextlib.contextmanager
 def spending(part: str) -> Iterator[None]:
     """Makes what runs inside a part of its own."""
-    before = now.part
+    before, phase = now.part, now.phase
     now.enter(part)
     try:
         yield
     finally:
-        now.enter(before)
+        now.enter(before, phase)
 
 
 # A job that hangs
 
 Evidence = dict[str, Any]  # a rank's report, from evidence()
 KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
+REPLAY, GRAPH = "replay", "graph"  # stand for a collective and its group in the evidence
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
 REPORTING = ("phase.py", "watch.py")  # files that make the report: the process is where they were called
 
@@ -87,7 +118,9 @@ def record_collectives() -> None:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """The collectives in torch's flight recorder, oldest first: op, group, number, age_s and is_done.
+    """The collectives in torch's flight recorder, and the replay of a graph that has some, oldest first.
+
+    Each has op, group, number, age_s and is_done. torch records none of the collectives in a graph.
 
     number: in its group; a rank whose last number is smaller is behind.
     """
@@ -98,7 +131,7 @@ def collectives() -> list[dict[str, Any]]:
         with contextlib.suppress(AttributeError, RuntimeError, ValueError):
             entries += json.loads(getattr(c10d, name)()).get("entries", [])
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
-    return [
+    recorded = [
         {
             "op": e["profiling_name"],
             "group": e["process_group"][0],
@@ -109,6 +142,15 @@ def collectives() -> list[dict[str, Any]]:
         for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
         if not e["is_p2p"]
     ]
+    return sorted(recorded + _replay(), key=lambda one: -one["age_s"])
+
+
+def _replay() -> list[dict[str, Any]]:
+    """Return the replay that is followed, in the form of a collective."""
+    if (replay := now.replay) is None:
+        return []
+    entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
+    return [entry | {"is_done": replay.is_done()}]
 
 
 def evidence(rank: int, hosts: list[str]) -> Evidence:
@@ -182,13 +224,14 @@ def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
         for wait in waits.values()
         for rank, row in rows.items()
         if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
+        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch ahead, each as far as it gets
     }
     if odd := sorted(behind) or sorted(rows.keys() - waits.keys()):
         steps = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in odd}
         ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in odd})
         inside = f", not in {', '.join(ops)} with the others" if ops else ""
         return f"{_named(odd, hosts)} awaited{inside}: {'; '.join(sorted(steps))}"
-    kinds = {(wait["op"], wait["number"]) for wait in waits.values()}
+    kinds = {(wait["op"], wait["number"] * (wait["group"] != GRAPH)) for wait in waits.values()}
     if len(kinds) > 1:
         places = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
         return f"the ranks are in different collectives: {', '.join(places)}"

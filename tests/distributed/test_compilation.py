@@ -2,6 +2,7 @@
 
 import copy
 import os
+import subprocess
 
 import pytest
 import timm
@@ -17,7 +18,7 @@ from common.distributed.accelerator import prepare
 from common.distributed.blocks import Compilation, chosen_compilation, compile_blocks
 from common.optim import EMA
 from common.timm_models import DropPath, speed_up
-from tests.conftest import full, rows_of
+from tests.conftest import ROOT, full, python, rows_of
 from train_cnn_b import ResNet18
 
 
@@ -214,7 +215,8 @@ def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulati
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
     accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
     accelerator.grad_checkpointing = flag == "grad_checkpointing"
-    accelerator.deterministic, accelerator.short_attention = flag == "deterministic", False
+    accelerator.deterministic, accelerator.step_stream = flag == "deterministic", None
+    accelerator.short_attention = False
     accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)
@@ -228,3 +230,30 @@ def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulati
         for batch in images:
             torch.testing.assert_close(prepared.eval()(batch), eager.eval()(batch))
     assert fake.modes == wanted
+
+
+# --- torch's compiler is imported where it is used
+
+STEP = """
+import sys, torch
+from common.distributed.blocks import postpone_compiler
+postpone_compiler()
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+layer(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+assert "torch._inductor" not in sys.modules
+"""
+COMPILE = """
+compiled = torch.compile(layer, backend="eager")
+assert torch.equal(compiled(torch.ones(1, 2)), layer(torch.ones(1, 2)))
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert type(torch._dynamo).__name__ == "module"
+"""
+
+
+@pytest.mark.parametrize("more", ["", full(COMPILE)])
+def test_a_step_imports_no_compiler(more):
+    done = subprocess.run([*python(), "-c", STEP + more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -153,9 +153,10 @@ def test_while_data_is_prepared(cifar10, tmp_path):
 
 
 @pytest.mark.full
-def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path, cache, stoppable):
+@pytest.mark.parametrize("flags", [[], ["--step_graph"]])
+def test_an_evaluation_that_was_cut_off_is_made_up_for(flags, tmp_path, cache, stoppable):
     """Rank 0 is told in an epoch's last step, all agree a step later: they stop while they evaluate."""
-    words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache]
+    words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache, *flags]
     words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
     Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()
     assert result(tmp_path / "run")["status"] == "preempted"

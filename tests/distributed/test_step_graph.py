@@ -1,26 +1,45 @@
 """--step_graph as far as a CPU goes: tests/support/recorded_graph.py stands for the graph."""
 
+import json
 import os
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from timm.optim import Lamb, Lookahead
+from timm.optim import Lamb, Lookahead, Muon
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
+from common.distributed import accelerator as accelerators
 from common.distributed import step_graph
 from common.distributed.blocks import Compilation
 from common.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
 from common.order import reseed
 from common.recipe import parse
-from tests.conftest import CNN, RESNET, VIT_WITH_ALL, full, latest, metrics, python, result, run, tensors
+from tests.conftest import (
+    CNN,
+    RESNET,
+    STRATEGIES,
+    VIT_WITH_ALL,
+    full,
+    latest,
+    metrics,
+    result,
+    run,
+    tensors,
+    torchrun,
+)
 from tests.distributed.test_exact_sum import mutant
+from tests.support import graphed_ranks
 from tests.support.recorded_graph import aten, record
 from train_cnn_a import CnnA
 
@@ -31,6 +50,12 @@ USUAL = dict(
     distributed_type=DistributedType.NO,
     gradient_accumulation_steps=1,
     num_processes=1,
+    step=0,
+    ddp_handler=None,
+    parallelism_config=None,
+    exact_sum=None,
+    prepared=None,
+    step_stream=None,
     scaler=None,
     sync_gradients=True,
     compilation=Compilation(),
@@ -40,41 +65,113 @@ USUAL = dict(
     step_graph=True,
     print=print,
 )
-STEPS = 2 * WARM_UP_STEPS + 2
+WARM_UP = WARM_UP_STEPS["single"]
+STEPS = 2 * WARM_UP + 2
 
 
-def train(words: list, folder: Path, *stops: int, **environment: str) -> tuple[list, dict, dict, str]:
+def fsdp(offload: bool) -> SimpleNamespace:
+    cpu_offload = CPUOffloadPolicy() if offload else None
+    return SimpleNamespace(fsdp_plugin=SimpleNamespace(reshard_after_forward=True, cpu_offload=cpu_offload))
+
+
+FSDP = {"distributed_type": DistributedType.FSDP, "state": fsdp(offload=False)}
+HYBRID = SimpleNamespace(dp_replicate_size=2)
+ZERO2 = {"zero_optimization": {"stage": 2}}
+ZERO = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_config=ZERO2))
+
+
+def train(
+    way: str, words: list, folder: Path, *stops: int, **environment: str
+) -> tuple[list, dict, dict, str]:
     """What the log, the last checkpoint and result.json hold, and the output. stops: it is resumed there."""
-    for steps in (*stops, 10):
+    for steps in (*stops, 16 if way == "ddp" else 10):
         there = [*words, "--max_steps", steps, "--output_dir", folder]
-        output = run([*python(), *there], env=os.environ | environment)
+        output = run([*STRATEGIES[way], *there], env=os.environ | environment)
     log = [[line.get(k) for k in ("step", "train/loss", "train/lr", "val/loss")] for line in metrics(folder)]
-    assert len({line[2] for line in log} - {None}) > WARM_UP_STEPS
+    assert len({line[2] for line in log} - {None}) > WARM_UP
     return log, tensors(latest(folder)), result(folder), output
 
 
-@pytest.mark.parametrize(
-    ("script", "stops", "fails"),
-    [
-        ([*RESNET, *SIZES], (), ""),
-        full(VIT_WITH_ALL, (5,), ""),
-        full(CNN, (), ""),
-        full([*CNN, "--compile", "default"], (), ""),
-        full(VIT_WITH_ALL, (), "1"),
-    ],
-    ids=["cnn_b, two sizes", "vit, resumed", "cnn_a", "cnn_a, compiled", "vit, a capture that fails"],
-)
-def test_it_trains_the_same(script, stops, fails, tmp_path, cache):
+ACCUMULATED = ["--per_device_batch_size", 32]
+SCRIPTS = {
+    "cnn_b, two sizes": ("single", [*RESNET, *SIZES], (), ""),
+    "vit, resumed": full("single", VIT_WITH_ALL, (5,), ""),
+    "cnn_a": full("single", CNN, (), ""),
+    "cnn_a, compiled": full("single", [*CNN, "--compile", "default"], (), ""),
+    "vit, a capture that fails": full("single", VIT_WITH_ALL, (), "1"),
+    "vit under DDP, accumulated, resumed": full("ddp", [*VIT_WITH_ALL, *ACCUMULATED], (14,), ""),
+    "cnn_b under DDP, two sizes": full("ddp", [*RESNET, *SIZES, *ACCUMULATED], (), ""),
+    "vit under FSDP2": full("fsdp", VIT_WITH_ALL, (), ""),
+    "cnn_b under FSDP2, accumulated": full("fsdp", [*RESNET, *SIZES, *ACCUMULATED], (5,), ""),
+    "vit under FSDP2, a capture that fails": full("fsdp", VIT_WITH_ALL, (), "1"),
+}
+
+
+@pytest.mark.parametrize(("way", "script", "stops", "fails"), SCRIPTS.values(), ids=SCRIPTS)
+def test_it_trains_the_same(way, script, stops, fails, tmp_path, cache):
     words = [*script, *FLAGS, *cache]
-    plain, weights, about, _ = train(words, tmp_path / "plain", *stops)
+    plain, weights, about, _ = train(way, words, tmp_path / "plain", *stops)
     graphed = ["-m", "tests.support.recorded_graph", *words, "--step_graph"]
-    lines, others, outcome, output = train(graphed, tmp_path / "graphed", *stops, CAPTURE_FAILS=fails)
+    lines, others, outcome, output = train(way, graphed, tmp_path / "graphed", *stops, CAPTURE_FAILS=fails)
     assert lines == plain
     assert weights.keys() == others.keys()
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert (about["step_graph"], outcome["step_graph"]) == (False, not fails)
     assert ", a CUDA graph for each step" in output
-    assert ("the step can't be one CUDA graph (operation not permitted" in output) == bool(fails)
+    gives_up = re.search(r"the step can't be one CUDA graph( on rank 0)? \(operation not permitted", output)
+    assert bool(gives_up) == bool(fails)
+
+
+@pytest.mark.parametrize("way", ["single", "ddp", "fsdp"])
+def test_ranks_train_the_same_and_mutants_are_found(way, tmp_path):
+    """The bits of losses, evaluations and weights, with the step recorded, and with a step that is called."""
+    mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if way == "fsdp" else {})
+    if way == "single":
+        mutants.pop("a rank that replays the graph of the last size")
+    (tmp_path / "cases").write_text(json.dumps([*graphed_ranks.CASES, *mutants]))
+    launcher = torchrun(2) if way == "ddp" else STRATEGIES[way]
+    output = run([*launcher, "-m", "tests.support.graphed_ranks", tmp_path / "cases"])
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    ranks = 1 if way == "single" else 2
+    if ranks == 2:
+        assert rows.pop() == ["graphs at the end", 0]
+    kept = {name: [not case.fails_at] * ranks for name, case in graphed_ranks.CASES.items()}
+    assert rows[: len(kept)] == [[name, True, kept[name]] for name in kept]
+    assert [(name, is_same) for name, is_same, _ in rows[len(kept) :]] == [(name, False) for name in mutants]
+    line = "the step can't be one CUDA graph{} (operation not permitted when stream is capturing)"
+    assert output.count(line.format(" on rank 1" * (ranks - 1))) == sum(not all(of) for of in kept.values())
+
+
+def test_the_model_is_wrapped_on_the_stream_of_the_captures(monkeypatch):
+    """DDP keeps the stream. Streams are names here: on a CPU there are none."""
+    streams, used = ["default"], {}
+
+    @contextmanager
+    def stream(name: Any) -> Iterator[None]:
+        streams.append(str(name))
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(
+        accelerators, "_wrap", lambda *_: used.setdefault("DDP", streams[-1]) and (None, None)
+    )
+    side = Mock(__str__=lambda _: "side")
+    accelerator = SimpleNamespace(**USUAL | {"step_stream": side})
+    accelerators.wrap(accelerator, nn.Linear(1, 1), None)
+
+    def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        used.setdefault("step", streams[-1])
+        return inputs.sum()
+
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    graph = StepGraph(accelerator, optimizer, step)
+    for accelerator.step_graph in (True, False):
+        graph(torch.ones(1), torch.ones(1))
+        assert used.pop("step") == "side"
+    assert used == {"DDP": "side"}
+    assert streams == ["default"]
 
 
 def losses(graph: type | None = None, inside: str = "", capture: Callable = record) -> list[float]:
@@ -113,12 +210,10 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
 def test_what_is_frozen_into_the_graph_is_seen():
     plain = losses()
     assert losses(StepGraph) == plain
-    filled = ("rate.fill_(group", "buffers.inputs.copy_(inputs)", "buffers.labels.copy_(labels)")
-    frozen = [mutant(step_graph, each, f"buffers.steps > WARM_UP_STEPS or {each}") for each in filled]
-    frozen.append(mutant(step_graph, 'group["lr"] = rate\n', "pass\n"))
+    frozen = [mutant(step_graph, 'group["lr"] = rate\n', "pass\n")]
     for each in frozen:
         seen = losses(each.StepGraph)
-        assert seen[: WARM_UP_STEPS + 1] == plain[: WARM_UP_STEPS + 1]
+        assert seen[: WARM_UP + 1] == plain[: WARM_UP + 1]
         assert seen != plain
     for inside in ("seed", "factor"):
         assert losses(None, inside) == plain
@@ -138,7 +233,7 @@ def test_a_capture_that_fails_leaves_the_plain_step(fails_at, capsys):
 def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
     graphs = []
 
-    def capture(run: Callable[[], None]) -> Callable[[], None]:
+    def capture(run: Callable[[], None], pool: None) -> Callable[[], None]:
         graph = nn.Linear(1, 1)  # a local variable, which the error's traceback holds
         graphs.append(weakref.ref(graph))
         raise MemoryError
@@ -149,7 +244,7 @@ def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
 
     graph = StepGraph(SimpleNamespace(**USUAL), torch.optim.SGD(nn.Linear(1, 1).parameters()), step)
     graph.capture = capture
-    for _ in range(WARM_UP_STEPS + 2):
+    for _ in range(WARM_UP + 2):
         graph(torch.ones(1), torch.ones(1))
     assert len(graphs) == 1
 
@@ -160,13 +255,19 @@ def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
         ({}, True),
         ({"compilation": Compilation("inductor")}, True),
         ({"compilation": Compilation("inductor", "reduce-overhead")}, False),
-        ({"distributed_type": DistributedType.MULTI_GPU}, False),
-        ({"gradient_accumulation_steps": 2}, False),
+        ({"distributed_type": DistributedType.MULTI_GPU}, True),
+        ({"distributed_type": DistributedType.MULTI_GPU, "ddp_handler": Mock(comm_hook="bf16")}, False),
+        ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),  # over gloo
+        (FSDP, True),
+        (FSDP | {"state": fsdp(offload=True)}, False),
+        (FSDP | {"parallelism_config": HYBRID}, False),
+        ({"distributed_type": DistributedType.DEEPSPEED, "state": ZERO}, False),
+        ({"gradient_accumulation_steps": 2}, True),
         ({"grad_checkpointing": True}, False),
         ({"precision": SimpleNamespace(mixed_precision="fp16")}, False),
     ],
 )
-def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits):
+def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits, capsys):
     def chosen(*flags: str, **more: Any) -> bool:
         recipe = parse(CnnA, [*flags])
         return chosen_step_graph(SimpleNamespace(**USUAL | other | more), recipe.step_graph)
@@ -177,20 +278,51 @@ def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits):
     if fits:
         assert chosen("--step_graph")
     else:
-        with pytest.raises(ValueError, match="--step_graph is for one process"):
-            chosen("--step_graph")
+        assert capsys.readouterr().out.count("the step is no CUDA graph: ") == 1
+        if "num_processes" not in other:  # a rehearsal over gloo is none on a GPU
+            with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove the flag\.$"):
+                chosen("--step_graph")
 
 
-def test_an_optimizer_that_reads_numbers_on_the_host_is_in_no_graph():
-    """Lamb, SGD that is not fused, and Lookahead: a graph would never take its slow steps."""
-    weights, said = [torch.zeros(2, requires_grad=True)], []
-    inner, line = torch.optim.AdamW(weights), "the step is no CUDA graph: {} may read its numbers on the host"
-    fused, plain = (torch.optim.SGD(weights, momentum=0.9, fused=is_fused) for is_fused in (True, False))
-    for optimizer in (inner, fused, Lamb(weights), plain, Lookahead(inner)):
-        accelerator = SimpleNamespace(step_graph=True, print=said.append, device=torch.device("cuda"))
+MATRIX = torch.zeros(2, 2, requires_grad=True)
+ADAMW, FUSED_SGD = torch.optim.AdamW([MATRIX], fused=True), torch.optim.SGD([MATRIX], fused=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "other", "on_gpu", "on_cpu"),
+    [
+        (ADAMW, {}, True, True),
+        (torch.optim.Adam([MATRIX]), {}, False, True),  # on a GPU `capturable` rounds differently
+        (FUSED_SGD, {}, True, True),
+        (torch.optim.SGD([MATRIX]), {}, False, True),
+        (ADAMW, FSDP, True, True),
+        (torch.optim.SGD([MATRIX]), FSDP, False, False),
+        (Muon([MATRIX]), {}, False, False),  # rounds a rate that is a tensor differently
+        (torch.optim.NAdam([MATRIX]), {}, False, False),
+        (Lamb([MATRIX]), {}, False, False),
+        (Lookahead(ADAMW), {}, False, False),  # a graph would never take its slow steps
+    ],
+)
+def test_an_optimizer_that_reads_numbers_on_the_host_is_in_no_graph(optimizer, other, on_gpu, on_cpu, capsys):
+    for device, fits in (("cuda", on_gpu), ("cpu", on_cpu)):
+        accelerator = SimpleNamespace(**USUAL | other | {"device": torch.device(device)})
         step_graph.step_graph(accelerator, SimpleNamespace(optimizer=optimizer))
-        assert accelerator.step_graph == (optimizer in (inner, fused))
-    assert said == [line.format(name) for name in ("Lamb", "SGD", "Lookahead")]
+        assert accelerator.step_graph == fits
+        line = f"the step is no CUDA graph: {type(optimizer).__name__} may read its numbers on the host\n"
+        assert capsys.readouterr().out == line * (not fits)
+
+
+def test_muon_rounds_differently_with_a_rate_on_the_device():
+    """The reason why it is in no graph."""
+    ends = []
+    for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        weights = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        optimizer = Muon([weights], lr=rate)
+        for _ in range(3):
+            weights.sin().sum().backward()
+            optimizer.step()
+        ends.append(weights.detach())
+    assert not torch.equal(*ends)
 
 
 @pytest.mark.parametrize("shape", [(2,), ()])

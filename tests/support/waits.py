@@ -140,6 +140,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     accelerator.compilation, accelerator.grad_checkpointing = Compilation(), False
     accelerator.deterministic, accelerator.exact_sum, accelerator.step_graph = False, None, False
     accelerator.short_attention = False
+    accelerator.prepared, accelerator.step_stream = None, None
     accelerator.precision = Precision("no", "none", "fp32")
     with ExitStack() as stack:
         stack.callback(AcceleratorState._reset_state, True)

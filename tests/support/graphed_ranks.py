@@ -1,0 +1,247 @@
+"""Trains a small network step by step and with a recorded graph, in one launch, for many cases and mutants.
+
+    torchrun --nproc_per_node=2 -m tests.support.graphed_ranks CASES
+
+CASES is a file with a JSON list of names of cases. A line of JSON for each has the case, the bits of the
+losses, evaluations and weights of all ranks without and with the graph, and if the graph was kept.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from common.distributed import accelerator as accelerators
+from common.distributed import exact_sum, step_graph
+from common.distributed.accelerator import start, wrap
+from common.distributed.layout import to_local
+from common.distributed.process import run_process
+from common.order import reseed
+from common.recipe import Job
+from tests.support.recorded_graph import aten, record
+
+SIZES, IMAGES, CLASSES = (8, 6), 4, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """accumulations: micro-batches of a step on each rank. fails_at: the operation at which the capture fails
+    on the last rank. mutant: pieces of code in step_graph.py and what takes their place."""
+
+    accumulations: int = 1
+    deterministic: bool = False
+    is_recorded: bool = True  # or the step is called, as in a rehearsal
+    fails_at: Any = None
+    mutant: tuple[tuple[str, str], ...] = ()
+    of_sum: tuple[tuple[str, str], ...] = ()  # likewise in exact_sum.py
+
+
+COPY = "        self.shape.inputs.copy_(inputs)\n"
+LABELS = "self.shape.labels.copy_"
+DROP = "parts.append(part := Part())"  # between captures
+DROPPED = f"""{DROP}
+                    [setattr(p, "grad", None) for group in self.groups for p in group["params"]]
+                    getattr(self.model, "reset_iter_state", lambda: None)()"""
+REPLAY = "            self._replay(part)\n"
+OLD_ON_RANK_1 = """            self.old = getattr(self, "old", part)
+            self._replay(self.old if torch.distributed.get_rank() else part)
+"""
+BACKWARD, STEP = aten.convolution_backward.default, aten._fused_adamw_.tensor_lr
+CASES = {
+    "called": Case(is_recorded=False),
+    "called, 2 micro-batches, deterministic": Case(2, True, is_recorded=False),
+    "1 micro-batch": Case(),
+    "2 micro-batches": Case(2),
+    "4 micro-batches": Case(4),
+    "deterministic": Case(deterministic=True),
+    "3 micro-batches, deterministic": Case(3, deterministic=True),
+    "fails in forward": Case(2, fails_at=aten.native_batch_norm.default),
+    "fails in backward": Case(2, fails_at=BACKWARD),
+    "fails in the optimizer": Case(fails_at=STEP),
+    "fails in backward, deterministic": Case(2, deterministic=True, fails_at=BACKWARD),
+}
+MUTANTS = {
+    "a frozen rate": Case(mutant=(("rate.fill_(group", "self.shape.parts or rate.fill_(group"),)),
+    "frozen inputs": Case(mutant=((COPY, f"        if not self.shape.parts:\n    {COPY}"),)),
+    "frozen labels": Case(mutant=((LABELS, f"self.shape.parts or {LABELS}"),)),
+    "gradients dropped between captures": Case(2, mutant=((DROP, DROPPED),)),
+    "one graph for all micro-batches": Case(2, mutant=(("[-1 if is_last", "[0 if is_last"),)),
+    "the middle as the first": Case(3, mutant=(("else min(number, 1)]", "else 0]"),)),
+    "a rank that replays the graph of the last size": Case(mutant=((REPLAY, OLD_ON_RANK_1),)),
+    "a step that is not counted": Case(2, mutant=(("self.accelerator.step = step + 1", "pass"),)),
+    "a largest gradient that is replaced": Case(
+        4, deterministic=True,
+        of_sum=(("torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)",
+                 "self.largest = torch.maximum(self.largest, torch.stack(self.norms))"),),
+    ),
+    "a failure that is replaced": Case(
+        2, deterministic=True,
+        of_sum=((", torch.where(fits, math.inf, self.steps), out=self.failed)",
+                 ", torch.where(fits, math.inf, self.steps)); self.failed = self.failed.clone()"),),
+    ),
+}  # fmt: skip
+OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.is_gathered:", "if False:"),))}
+
+
+KEPT: list[Any] = []  # all StepGraphs, as a script's loop keeps its own to the end
+
+
+class Block(nn.Sequential):
+    pass
+
+
+class Net(nn.Module):
+    """[B, 3, S, S] -> logits [B, CLASSES]"""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = Block(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.blocks = nn.Sequential(first, Block(nn.Conv2d(6, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.2)))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
+def main() -> None:
+    job = Job(batch_size=2 * IMAGES, per_device_batch_size=IMAGES, mixed_precision="no", deterministic=True)
+    accelerator, _ = start(job)
+    policy = getattr(getattr(accelerator.state, "fsdp_plugin", None), "mixed_precision_policy", None)
+    cases = CASES | MUTANTS | OF_FSDP
+    dist.destroy_process_group = report_graphs(accelerator, dist.destroy_process_group)
+    for name in json.loads(Path(sys.argv[1]).read_text()):
+        case = cases[name]
+        accelerator.deterministic = case.deterministic
+        if policy:
+            accelerator.state.fsdp_plugin.mixed_precision_policy = policy if case.deterministic else None
+        accelerator.gradient_accumulation_steps = case.accumulations
+        plain, _ = train(accelerator, dataclasses.replace(case, of_sum=()), None)
+        try:
+            graphed, is_kept = train(accelerator, case, mutated(step_graph, case.mutant))
+        except RuntimeError as error:
+            graphed, is_kept = str(error), []
+        accelerator.print(json.dumps([name, plain == graphed, is_kept]))
+
+
+def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Callable[[], None]:
+    """Report at the end of the process group if a graph is left: it could hold NCCL's collectives."""
+
+    def ended() -> None:
+        accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in KEPT)]))
+        destroy()
+
+    return ended
+
+
+def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleType:
+    """The module with other pieces of code."""
+    if not pairs:
+        return module
+    text = Path(str(module.__file__)).read_text()
+    for old, new in pairs:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    changed = ModuleType("mutant")
+    exec(compile(text, "mutant", "exec"), vars(changed))
+    return changed
+
+
+def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tuple[Any, list[bool]]:
+    """The bits of a training with both sizes of images, and if each rank ended with a graph.
+
+    module: has StepGraph; None: the step is called.
+    """
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    accelerator.step, accelerator.exact_sum, accelerator.step_graph = 0, None, module is not None
+    del accelerator._models[:], accelerator._optimizers[:]
+    for name in ("backward", "clip_grad_norm_"):  # an exact sum takes their places
+        vars(accelerator).pop(name, None)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(accelerators, "use_foreach", lambda _: None))  # takes no tensor
+        if case.of_sum:
+            exact = mutated(exact_sum, case.of_sum).ExactSum
+            stack.enter_context(patch.object(accelerators, "ExactSum", exact))
+        model, optimizer = wrap(accelerator, model, optimizer)
+
+    def step(inputs: Tensor, labels: Tensor) -> Tensor:
+        with accelerator.accumulate(model):
+            loss = factor * F.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    if module:
+        warm_up = module.WARM_UP_STEPS[accelerators.strategy(accelerator)]
+        step = graph = module.StepGraph(accelerator, optimizer, step)
+        if module is step_graph:
+            KEPT.append(graph)
+        if case.is_recorded:
+            fails_at = case.fails_at if rank == ranks - 1 else None
+            graph.capture = partial(recorded, graph, fails_at)
+    else:
+        warm_up = step_graph.WARM_UP_STEPS[accelerators.strategy(accelerator)]
+    seen: list[Any] = []
+    factor = torch.ones(())  # of the loss: once a gradient is too large for an exact sum
+    for at in range(2 * (warm_up + 3)):
+        size = SIZES[at // (warm_up + 3)]
+        optimizer.param_groups[0]["lr"] = 0.01 / (at + 1)
+        for k in range(case.accumulations):
+            number = rank * case.accumulations + k
+            drawn = torch.Generator().manual_seed(at * ranks * case.accumulations + number)
+            inputs = torch.randn(IMAGES, 3, size, size, generator=drawn)
+            labels = torch.randint(CLASSES, (IMAGES,), generator=drawn)
+            reseed(0, at, number)
+            is_large = case.deterministic and at == warm_up + 1 and k == min(1, case.accumulations - 1)
+            factor.fill_(1e6 if is_large else 1)
+            seen.append(step(inputs, labels).item())
+        if at % (warm_up + 3) >= warm_up - 1:  # before the capture, and between replays
+            seen.append(evaluated(model))
+    if accelerator.exact_sum:
+        seen.append([accelerator.exact_sum.steps.item(), accelerator.exact_sum.failed.tolist()])
+        assert math.isfinite(accelerator.exact_sum.failed.min()) or case.of_sum
+    weights = [to_local(p.detach()).flatten() for p in model.parameters()]
+    averages = [b.flatten().float() for b in model.buffers()]
+    seen.append(hashlib.sha256(torch.cat([*weights, *averages]).numpy().tobytes()).hexdigest())
+    return gather_object([seen]), gather_object([accelerator.step_graph])
+
+
+def recorded(graph: Any, fails_at: Any, run: Callable, pool: Any) -> Callable:
+    return record(graph, run, pool, fails_at)
+
+
+@torch.no_grad()
+def evaluated(model: nn.Module) -> float:
+    model.eval()
+    loss = model(torch.ones(2, 3, 6, 6)).square().mean().item()
+    model.train()
+    assert math.isfinite(loss)
+    return loss
+
+
+if __name__ == "__main__":
+    assert dist.is_available()
+    run_process(main)
