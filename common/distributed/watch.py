@@ -13,6 +13,9 @@ them 30 s later. So a failing rank writes its message into the store, and the ot
 When a collective has waited for most of the time-out, the rank asks all ranks for their evidence before the
 time-out ends them (NCCL's watchdog aborts a process without a message from Python). A stopped rank does not
 answer; nor does the store, if its process is stopped. So other threads ask it, and signals are noticed.
+
+In a replay of a CUDA graph no library watches the collectives. The report then has the step, the replay and
+how long it has waited, and the watch itself ends the process after the time-out.
 """
 
 import contextlib
@@ -36,7 +39,7 @@ from common.distributed.channel import Channel, first_to_report, let_main_close_
 from common.system import processes
 from common.system.cli import tell_torchrun
 from common.system.env import EVENTS_FILE, PREEMPTED, launched, local_rank, report
-from common.system.phase import Evidence, collectives, evidence, hang_table, stacks
+from common.system.phase import Evidence, collectives, evidence, hang_table, now, stacks
 from common.system.text import message_text
 from common.system.threads import start_daemon
 
@@ -50,6 +53,7 @@ ASK_AT = 0.7  # share of the time-out after which a waiting collective is report
 DYING_S = 0.5  # a dying process's connections close before it has ended
 ANSWER_S = 1.0  # for the other ranks to answer
 HEARTBEATS = 5  # heartbeats per time-out
+REPLAY_S = 5.0  # beyond the time-out, until a replay that does not end ends the process
 
 _exit_lock = threading.RLock()  # its holder ends this process: the main thread, or the watch
 
@@ -174,6 +178,8 @@ def _watch(reader: int, above: list[psutil.Process]) -> None:
         if ranks and not (ranks.exiting or ranks.reported) and at - looked_at >= stop.timeout_s / 40:
             looked_at = at
             start_daemon(ranks.look_for_hang)
+        if ranks and not ranks.exiting and now.replay and now.replay.age_s > stop.timeout_s + REPLAY_S:
+            start_daemon(ranks.end_replay)
         if not stop.reason:
             continue
         if not stop.is_ready:
@@ -271,6 +277,14 @@ class _Ranks:
         ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
         if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.exiting:
             self.report_hang()
+
+    def end_replay(self) -> None:
+        """Ends this process because a replay does not end."""
+        if replay := now.replay:
+            self.end(
+                f"replay {replay.number} of the step's graph, at step {now.step}, has waited for another rank"
+                f" for more than {self.timeout_s:g} s"
+            )
 
     def report_hang(self) -> None:
         with self.lock:

@@ -5,12 +5,13 @@ A rank that fails ends the others, also those that hang in a collective, as all 
 
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from common.system.env import EVENTS_FILE, EventReader
-from common.system.phase import hang_table
+from common.system.phase import Replay, collectives, hang_table, now
 from tests.conftest import CNN, Job, full, mutate, result, torchrun
 from tools.launch.hosts import Host
 from tools.launch.job import JobRunner, LaunchPlan
@@ -84,6 +85,72 @@ def test_a_job_that_hangs_names_the_rank(file, after, said, tmp_path, project_co
     waiting = 1 if "rank 0" in said else 0
     row = rf"^{waiting} +\S+ +\w[\w ]+ +\d+ .*gloo:\w+ \d+ of group \S+, waits for ([789]|10) s"
     assert re.search(row, output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((7, 7), "all ranks are in the same collective"),
+        ((9, 7), "all ranks are in the same collective"),  # rank 0's host has launched more
+        ((7, None), "rank 1 (node1) is awaited, not in replay with the others: training at train.py:7"),
+    ],
+)
+def test_the_table_names_replays(numbers, said, monkeypatch):
+    rows = []
+    for rank, number in enumerate(numbers):
+        monkeypatch.setattr(now, "replay", Replay(number or 6, launched=number or 6))
+        if number is None:
+            now.replay.ended = lambda: True
+        waits = [one for one in collectives() if not one["is_done"]]
+        replay = {"waits": waits, "last": collectives()[-1], "sequence": {"graph": number or 6}}
+        rows.append(evidence(rank, *WAITS) | {"hosts": ["node1", "node1"]} | replay)
+    first, _, *lines = hang_table(rows)
+    assert said in first
+    assert f"replay {numbers[0]} of group graph, waits for 0 s" in lines[0]
+
+
+# In the third replay rank 1 stops or dies, and rank 0 waits for ever, as for a device.
+REPLAYS = "        if not self.on_gpu:\n            return run\n"
+HANGING = """        if not self.on_gpu:
+            return lambda: hang() if self.replays == 3 else run()
+"""
+HANG = f"""def hang() -> None:
+    import signal, subprocess, time
+    if os.environ["RANK"] == "1":
+        subprocess.Popen(["sh", "-c", f"sleep 25; kill -9 {{os.getpid()}}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGNUMBER)
+    time.sleep(1000)
+
+
+{(SHAPE := "@dataclass" + chr(10) + "class Shape:")}"""
+
+
+@pytest.mark.parametrize(
+    ("number", "said", "error"),
+    [
+        (
+            "STOP",
+            r"rank 1 \(.*\) is silent",
+            "replay 3 of the step's graph, at step 13, has waited for another",
+        ),
+        full("KILL", "", r"rank 1 \(host .*\) died without a message"),
+    ],
+)
+def test_a_replay_that_does_not_end(number, said, error, tmp_path, project_copy, cache):
+    mutate(project_copy, "common/distributed/step_graph.py", REPLAYS, HANGING)
+    mutate(project_copy, "common/distributed/step_graph.py", SHAPE, HANG.replace("NUMBER", number))
+    words = [*torchrun(2), *CNN, "--data", "digits", *cache, "--trackers", "none", "--step_graph"]
+    words += ["--timeout_s", "10", "--batch_size", "96", "--output_dir", tmp_path / "run"]
+    began = time.monotonic()
+    status, output = Job(words, cwd=project_copy).wait(90)
+    assert status == 1
+    assert re.search(f"^error: {error}", output, re.MULTILINE), output
+    assert error in result(tmp_path / "run")["error"] or number == "KILL"
+    assert time.monotonic() - began < 70
+    if said:
+        assert re.search(rf"^the job hangs: {said}", output, re.MULTILINE), output
+        row = r"^0 +\S+ +training +13 .*replay 3 of group graph, waits for ([789]|10) s"
+        assert re.search(row, output, re.MULTILINE), output
 
 
 @pytest.mark.full
