@@ -21,6 +21,7 @@ from common.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, p
 from common.distributed.agreement import agree, once
 from common.recipe import ImageRecipe
 from common.system.files import read_json
+from common.system.phase import DATA, MODEL, now
 from common.system.text import printable, some_of
 
 IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
@@ -80,6 +81,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
 
     is_evaluated: nothing is trained; of data with one split, `val` is that one, and one class is enough.
     """
+    now.enter(DATA)
     make = partial(prepare, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
     folder, left_out = prepared  # as JSON, from another process
@@ -97,6 +99,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     accelerator.print(summary(recipe.data, splits, len(images.classes), left_out))
     for line in (*warnings(train, evaluated, images.classes), *images.flaws):
         accelerator.print(f"warning: {line}")
+    now.enter(MODEL)
     return images
 
 

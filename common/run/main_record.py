@@ -26,6 +26,7 @@ from common.run.state import RunState
 from common.system.env import report
 from common.system.files import read_json, read_lines, sync, write_json, writing
 from common.system.paths import ROOT, python_command, shortest
+from common.system.phase import PLOTS, spending
 from common.system.threads import Heartbeat, run_with_heartbeat
 
 if TYPE_CHECKING:  # imported where they are needed
@@ -118,11 +119,12 @@ class MainRecord:
             content = self.result("finished")
             content |= {"telemetry": summaries, "energy_wh": energy_wh(summaries)}
             content |= {"uploaded": False} if mirror else {}
-            self._draw(content, predictions)
+            with spending(PLOTS):
+                self._draw(content, predictions)
             self.log.close(failed=False)
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
-            write_json(folder / "result.json", content)
+            write_json(folder / "result.json", content | self._times())
         counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # by class
         show(folder, max(counts) / sum(counts) if counts else None)
 
@@ -149,6 +151,10 @@ class MainRecord:
         if problem := self.problem():
             raise ValueError(problem)
 
+    def _times(self) -> dict[str, Any]:
+        """Return the time of the run up to now, and its parts."""
+        return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
+
     def upload(self, heartbeat: Heartbeat) -> None:
         """Waits until the mirror has sent everything, and writes into result.json if it succeeded."""
         mirror, file = self.place.mirror, self.folder / "result.json"
@@ -158,8 +164,7 @@ class MainRecord:
         while not mirror.wait(0.5):
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             heartbeat()
-        times = {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
-        content = read_json(file) | times | {"uploaded": not mirror.failed}
+        content = read_json(file) | self._times() | {"uploaded": not mirror.failed}
         if content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)

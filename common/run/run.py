@@ -17,7 +17,7 @@ from common.distributed.watch import Preempted, begin_exit, stop
 from common.order import Steps
 from common.recipe import Batch, Recipe
 from common.system.env import report
-from common.system.phase import ENDING, EVALUATION, READING, STARTING, TRAINING, now
+from common.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Mistake, Predicted
@@ -125,7 +125,8 @@ class Run:
         ranks = self.ranks
         ends = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
         due = step > 0 and ends and not ranks.state.evaluated
-        now.enter(EVALUATION if due else TRAINING)
+        is_first = due and not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
+        now.enter(FIRST_EVALUATION if is_first else EVALUATION if due else TRAINING, EVALUATION * due)
         return due
 
     def checkpoint(self, step: int) -> None:
@@ -220,8 +221,7 @@ class Run:
         return self.feeding
 
     def _feed(self, batches: Iterator[Item]) -> Generator[Item, None, None]:
-        now.enter(STARTING)
-        now.phase = READING
+        now.enter(STARTING, READING)
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
                 stack.callback(batches.close)  # its decoders end with this generator

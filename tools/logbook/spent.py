@@ -3,7 +3,23 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.system.phase import ENDING, EVALUATION, READING, SAVING, STARTING, TRAINING
+from common.system.phase import (
+    CAPTURE,
+    CUDA,
+    DATA,
+    ENDING,
+    EVALUATION,
+    FIRST_EVALUATION,
+    GROUP,
+    IMPORTS,
+    MODEL,
+    PLOTS,
+    READING,
+    SAVING,
+    STARTING,
+    TRAINING,
+    WARM_UP,
+)
 from tools.logbook.record import RunRecord
 
 PARTS = {
@@ -11,8 +27,17 @@ PARTS = {
     READING: "waiting for data, augmenting",
     EVALUATION: "evaluation",
     SAVING: "saving",
-    STARTING: "starting: imports, data, model, first batch",
-    ENDING: "ending: pictures, last checkpoint, upload",
+    IMPORTS: "starting: imports",
+    GROUP: "starting: process group",
+    CUDA: "starting: CUDA",
+    DATA: "starting: data",
+    MODEL: "starting: model",
+    WARM_UP: "starting: steps before the capture of graphs",
+    CAPTURE: "starting: capture of graphs",
+    STARTING: "starting: run folder, first batch, what else there is",
+    FIRST_EVALUATION: "first evaluation",
+    PLOTS: "ending: plots",
+    ENDING: "ending: last checkpoint, upload",
 }
 LOST = "lost at restarts: work after the last checkpoint"
 
