@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,9 @@ class Planning:
         if not Path(script[0]).is_file():
             raise ValueError(f"{script[0]}: no such script")
         self.script, self.cluster = list(script), cluster
-        self.recipe: Any = parse(recipe_class(load_script(Path(script[0]))), self.script[1:])
+        loaded = load_script(Path(script[0]))
+        self.recipe: Any = parse(recipe_class(loaded), self.script[1:])
+        self.build_optimizer = getattr(loaded, "build_optimizer", lambda: None)
         if getattr(self.recipe, "freeze", False):
             print("--freeze: planned as if all layers were trained, with more memory, traffic and time")
         self.images = _training_images(self.recipe.data, getattr(self.recipe, "holdout", None))
@@ -155,9 +158,10 @@ class Planning:
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
         """Each strategy's trace. report() gets what is being done."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, allowed_cores())) as pool:
-            yield from pool.map(partial(self._traced, report), self.strategies)
+            yield from pool.map(partial(self.traced, report=report), self.strategies)
 
-    def _traced(self, report: Callable[[str], None], strategy: str) -> Candidate:
+    def traced(self, strategy: str, report: Callable[[str], None] = lambda _: None) -> Candidate:
+        """Trace a strategy at the recipe's batch, or at a smaller one with accumulation."""
         report(f"tracing {strategy}")
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
         share = self.recipe.per_device_batch_size or batch_size // processes
@@ -201,7 +205,7 @@ class Planning:
         line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
-        how = self.execution(processes, accumulations)
+        how = self.execution(strategy)
         step_s, limit = cost.step_time(trace, cluster, how, self.least_launches, accumulations)
         speed = self.recipe.batch_size / step_s
         self.first_speed = self.first_speed or speed / processes
@@ -215,12 +219,15 @@ class Planning:
             hours=min(steps, self.recipe.max_steps or steps) * step_s / 3600 if self.images else None,
         )
 
-    def execution(self, processes: int, accumulations: int) -> Execution:
-        """How a step runs on so many processes. One CUDA graph it is where the script can make it one."""
+    def execution(self, strategy: str) -> Execution:
+        """Return how a step runs: as CUDA graphs where common/distributed/step_graph.py makes them."""
         recipe = self.recipe
-        alone = processes == accumulations == 1 and not recipe.grad_checkpointing
-        fits = alone and self.precision != "fp16" and recipe.compile in (None, "no", "default")
-        return Execution.of(recipe.compile, fits and getattr(recipe, "step_graph", False) is not False)
+        fits = strategy in ("single", "ddp", "fsdp") and getattr(recipe, "step_graph", False) is not False
+        fits &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
+        fits &= not recipe.grad_checkpointing and recipe.grad_compression == "no"
+        fuses_sgd = "fused" in signature(self.build_optimizer).parameters and strategy != "fsdp"
+        fits &= getattr(recipe, "optimizer", "adamw") in ("adamw", "sgd" if fuses_sgd else "adamw")
+        return Execution.of(recipe.compile, fits)
 
     def recommendation(self, lines: Sequence[Line]) -> str:
         """The fastest strategy that fits, its command, and why not the others."""

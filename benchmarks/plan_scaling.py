@@ -1,0 +1,70 @@
+"""Planned throughput of three models under DDP on 1 to 8 GPUs, with and without graphs of the step.
+
+    python -m benchmarks.plan_scaling
+    python -m benchmarks.plan_scaling --scripts train_cnn_a.py --gpu "NVIDIA A100-SXM4-40GB"
+
+Nothing is measured: each number is plan.py's estimate. The batch is 512 images in all, or 512 per GPU. The
+table is in docs/performance.md.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from common.system.cli import command_parser
+from tools.plan.planning import Candidate, Planning, cluster_of
+
+BATCH = 512
+SCRIPTS = ("train_cnn_a.py", "train_cnn_b.py", "train_vit.py")
+ON_ONE_HOST = (1, 2, 4, 8)
+NETWORKS_GB_S = {"25 Gb/s": 3.125, "100 Gb/s": 12.5}
+HEAD = ["script", "batch", "graph", *map(str, ON_ONE_HOST), *(f"2 x 4, {name}" for name in NETWORKS_GB_S)]
+
+
+def main() -> int:
+    parser = command_parser(__doc__)
+    parser.add_argument("--scripts", default=",".join(SCRIPTS))
+    parser.add_argument("--gpu", default="NVIDIA H200")
+    flags = parser.parse_args()
+    print(line(HEAD), line(["---"] * len(HEAD)), sep="\n", flush=True)
+    for script, is_total in itertools.product(flags.scripts.split(","), (True, False)):
+        speeds_of = list(speeds(script, is_total, flags.gpu))
+        for name, by_gpus in zip(("no", "yes"), zip(*speeds_of, strict=True), strict=True):
+            batch = f"{BATCH} {'in all' if is_total else 'per GPU'}"
+            print(line([f"`{script}`", batch, name, *(f"{speed:,.0f}" for speed in by_gpus)]), flush=True)
+    return 0
+
+
+def line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def speeds(script: str, is_total: bool, gpu: str) -> Iterator[tuple[float, float]]:
+    """Yield images/s without and with a graph, for the GPUs in HEAD."""
+    for gpus in ON_ONE_HOST:
+        plan = planning(script, BATCH if is_total else BATCH * gpus, 1, gpus, gpu)
+        candidate = plan.traced("ddp" if gpus > 1 else "single")
+        yield speed(plan, candidate)
+    hosts = cluster_of(2, 4, gpu, None)  # the trace is that of 8 GPUs of a host
+    for gb_s in NETWORKS_GB_S.values():
+        plan.cluster = replace(hosts, network_gb_s=gb_s)
+        yield speed(plan, candidate)
+
+
+def planning(script: str, batch_size: int, hosts: int, gpus: int, gpu: str) -> Planning:
+    words = [script, f"--batch_size={batch_size}"]
+    return Planning(words, cluster_of(hosts, gpus, gpu, None))
+
+
+def speed(plan: Planning, candidate: Candidate) -> tuple[float, float]:
+    """Return images/s without and with a graph."""
+    found = []
+    for graph in (False, None):
+        plan.recipe = replace(plan.recipe, step_graph=graph)
+        found.append(plan.line(*candidate).images_per_s or 0.0)
+    return found[0], found[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
