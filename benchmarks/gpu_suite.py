@@ -39,16 +39,17 @@ from common.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights
-# are seconds on one H200, by the rows there; estimates for ceilings, attention, snapshots, memory and inputs.
+# are seconds on one H200, by the rows there; estimates for ceilings, attention, scripts, strategies, determinism,
+# snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
     "attention": (partial(device.rows_of, "attention"), 12),
     "throughput": (speed.rows, 184),
     "recipes": (speed.recipes, 75),
-    "scripts": (checks.scripts, 67),
-    "strategies": (parallel.strategies, 40),
-    "determinism": (lambda: parallel.same_bits() | checks.determinism(), 60),
+    "scripts": (checks.scripts, 40),
+    "strategies": (parallel.strategies, 72),
+    "determinism": (lambda: parallel.same_bits() | checks.determinism(), 55),
     "snapshots": (partial(device.rows_of, "snapshots"), 20),
     "memory": (checks.memory, 30),
     "inputs": (speed.inputs, 28),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ from accelerate import PartialState
 from benchmarks import gpu_suite, peers
 from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
-from common.distributed import rendezvous
+from common.distributed import accelerator, rendezvous, step_graph
 from common.recipe import parse
 from common.script import load_script, recipe_class
 from common.system.env import LOCAL_NUMBER
@@ -329,7 +330,7 @@ def test_full_out_of_memory(full_setting, monkeypatch):
 
 @pytest.mark.full
 def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
-    """Simulated: torch says that there is a GPU, and NCCL would start."""
+    """Simulated: torch says that there is a GPU, and NCCL would start. This NCCL finds no GPU: it is old."""
     script = tmp_path / "meets.py"
     script.write_text(
         "import torch\n"
@@ -345,22 +346,34 @@ def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
     assert "nccl" not in ended.output
 
 
-def test_cuda_starts_before_torch_counts_more_gpus(monkeypatch):
-    """Simulated: one GPU, whose start would ask for the properties of a second one."""
+@pytest.mark.parametrize(("nccl", "backend"), [((2, 28, 9), "gloo"), ((2, 30, 7), "nccl")])
+def test_cuda_starts_before_torch_counts_more_gpus(nccl, backend, monkeypatch):
+    """Simulated: one GPU, whose start would ask for the properties of a second one; old NCCL, and new."""
     counts = []
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: nccl)
+    for name in shared_gpu.NCCL:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # to be removed after main()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.init", lambda: counts.append(torch.cuda.device_count()))
     monkeypatch.setattr("runpy.run_path", lambda *_, **__: counts.append(torch.cuda.device_count()))
-    replaced = ((rendezvous, "backend"), (PartialState, "_prepare_backend"), (PartialState, "set_device"))
+    replaced = [(module, "backend") for module in (rendezvous, accelerator, step_graph)]
+    replaced += [(PartialState, name) for name in ("_prepare_backend", "set_device")]
+    replaced += [(accelerator, "check_own_gpu")]
     for owner, name in replaced:  # by main()
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    for name in ("WORLD_SIZE", "LOCAL_RANK", LOCAL_NUMBER):  # main() sets the last one
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", LOCAL_NUMBER):  # main() sets the last one
         monkeypatch.setenv(name, "2")
     monkeypatch.setattr("sys.argv", ["shared_gpu.py", "train_cnn_a.py"])
     shared_gpu.main()
     assert counts == [1, 2]
-    assert rendezvous.backend() == PartialState._prepare_backend(None)[0] == "gloo"
+    assert rendezvous.backend() == accelerator.backend() == step_graph.backend() == backend
+    if backend == "gloo":
+        assert PartialState._prepare_backend(None)[0] == "gloo"
+    else:
+        assert accelerator.check_own_gpu(None, 1, 2, "the GPU of rank 0") is None
+    assert (os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1") == (backend == "nccl")
 
 
 # --- The peers: with timm's train.py, as the docstring of benchmarks/peers.py says, they are run by hand

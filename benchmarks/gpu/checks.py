@@ -73,12 +73,27 @@ def no_waits(found: dict[str, Any]) -> Result:
 
 
 def runs(setting: Setting, script: str, *flags: Any) -> Result:
-    words = small_images(setting, script)
+    folder = variants(setting, script)[flags]
+    return sound(setting, folder, json.loads((folder / "result.json").read_text()))
+
+
+@rows.once
+def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
+    """Train the script with each set of flags that the section has for it, all in one process."""
+    table = REPEATED if setting.folder.name == "thorough" else FLAGS
+    wanted = [flags for flags, scripts in table.items() if script in scripts]
+    if setting.dry_run:
+        wanted = [flags for flags in wanted if " ".join((script, *flags)) in DRY]
+    if setting.folder.name == "smoke":
+        wanted = [()]
+    words, folders, commands = small_images(setting, script), {}, []
     steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
     steps += ["--max_val_images", setting.size(4096, 64)]
-    name = "_".join([script, *map(str, flags)]).replace("--", "")
-    with rows.trained(setting, name, words, *steps, *flags) as (folder, result):
-        return sound(setting, folder, result)
+    for flags in wanted:
+        folders[flags] = setting.folder / "_".join([script, *flags]).replace("--", "")
+        commands.append([*words, *rows.run_flags(setting, folders[flags], words), *steps, *flags])
+    rows.train_all(setting, script, commands)
+    return folders
 
 
 def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
@@ -111,28 +126,40 @@ def determinism() -> dict[str, Row]:
 
 
 def twice(setting: Setting, script: str, *flags: str) -> Result:
-    first, second = (go(setting, script, f"{n}_{len(flags)}", *flags) for n in (1, 2))
+    first, second = (trainings(setting, script, *flags)[name] for name in ("first", "second"))
     return same(first, second) if flags else same(first, second, "anything")
 
 
 def graphed(setting: Setting, script: str) -> Result:
     """What the graph has frozen would show: a seed, a learning rate, an input."""
-    plain = go(setting, script, "no_graph", "--deterministic", "--no_step_graph")
-    return same(plain, go(setting, script, "graph", "--deterministic", "--step_graph"))
+    found = trainings(setting, script, "--deterministic")
+    return same(found["without a graph"], found["with a graph"])
 
 
 def resumed(setting: Setting, script: str) -> Result:
-    straight = go(setting, script, "1_1", "--deterministic")  # the first row's
-    go(setting, script, "resumed", "--deterministic", "--max_steps", setting.size(10, 2))
-    return same(straight, go(setting, script, "resumed", "--deterministic"))
+    found = trainings(setting, script, "--deterministic")
+    return same(found["first"], found["resumed"])
 
 
 @rows.once
-def go(setting: Setting, script: str, name: str, *flags: Any) -> Path:
-    """Trains some steps, and returns the last checkpoint's folder."""
+def trainings(setting: Setting, script: str, *flags: str) -> dict[str, Path]:
+    """Train some steps several times, all in one process. Return the folder of each last checkpoint."""
+    variants: dict[str, list[Any]] = {"first": [], "second": []}
+    if flags == ("--deterministic",):
+        variants |= {"stopped": ["--max_steps", setting.size(10, 2)], "resumed": []}
+        variants |= {"without a graph": ["--no_step_graph"], "with a graph": ["--step_graph"]}
     steps = ["--max_steps", setting.size(20, 4), "--checkpoint_every", 1000, "--max_val_images", 64]
-    folder, result = rows.train(setting, f"{script}_{name}", small_images(setting, script), *steps, *flags)
-    return folder / result["checkpoint"]
+    folders, commands = {}, []
+    for name, more in variants.items():
+        folder = "resumed" if name == "stopped" else name
+        folders[name] = setting.folder / "_".join([script, *flags, folder]).replace(" ", "_").replace(
+            "--", ""
+        )
+        words = small_images(setting, script)
+        commands.append([*words, *rows.run_flags(setting, folders[name], words), *steps, *flags, *more])
+    rows.train_all(setting, "_".join([script, *flags]), commands)
+    results = {name: json.loads((folder / "result.json").read_text()) for name, folder in folders.items()}
+    return {name: folders[name] / result["checkpoint"] for name, result in results.items()}
 
 
 def same(one: Path, other: Path, promised: Any = 0) -> Result:

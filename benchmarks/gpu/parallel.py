@@ -1,6 +1,7 @@
 """Strategies beside one process: on one GPU, and on several, with the doctor, lost ranks and scaling."""
 
 import hashlib
+import json
 import re
 import signal
 import time
@@ -11,7 +12,9 @@ import psutil
 
 from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, row, small_images
+from benchmarks.gpu.shared_gpu import has_new_nccl
 
+SCRIPTS = ("train_cnn_a", "train_cnn_b", "train_vit")
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -27,37 +30,70 @@ END_S = 60  # beyond --timeout_s, until a job with a stopped rank must have ende
 
 
 def strategies() -> dict[str, Row]:
-    """One process with the GPU's own backend, and two ranks that share one GPU over gloo."""
+    """One process with the GPU's own backend, and two ranks that share one GPU."""
     found: dict[str, Row] = {
         "single": lambda setting: Result(round(loss_of(setting, "single", 1), 6), "loss")
     }
     found |= {f"{name}, one process": on_gpu(beside_single, name, 1) for name in STRATEGIES}
-    two = "two ranks on one GPU, gloo"
-    return found | {f"{name}, {two}": row(beside_single, name, 2) for name in STRATEGIES}
+    found |= {f"{name}, two ranks on one GPU": row(beside_single, name, 2) for name in STRATEGIES}
+    found["zero: a ring of strategies, two ranks on one GPU"] = on_gpu(ring, 2)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        for graph in ("--step_graph", "--no_step_graph"):
+            name = f"ddp, {number.name} to one of two ranks on one GPU, {graph}"
+            found[name] = on_gpu(lost, "ddp", number, 2, graph)
+    return found
 
 
 def same_bits() -> dict[str, Row]:
     """A dry run has CNN-A's: tests have those of all scripts on a CPU."""
     found: dict[str, Row] = {}
-    for script in ("train_cnn_a", "train_cnn_b", "train_vit"):
+    for script in SCRIPTS:
         kind = row if script == "train_cnn_a" else on_gpu
         found[f"{script}, same bits on 1, 2 and 4 ranks of a GPU"] = kind(one_hash, script)
     return found
 
 
+# Strategy, ranks, and if the step is a graph
+CASES = [("single", 1, False), ("ddp", 2, False), ("ddp", 2, True), ("ddp", 4, True), ("fsdp", 2, True)]
+
+
 def one_hash(setting: Setting, script: str) -> Result:
-    """The SHA-256 of the weights after some steps of 12 micro-batches, under DDP and FSDP2."""
-    hashes = {}
-    for name, count in (("single", 1), ("ddp", 2), ("ddp", 4), ("fsdp", 2)):
-        launcher, flags, env = launch(name, count, *shared(setting))
-        words = [*launcher, *small_images(setting, script), "--deterministic", "--max_val_images", 64, *flags]
-        each, steps = setting.size(32, 4), ["--max_steps", setting.size(5, 2)]
-        steps += ["--batch_size", 12 * each, "--per_device_batch_size", each]
-        with rows.trained(setting, f"{script}_{name}_{count}", words, *steps, env=env) as (folder, result):
-            weights = (folder / result["checkpoint"] / "model.safetensors").read_bytes()
-        hashes[f"{name} on {count}"] = hashlib.sha256(weights).hexdigest()[:12]
-    found = len({*hashes.values()})
-    return check(found == 1, found, "hashes", 1, "; ".join(f"{name} {text}" for name, text in hashes.items()))
+    """Compare the SHA-256 of the weights after some steps of 12 micro-batches, more than a warm-up has."""
+    first = SCRIPTS.index(script)  # so that rows that run at once make different launches
+    hashes = {case: hashes_of(setting, *case)[script] for case in [*CASES[first:], *CASES[:first]]}
+    found = {text for text in hashes.values()}
+    names = [
+        f"{name} on {count}{', graph' * is_graph} {hashes[name, count, is_graph]}"
+        for name, count, is_graph in CASES
+    ]
+    return check(len(found) == 1, len(found), "hashes", 1, "; ".join(names))
+
+
+@rows.once
+def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[str, str]:
+    """Train each script in one launch. Return the first digits of its weights' hash."""
+    launcher, flags, env = launch(name, count)
+    module = ["-m", "benchmarks.gpu.trainings"]
+    if count > 1 and not setting.dry_run:
+        module = [*shared(setting), "benchmarks/gpu/trainings.py"]  # it starts a file
+    each, case = setting.size(32, 4), f"{name}_{count}{'_graph' * is_graph}"
+    is_graph &= setting.dry_run or has_new_nccl()
+    common = ["--deterministic", "--max_val_images", 64, "--max_steps", setting.size(16, 2), *flags]
+    common += ["--batch_size", 12 * each, "--per_device_batch_size", each]
+    common += ["--step_graph" if is_graph else "--no_step_graph"]
+    folders, commands = {}, []
+    for script in SCRIPTS[:1] if setting.dry_run else SCRIPTS:
+        folders[script], words = setting.folder / f"{script}_{case}", small_images(setting, script)
+        commands.append([*words, *rows.run_flags(setting, folders[script], words), *common])
+    rows.train_all(setting, case, commands, [*launcher, *module], env)
+    found = {}
+    for script, folder in folders.items():
+        result = json.loads((folder / "result.json").read_text())
+        if result["step_graph"] != is_graph:
+            raise RuntimeError(f"{script}, {case}: step_graph is {result['step_graph']}")
+        weights = (folder / result["checkpoint"] / "model.safetensors").read_bytes()
+        found[script] = hashlib.sha256(weights).hexdigest()[:12]
+    return found
 
 
 def shared(setting: Setting) -> list[str]:
@@ -130,27 +166,42 @@ def doctor(setting: Setting) -> Result:
     return check(done.status == 0, promised="exit status 0", note="; ".join(found)[:300])
 
 
-def ring(setting: Setting) -> Result:
-    """One run, continued by each strategy in turn, ends near one that DDP trained alone."""
-    count, each = all_gpus(setting), setting.size(5, 1)
-    turns = [("ring", name, (i + 1) * each) for i, name in enumerate(STRATEGIES)]
+def ring(setting: Setting, processes: int | None = None) -> Result:
+    """One run, continued by each strategy in turn, ends near one that DDP trained alone.
+
+    processes: that share one GPU; None: one for each GPU.
+    """
+    count, each = processes or all_gpus(setting), setting.size(5, 1)
+    module = shared(setting) if processes else []
+    strategies = STRATEGIES if processes is None else ("ddp", "fsdp", "zero3")  # a start takes 12 s
+    turns = [("ring", name, (i + 1) * each) for i, name in enumerate(strategies)]
     losses = []
-    for folder, name, step in [*turns, ("straight", "ddp", len(STRATEGIES) * each)]:
-        launcher, flags, env = launch(name, count)
+    for folder, name, step in [*turns, ("straight", "ddp", len(strategies) * each)]:
+        launcher, flags, env = launch(name, count, *module)
         words = [*launcher, *fp32(setting)]
         losses += [rows.train(setting, folder, words, "--max_steps", step, *flags, env=env)[1]["final_loss"]]
     return near(abs(losses[-1] - losses[-2]))
 
 
-def lost(setting: Setting, name: str, number: signal.Signals) -> Result:
-    """A rank is killed or stopped in the middle of the training; the job must end by itself."""
-    launcher, flags, env = launch(name, all_gpus(setting))
-    folder, timeout_s = setting.folder / f"{name}_{number.name}", setting.size(20, 5)
-    words = [*launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags]
+def lost(
+    setting: Setting, name: str, number: signal.Signals, processes: int | None = None, *graph: str
+) -> Result:
+    """A rank is killed or stopped in the middle of the training; the job must end by itself.
+
+    processes: that share one GPU; None: one for each GPU. graph: the flag.
+    """
+    if "--step_graph" in graph and not has_new_nccl():
+        raise rows.Skip("needs NCCL 2.30")
+    launcher, flags, env = launch(
+        name, processes or all_gpus(setting), *(shared(setting) if processes else ())
+    )
+    case = "_".join([name, number.name, *graph]).replace("--", "")
+    folder, timeout_s = setting.folder / case, setting.size(20, 5)
+    words = [*launcher, *small_images(setting, "train_cnn_b"), "--epochs", 1000, *flags, *graph]
     words += [*rows.run_flags(setting, folder, words), "--timeout_s", timeout_s, "--log_every", 1]
     log = setting.folder / f"{folder.name}.log"
     with log.open("w") as output, rows.started(words, output, env) as job:
-        wait_for(folder / "metrics.jsonl", job, setting)
+        wait_for(folder / "metrics.jsonl", job, setting, 30 if graph else 1)
         began = time.monotonic()
         ranks(job)[-1].send_signal(number)
         status = job.wait(max(1, min(timeout_s + 2 * END_S, setting.left_s)))
@@ -159,8 +210,9 @@ def lost(setting: Setting, name: str, number: signal.Signals) -> Result:
     return check(ends, round(seconds, 1), "s until the job ended", f"at most {timeout_s + END_S}")
 
 
-def wait_for(file: Path, job: psutil.Popen, setting: Setting) -> None:
-    while not (file.exists() and file.stat().st_size):
+def wait_for(file: Path, job: psutil.Popen, setting: Setting, lines: int) -> None:
+    """Wait for so many lines of the log, each of a step: a graph is replayed after its warm-up."""
+    while not file.exists() or file.read_text().count("\n") < lines:
         if job.poll() is not None or setting.left_s < 0:
             raise RuntimeError("the training did not begin")
         time.sleep(0.2)

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import wraps
@@ -241,6 +241,22 @@ def train(
     folder = setting.folder / name.replace(" ", "_").replace("/", "_")
     succeeds(setting, [*words, *run_flags(setting, folder, words), *flags], env)
     return folder, json.loads((folder / "result.json").read_text())
+
+
+def train_all(
+    setting: Setting,
+    name: str,
+    commands: list[list[Any]],
+    launcher: Sequence[Any] = ("-m", "benchmarks.gpu.trainings"),
+    env: dict[str, str] | None = None,
+) -> None:
+    """Run trainings one after another in one process, or in one launch. Each command names its --output_dir.
+
+    One that fails ends no other; its run folder has no result that says `finished`.
+    """
+    spec = setting.folder / f"{name}.json"
+    spec.write_text(json.dumps([list(map(str, words)) for words in commands]))
+    command(setting, [*launcher, spec], env)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""Starts a train script whose ranks share the first GPU, over gloo: NCCL refuses two ranks on one GPU.
+"""Starts a train script whose ranks share the first GPU: over NCCL 2.30 and later, else over gloo.
 
     torchrun --nproc_per_node=2 -m benchmarks.gpu.shared_gpu train_cnn_a.py [its flags]
 
-It takes the place of several GPUs for a check of the strategies; it says nothing about speed.
+It takes the place of several GPUs for a check of the strategies: their collectives and the order of these. It
+says nothing about speed, as the ranks take turns, nor about links between GPUs and hosts.
 """
 
 import os
@@ -15,10 +16,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from common.distributed import rendezvous
+from common.distributed import accelerator, rendezvous, step_graph
 from common.system.env import LOCAL_NUMBER
 
 COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
+LEAST_NCCL = (2, 30)  # the first that accepts several ranks on one GPU
+NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 
 
 def main() -> None:
@@ -28,7 +31,30 @@ def main() -> None:
     if torch.cuda.is_available():  # its start asks for the properties of each GPU that torch counts
         torch.cuda.init()
     torch.cuda.device_count = lambda: processes
+    if has_new_nccl():
+        use_nccl()
+    else:
+        use_gloo()
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
+
+def has_new_nccl() -> bool:
+    return torch.cuda.is_available() and torch.cuda.nccl.version()[:2] >= LEAST_NCCL
+
+
+def use_nccl() -> None:
+    """Let the ranks' NCCL share the GPU. The project's own check for a GPU of each rank is left out."""
+    os.environ |= NCCL
+    accelerator.check_own_gpu = lambda *_: None
+    if os.environ["RANK"] == "0":
+        print(
+            f"{os.environ['WORLD_SIZE']} ranks share one GPU over NCCL {torch.cuda.nccl.version()}",
+            flush=True,
+        )
+
+
+def use_gloo() -> None:
     def backend(self: PartialState, *_: object, **__: object) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
 
@@ -37,10 +63,8 @@ def main() -> None:
         torch.cuda.set_device(0)
 
     gather_on_the_host()
-    rendezvous.backend = lambda: "gloo"
+    rendezvous.backend = accelerator.backend = step_graph.backend = lambda: "gloo"
     PartialState._prepare_backend, PartialState.set_device = backend, device
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def gather_on_the_host() -> None:

@@ -1,0 +1,57 @@
+"""Trains a script several times in one process, one training after another: a start takes 10 s on a GPU.
+
+    python -m benchmarks.gpu.trainings SPEC
+    torchrun --nproc_per_node=2 -m benchmarks.gpu.trainings SPEC
+
+SPEC is a JSON file: a list of command lines, each a script with its flags. A training that fails ends no
+other; its run folder has no result, or one that says so. The exit status is 1 if one has failed.
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+
+from common.distributed.accelerator import start
+from common.distributed.step_graph import free_graphs
+from common.recipe import parse
+from common.script import load_script, recipe_class
+
+
+def main() -> None:
+    failed = [words for words in json.loads(Path(sys.argv[1]).read_text()) if not succeeds(words)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(bool(failed))  # threads of the trainings live on
+
+
+def succeeds(words: list[str]) -> bool:
+    script = load_script(Path(words[0]).resolve())
+    sys.argv = words
+    try:
+        recipe = parse(recipe_class(script), words[1:])
+        script.main.__wrapped__(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return False
+    finally:
+        if dist.is_initialized():
+            free_graphs()
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return True
+
+
+if __name__ == "__main__":
+    main()
