@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import DistributedType
 from timm.optim import Lamb, Lookahead, Muon
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from common.distributed import accelerator as accelerators
 from common.distributed import step_graph
@@ -122,20 +122,23 @@ def test_it_trains_the_same(way, script, stops, fails, tmp_path, cache):
     assert bool(gives_up) == bool(fails)
 
 
-@pytest.mark.parametrize("way", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("way", [full("single"), "ddp", full("fsdp")])
 def test_ranks_train_the_same_and_mutants_are_found(way, tmp_path):
     """The bits of losses, evaluations and weights, with the step recorded, and with a step that is called."""
     mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if way == "fsdp" else {})
     if way == "single":
         mutants.pop("a rank that replays the graph of the last size")
-    (tmp_path / "cases").write_text(json.dumps([*graphed_ranks.CASES, *mutants]))
+    cases = graphed_ranks.CASES
+    if way == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):  # torch before 2.15 can't continue
+        cases = {name: case for name, case in cases.items() if not case.fails_at}
+    (tmp_path / "cases").write_text(json.dumps([*cases, *mutants]))
     launcher = torchrun(2) if way == "ddp" else STRATEGIES[way]
     output = run([*launcher, "-m", "tests.support.graphed_ranks", tmp_path / "cases"])
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
     ranks = 1 if way == "single" else 2
     if ranks == 2:
         assert rows.pop() == ["graphs at the end", 0]
-    kept = {name: [not case.fails_at] * ranks for name, case in graphed_ranks.CASES.items()}
+    kept = {name: [not case.fails_at] * ranks for name, case in cases.items()}
     assert rows[: len(kept)] == [[name, True, kept[name]] for name in kept]
     assert [(name, is_same) for name, is_same, _ in rows[len(kept) :]] == [(name, False) for name in mutants]
     line = "the step can't be one CUDA graph{} (operation not permitted when stream is capturing)"
