@@ -39,8 +39,8 @@ from common.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights
-# are seconds on one H200, by the rows there; estimates for ceilings, attention, scripts, strategies, determinism,
-# snapshots, memory and inputs.
+# are seconds on one H200, by the rows there; estimates for ceilings, attention, scripts, strategies,
+# determinism, snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
