@@ -7,6 +7,7 @@ scaled_dot_product_attention: masks, dropout, norms of query and key, fp32, CPUs
 
 import importlib.util
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MOST_TOKENS, MOST_HEAD_SIZE = 256, 64
+MOST_ERROR = 0.02  # of the norm of a result: bf16's rounding makes some 0.003
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_FROM = 129  # tokens: at 197, on an H200, cuDNN took 0.456 ms for what flash took 0.615 ms
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -49,7 +51,7 @@ class Attention:
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, -1)
         is_masked = attn_mask is not None or is_causal
         if self.training and tokens <= self.kernel_tokens and not is_masked and qkv.dtype in HALF:
-            x = torch.ops.image_models.short_attention(qkv)[0]
+            x = _kernel(qkv)
         else:
             q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # [B, heads, N, C / heads]
             q, k, dropout = self.q_norm(q), self.k_norm(k), self.attn_drop.p if self.training else 0.0
@@ -64,8 +66,11 @@ class Attention:
             return sdpa_kernel(CUDNN_FIRST, set_priority=True)
         return nullcontext()
 
+    def head_size(self: Any) -> int:
+        return self.qkv.out_features // 3 // self.num_heads
+
     def fits_kernel(self: Any) -> bool:
-        size = self.qkv.out_features // 3 // self.num_heads
+        size = self.head_size()
         is_plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
         fits = 0 < self.tokens <= MOST_TOKENS and size <= MOST_HEAD_SIZE and size % 8 == 0
         return fits and is_plain and not self.attn_drop.p
@@ -85,12 +90,52 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
 
 def use_kernel(model: nn.Module) -> bool:
     """Makes each attention that fits use the kernel in training. Returns False if none does."""
-    chosen = [module for module in model.modules() if isinstance(module, Attention) and module.fits_kernel()]
+    chosen = _fitting(model)
     if chosen:
         import common.attention_kernels  # noqa: F401  # it makes the operator, and imports Triton
     for module in chosen:
         module.kernel_tokens = MOST_TOKENS
     return bool(chosen)
+
+
+def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the kernel can't compute the model's attentions on this device, or an empty text.
+
+    Each shape is computed once, forward and backward, and compared with the plain twin: a driver or a
+    compiler that fails must not end the training. No random number is drawn.
+    """
+    shapes = {(module.tokens, module.num_heads, module.head_size()) for module in _fitting(model)}
+    if shapes:
+        import common.attention_kernels  # noqa: F401
+    for tokens, heads, size in sorted(shapes):
+        values = torch.arange(2 * tokens * 3 * heads * size, device=device).sin().to(dtype)
+        qkv = values.view(2, tokens, 3, heads, size)
+        try:
+            ours, twins = (_with_gradient(each, qkv) for each in (_kernel, plain_attention))
+        except Exception as error:  # of Triton, its compiler or the driver
+            return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        for own, twin in zip(ours, twins, strict=True):
+            error_share = ((own.float() - twin.float()).norm() / twin.float().norm()).item()
+            if not error_share < MOST_ERROR:
+                return f"for {tokens} tokens it is {error_share:.1e} off, relative to plain attention"
+    return ""
+
+
+def _fitting(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, Attention) and module.fits_kernel()]
+
+
+def _kernel(qkv: Tensor) -> Tensor:
+    return torch.ops.image_models.short_attention(qkv)[0]
+
+
+def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output, and the gradient of half the sum of its squares."""
+    qkv = qkv.clone().requires_grad_()
+    out = attention(qkv)
+    out.backward(out.detach())
+    assert qkv.grad is not None
+    return out.detach(), qkv.grad
 
 
 def prefer_cudnn(model: nn.Module, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from common.attention import Attention, has_kernel, kernel_version, prefer_cudnn, use_kernel
+from common.attention import Attention, has_kernel, kernel_failure, kernel_version, prefer_cudnn, use_kernel
 from common.distributed.strategy import versions
 from common.run.opening import changed_packages
 from common.timm_models import speed_up
@@ -189,6 +189,12 @@ def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
     assert not has_kernel(torch.device("cpu"), "bf16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert not has_kernel(torch.device("cuda"), "bf16")
+
+
+def test_a_kernel_that_fails_is_not_used():
+    """Without the interpreter Triton finds no driver on a CPU."""
+    assert kernel_failure(layer(), torch.device("cpu"), torch.float16) != ""
+    assert kernel_failure(nn.Linear(2, 2), torch.device("cpu"), torch.float16) == ""
 
 
 def test_a_vits_layers_know_their_tokens():

@@ -20,6 +20,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     TorchDynamoPlugin,
+    gather_object,
 )
 from accelerate.utils import imports as accelerate_imports
 from accelerate.utils import other as accelerate_other
@@ -44,6 +45,7 @@ from common.distributed.launch_config import (
     settle_auto,
 )
 from common.distributed.precision import (
+    HALF,
     autocast_forward,
     cast_inputs,
     chosen_precision,
@@ -271,13 +273,17 @@ def _wrap(
     that are compiled, then checkpointed, autocast); the strategy; what needs its parameters or its wrapper
     (exact sums, running statistics, hooks, checks).
     """
-    from common.attention import prefer_cudnn, use_kernel
+    from common.attention import kernel_failure, prefer_cudnn, use_kernel
     from common.batch_norm import RunningStatistics
     from common.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
 
     check_wrapped_classes(model)
     if accelerator.short_attention:
-        accelerator.short_attention = use_kernel(model)
+        dtype = HALF[accelerator.precision.mixed_precision]
+        failures = gather_object([kernel_failure(model, accelerator.device, dtype)])
+        if failure := next(filter(None, failures), ""):  # all ranks compute alike
+            accelerator.print(f"torch's attention is used, as the kernel for few tokens failed: {failure}")
+        accelerator.short_attention = not failure and use_kernel(model)
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
     # FSDP and ZeRO flatten parameters; with --deterministic all compute on FSDP2's layout, as a convolution
