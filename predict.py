@@ -36,7 +36,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
+from common.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
 from common.data.class_folders import find_pictures
 from common.data.conversions import Look, conversion_warnings, look_at
 from common.data.workers import Pictures, Preprocessing, picture_batches
@@ -45,10 +45,9 @@ from common.distributed.precision import autocast_forward
 from common.distributed.process import run_process
 from common.distributed.watch import Preempted, wanted
 from common.recipe import parse, setting
-from common.script import normalisation
 from common.system.files import write_bytes, write_csv, write_text
 from common.system.text import plural, printable
-from tools.inference.inference import Inference, keep_features, own_words
+from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop, for a model that does not say so
 SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
@@ -80,7 +79,8 @@ def main() -> None:
         accelerator.print(f"model {trained.name}{step}{evaluated}")
         model, preparation = build(accelerator, flags, trained)
         began = time.perf_counter()
-        rows = predict(accelerator, model, Pictures(files, preparation), trained.classes or [], flags)
+        classes = trained.classes or list(map(str, range(trained.published)))
+        rows = predict(accelerator, model, Pictures(files, preparation), classes, flags)
         seconds = time.perf_counter() - began
 
         def report() -> None:
@@ -110,17 +110,18 @@ def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
 ) -> tuple[nn.Module, Preprocessing]:
     """The model on each device, and its preparation of pictures. Collective."""
-    if trained.recipe is None or trained.classes is None:
-        raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
+    if trained.recipe is None:
+        raise ValueError(f"{trained.name} is a lone file: give timm's name of its model, as --model NAME")
     script, recipe, _ = open_script(trained, flags.script, [])
     agree(accelerator, {"flags": dataclasses.asdict(flags), "model": trained.name})
-    model = script.build_model(recipe, len(trained.classes))
-    load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
+    model = script.build_model(recipe, trained.published or len(trained.classes or ()))
+    weights = partial(load_weights, trained=trained, script=script, recipe=recipe)
+    load_everywhere(accelerator, model, weights, flags.timeout_s)
     model.eval()
-    mean, std = normalisation(script, model)
+    mean, std, crop = preprocessing_of(trained, script, recipe, model)
     evaluated_so = recipe.data not in WHOLE if trained.cropped is None else trained.cropped
     is_cropped = evaluated_so if flags.crop == "auto" else flags.crop == "center"
-    return model, Preprocessing(recipe.image_size, mean, std, is_cropped)
+    return model, Preprocessing(recipe.image_size, mean, std, is_cropped, crop)
 
 
 @torch.inference_mode()

@@ -14,13 +14,14 @@ batch instead of a hundred. Its accuracy is not yet measured on a GPU; on one H2
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import check_early
-from common.recipe import Batch, ImageRecipe, flag, setting
+from common.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
+from common.recipe import Batch, ImageRecipe, flag, setting, timm_name
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -34,10 +35,24 @@ class Vit(ImageRecipe):
     model: str = flag("vit_base_patch32_224", "any model of timm")
     pretrained: bool = flag(False, "start from the hub's weights for the model")
     weights: str | None = flag(
-        None, "start from a safetensors file, a run's or a checkpoint's folder; known classes keep their rows"
+        None, "start from a safetensors file, or a folder of a run, of a checkpoint or of the hub"
     )
     freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
-    image_size: int = flag(224, "edge of the square that the network sees, in pixels", minimum=1)
+    image_size: int = flag(None, "edge of the square input in pixels; unset: the model's own", minimum=1)
+    interpolation: str | None = flag(
+        None,
+        "how images are resized; unset: the model's own; `legacy`: as earlier versions cropped",
+        choices=(*INTERPOLATIONS, LEGACY),
+    )
+    crop_pct: float | None = flag(
+        None,
+        "share of an evaluated image's side inside the crop; unset: the model's own",
+        minimum=0.1,
+        maximum=1,
+    )
+    crop_mode: str | None = flag(
+        None, "crop of evaluated images, as in timm; unset: the model's own", choices=CROP_MODES
+    )
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
     depth: int | None = flag(None, "number of blocks; unset: the model's own", minimum=1)
     drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
@@ -69,8 +84,14 @@ class Vit(ImageRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "model", timm_name(self.model))
         if self.freeze and not (self.pretrained or self.weights):
             raise ValueError("--freeze trains the head alone: give the rest by --pretrained or --weights")
+
+    def resolved(self) -> "Vit":
+        if self.image_size is not None:
+            return self
+        return replace(self, image_size=own_image_size(self.model, self.weights))
 
 
 import numpy as np
@@ -79,7 +100,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from common import augment
-from common.checkpoint.weights import model_with_weights, pretrained_model
+from common.checkpoint.weights import model_with_weights, own_image_size, pretrained_model
 from common.data.images import Images, load
 from common.distributed.accelerator import prepare
 from common.distributed.precision import input_dtype
@@ -90,7 +111,7 @@ from common.optim import EMA, named_optimizer
 from common.order import Plan, Steps, reseed, uniforms
 from common.rand_augment import rand_augment
 from common.run.run import Run
-from common.timm_models import block_classes, fitting, head_names, mean_and_std, speed_up
+from common.timm_models import block_classes, data_config_of, fitting, head_names, registered, speed_up
 
 # --- Model ------------------------------------------------------------------------------------------------
 
@@ -102,8 +123,8 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     """
     import timm  # takes seconds: the script's first lines are printed before
 
-    if not timm.is_model(recipe.model):
-        raise ValueError(f"--model {recipe.model} is not in timm: timm.list_models('vit_*') names them")
+    registered(recipe.model)  # refuses an unknown one
+    recipe = recipe.resolved()
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
     options = fitting(recipe.model, recipe.image_size, **options)
@@ -130,11 +151,13 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
 
 
 def training_batches(
-    images: Images, plan: Plan, device: torch.device, recipe: Vit, normal: tuple[Any, Any]
+    images: Images, plan: Plan, device: torch.device, recipe: Vit, preprocessing: DataConfig
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Shifted, flipped and augmented: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    mean, std, crop = preprocessing
+    size, seed, workers = recipe.image_size, recipe.seed, recipe.workers
     batches = images.train.batches(
-        plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
+        plan, device=device, train=True, size=size, seed=seed, workers=workers, crop=crop
     )
     needs_draws = recipe.randaug_layers or recipe.color_jitter or recipe.random_erasing
     for epoch, ids, pixels, labels in batches:
@@ -144,7 +167,7 @@ def training_batches(
             pixels = rand_augment(pixels, draws[:, augment.RAND_AUGMENT], layers, magnitude)
         if recipe.color_jitter:
             pixels = augment.color_jitter(pixels, draws[:, augment.COLOR], recipe.color_jitter)
-        inputs = augment.to_float(pixels, *normal, recipe.image_size)  # normal: mean and deviation
+        inputs = augment.to_float(pixels, mean, std, size, crop.enlargement)
         if recipe.random_erasing:
             inputs = augment.random_erasing(inputs, draws[:, augment.ERASING], recipe.random_erasing)
         yield inputs, labels, ids
@@ -197,7 +220,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         images = load(accelerator, recipe)
         torch.manual_seed(recipe.seed)  # the same initial weights in every process
         model = build_model(recipe, len(images.classes), images.classes)
-        mean, std = mean_and_std(model)
+        preprocessing = data_config_of(model, recipe)
         optimizer = build_optimizer(model, recipe)
         model, optimizer = prepare(accelerator, model, optimizer)
         ema = EMA(model, optimizer, recipe.ema_decay) if recipe.ema_decay else None
@@ -206,15 +229,25 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
             accelerator.print("--mixup and --cutmix have no effect: each micro-batch is one image")
 
         steps = Steps.of(images.train, batch, recipe)
-        steps = run.begin(model, optimizer, steps, data=images.identity, ema=ema)
+        data = images.identity
+        steps = run.begin(model, optimizer, steps, data=data, ema=ema, preprocessing=preprocessing)
+        mean, std, crop = preprocessing = run.preprocessing  # a resumed run keeps its own
         rank = accelerator.process_index
         plan = steps.plan(images.train, batch, rank, recipe.seed)
         measure = partial(
-            evaluate, accelerator, model, recipe=recipe, batch=batch, mean=mean, std=std, watcher=run
+            evaluate,
+            accelerator,
+            model,
+            recipe=recipe,
+            batch=batch,
+            mean=mean,
+            std=std,
+            crop=crop,
+            watcher=run,
         )
         weights = images.class_weights(recipe.class_weights, accelerator.device)
         cross_entropy = nn.CrossEntropyLoss(weights, reduction="none", label_smoothing=recipe.label_smoothing)
-        batches = run.feed(training_batches(images, plan, accelerator.device, recipe, (mean, std)))
+        batches = run.feed(training_batches(images, plan, accelerator.device, recipe, preprocessing))
 
         @step_graph(accelerator, optimizer)
         def train(inputs: Tensor, labels: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from common.system.cli import say_loading
 
@@ -38,7 +38,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, load_everywhere, open_script
+from common.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
 from common.data.class_names import ClassMatch, match_classes
 from common.data.images import Images, load
 from common.data.names import nameless
@@ -49,12 +49,12 @@ from common.distributed.process import run_process
 from common.distributed.strategy import device_name, precision, strategy
 from common.distributed.watch import Preempted, wanted
 from common.evaluation import counted, evaluated_ids, predictions
+from common.preprocessing import DataConfig
 from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
-from common.script import normalisation
 from common.system.cli import underscores
 from common.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
-from tools.inference.inference import Inference, own_words, pixels_of
+from tools.inference.inference import Inference, evaluated_split, own_words, pixels_of, preprocessing_of
 from tools.inference.report import TOP, Rows
 
 
@@ -79,18 +79,22 @@ def main() -> None:
         trained = for_its_data(accelerator, flags, trained, words)
         script, recipe = script_and_recipe(accelerator, flags, trained, words)
         images = load(accelerator, recipe, is_evaluated=True)
-        match = match_classes(trained.classes, images.classes)
+        match = match_classes(trained.names or trained.classes, images.classes)
         match.refuse_unknown(recipe.data, trained.name)
         split_name, split = chosen_split(images, flags.split)
         split.labels = match.labels[split.labels]
         left_out = unused_classes(split, match) if flags.only_its_classes else []
         for line in about_classes(flags, match, recipe.data, trained.name, left_out):
             accelerator.print(line)
+        split = evaluated_split(split, trained)
         model = script.build_model(recipe, len(match.model))
-        load_everywhere(accelerator, model, Path(trained.weights), flags.timeout_s)
-        mean_std = normalisation(script, model)
+        weights = partial(load_weights, trained=trained, script=script, recipe=recipe)
+        load_everywhere(accelerator, model, weights, flags.timeout_s)
+        preprocessing = preprocessing_of(trained, script, recipe, model)
+        if trained.note:
+            accelerator.print(trained.note)
         name_of = split.names() if accelerator.is_main_process else nameless
-        rows, images_per_s = predict(accelerator, model, split, recipe, batch, mean_std, left_out)
+        rows, images_per_s = predict(accelerator, model, split, recipe, batch, preprocessing, left_out)
 
         def report() -> None:
             positions, rows["id"] = rows["id"], split.part.stored(rows["id"])  # both ascend
@@ -98,6 +102,8 @@ def main() -> None:
                 "checkpoint": trained.name,
                 "data": recipe.data,
                 "split": split_name,
+                "preprocessing": {"image_size": recipe.image_size, **preprocessing.to_json()},
+                "cropped": split.cropped,
                 **reports.measure(rows, name_of, len(match.model), scratch),
                 "images_per_s": images_per_s,
                 "classes": match.model,
@@ -117,7 +123,8 @@ def main() -> None:
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             worst = positions[np.searchsorted(rows["id"], [image["id"] for image in found["worst"]])]
             reports.show(found, title)
-            reports.write(folder, found, rows, name_of, pixels_of(split, worst, recipe).numpy(), title)
+            pictures = pixels_of(split, worst, recipe, preprocessing.crop).numpy()
+            reports.write(folder, found, rows, name_of, pictures, title)
             print(*(folder / name for name in reports.FILES), sep="\n")
 
         flags.finish(accelerator, report)
@@ -166,9 +173,13 @@ def script_and_recipe(
     """The script that trained the model, and its recipe with the user's changes. Collective."""
     if trained.recipe is None and (flags.script is None or flags.data is None):
         raise ValueError(
-            f"{trained.name} is a lone file, which does not say what trained it: give the script, its flags"
-            " and the data, as --script train_vit.py --model NAME --data cifar10"
+            f"{trained.name} is a lone file, which does not say what it holds: give timm's name of the model"
+            " and the data, as --model NAME --data FOLDER, and --script for a model of another script"
         )
+    if trained.published and flags.data is None:
+        raise ValueError(f"{trained.name} names no data: give them, as --data FOLDER")
+    if flags.model and flags.script:
+        words = [*words, f"--model={flags.model}"]
     script, recipe, path = open_script(trained, flags.script, words)
     ours = {"flags": dataclasses.asdict(flags), "recipe": recipe_part(recipe), "script": sha256_of(path)}
     agree(accelerator, ours)
@@ -212,7 +223,7 @@ def predict(
     split: Split,
     recipe: ImageRecipe,
     batch: Batch,
-    mean_std: Any,
+    preprocessing: DataConfig,
     left_out: list[int],
 ) -> tuple[Rows, float]:
     """A row per image, sorted by id, the same on all processes; and images/s, including decoding.
@@ -220,10 +231,10 @@ def predict(
     left_out: labels that are not predicted. Collective. It gathers no logits, but 80 bytes per image,
     whatever the number of classes.
     """
-    (mean, std), parts = mean_std, list[dict[str, Tensor]]()
+    (mean, std, crop), parts = preprocessing, list[dict[str, Tensor]]()
     began = time.perf_counter()
     autocast_forward(accelerator, model)  # and not what prepares the images, as in training
-    for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator)):
+    for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator), crop):
         if left_out:  # as ImageNet-R's paper does (arXiv 2006.16241)
             part.logits[:, left_out] = -torch.inf
         probability, predicted = part.logits.softmax(1).max(1)

@@ -3,8 +3,8 @@
     python -m benchmarks.decoding --images FOLDER
 
 PIL:  Image.open, RandomResizedCrop, ToTensor, Normalize: float32 [3, S, S].
-ours: common/data/decode.py, as in a worker of the training: uint8 [S, S, 3]. Flips and normalisation come
-      later, on the device, on whole batches.
+ours: common/data/decode.py and crops.py, as in a worker of the training: uint8 [S, S, 3]. Flips and
+      normalisation come later, on the device, on whole batches.
 
 Both on the same files in memory: the originals, and resized as prep_imagenet.py --resize 256 does it. Images
 a second of processor time. Results: benchmarks/README.md.
@@ -14,6 +14,7 @@ import io
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from PIL import Image
 from torchvision import transforms
 
 from benchmarks.harness import benchmark_parser, in_turn, report
-from common.data.decode import decode, random_resized_crop
+from common.data.crops import random_resized_crop
+from common.data.decode import decode
 from common.order import uniforms
 from common.system.cli import run_command
 from tools.prepare.recode import smaller
@@ -56,9 +58,11 @@ def main() -> int:
         for data in files:
             augment(Image.open(io.BytesIO(data)).convert("RGB"))
 
-    def by_ours(files: list[bytes]) -> None:
+    def by_ours(files: list[bytes], interpolation: str = "bilinear") -> None:
         for data, own in zip(files, draws, strict=True):
-            random_resized_crop(decode(data), flags.size, own)
+            random_resized_crop(decode(data), flags.size, own, interpolation)
+
+    by_ours_bicubic = partial(by_ours, interpolation="bicubic")
 
     def speed(arm: Callable[[list[bytes]], None], files: list[bytes]) -> float:
         began = time.process_time()
@@ -68,8 +72,10 @@ def main() -> int:
     arms = {
         "PIL, originals": lambda: speed(by_pil, originals),
         "ours, originals": lambda: speed(by_ours, originals),
+        "ours, originals, bicubic": lambda: speed(by_ours_bicubic, originals),
         "PIL, resized": lambda: speed(by_pil, small),
         "ours, resized": lambda: speed(by_ours, small),
+        "ours, resized, bicubic": lambda: speed(by_ours_bicubic, small),
     }
     for arm in arms.values():
         arm()  # a warm-up

@@ -34,8 +34,7 @@ from benchmarks.train_speed import Arm
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.data.splits import ArraySplit
-from common.recipe import parse
-from common.script import load_script, recipe_class
+from common.script import load_script, recipe_of
 from common.system.cli import command_parser, run_command
 from common.system.paths import ROOT
 from common.system.processes import kill
@@ -90,7 +89,7 @@ def ours(script: str, words: list[str]) -> list[float]:
 
 def timm_flags(words: list[str], folder: Path) -> list[str]:
     """What train_vit.py trains by these flags, as timm's flags. Writes the images as files."""
-    recipe: Any = parse(recipe_class(load_script(ROOT / "train_vit.py")), words)
+    recipe = recipe_of(load_script(ROOT / "train_vit.py"), words)
     images = open_images(prepare_data(recipe.data, Path(recipe.cache_dir).expanduser()))
     if not isinstance(images.train, ArraySplit):
         raise ValueError(f"--data {recipe.data}: needs images that fit in memory")

@@ -46,7 +46,7 @@ from common.data.splits import ArraySplit
 from common.distributed.strategy import device_name, precision
 from common.recipe import parse
 from common.run.run import Run
-from common.script import load_script, recipe_class
+from common.script import load_script, recipe_class, recipe_of
 from common.system.cli import run_command, split_at_script
 from common.system.env import rank, world_size
 from common.system.processes import kill, running_descendants
@@ -101,7 +101,7 @@ class TutorialImages(Dataset):
 def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
-    recipe: Any = parse(recipe_class(script), words)
+    recipe = recipe_of(script, words)
     cache = Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
     images, size = open_images(prepare_data(recipe.data, cache)), recipe.image_size
     if not isinstance(images.train, ArraySplit) or images.train.size != (size, size):

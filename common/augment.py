@@ -129,22 +129,29 @@ def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Ten
     return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
 
 
-def to_float(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], size: int) -> Tensor:
+def to_float(
+    images: Tensor,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    size: int,
+    interpolation: str | None = None,
+) -> Tensor:
     """uint8 [B, H, W, 3] -> normalised float32 [B, 3, size, size], channels_last. mean, std: of [0, 1].
 
-    The bicubic resize runs on the device, so that only 3 kB per CIFAR image are copied to it, not 602 kB.
+    interpolation: `bilinear` or `bicubic`, with PIL's kernel; None: bicubic, enlarged with PyTorch's kernel.
+    The resize runs on the device, so that only 3 kB per CIFAR image are copied to it, not 602 kB.
     """
     b, h, w, c = images.shape
     pixels = h * w if h * w <= REPEATED_PIXELS else 1
     scale, shift = _normalization(mean, std, pixels, images.device)
     floats = images.reshape(b, -1, pixels * c).float().mul_(scale).add_(shift)
     if (h, w) != (size, size) and max(h, w) <= 4096:  # a longer edge's matrices would take gigabytes
-        rows, columns = _bicubic(h, w, size, images.device)
+        rows, columns = _resize_matrices(h, w, size, interpolation, images.device)
         floats = rows @ (floats.view(b * h, w * c) @ columns).view(b, h, size * c)  # [B, size, size * 3]
         h = w = size
     planes = floats.view(b, h, w, c).permute(0, 3, 1, 2)
     if (h, w) != (size, size):
-        planes = F.interpolate(planes, (size, size), mode="bicubic", antialias=size < max(h, w))
+        planes = _resize(planes, size, size, interpolation, size < max(h, w))
     return planes
 
 
@@ -162,18 +169,24 @@ def _normalization(
 
 
 @lru_cache(maxsize=8)
-def _bicubic(h: int, w: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The bicubic resize of rows, [size, H], and of interleaved columns, [W * 3, size * 3], as matrices.
+def _resize_matrices(
+    h: int, w: int, size: int, interpolation: str | None, device: torch.device
+) -> tuple[Tensor, ...]:
+    """The resize of rows, [size, H], and of interleaved columns, [W * 3, size * 3], as matrices.
 
     A resize is linear in the pixels. The products take a fifth of the time of F.interpolate on a CPU
     (32 to 224 pixels); not yet measured on a GPU.
     """
-    rows, columns = (
-        F.interpolate(torch.eye(n)[None, None], (size, n), mode="bicubic", antialias=size < max(h, w))[0, 0]
-        for n in (h, w)
-    )
+    shrinks = size < max(h, w)
+    rows, columns = (_resize(torch.eye(n)[None, None], size, n, interpolation, shrinks)[0, 0] for n in (h, w))
     matrices = rows, torch.kron(columns.T.contiguous(), torch.eye(3))
     return tuple(matrix.to(device, non_blocking=True) for matrix in matrices)
+
+
+def _resize(images: Tensor, height: int, width: int, interpolation: str | None, shrinks: bool) -> Tensor:
+    # With antialias bicubic has PIL's kernel (a = -0.5) where images grow, too; without it a = -0.75.
+    mode, antialias = interpolation or "bicubic", shrinks or interpolation is not None
+    return F.interpolate(images, (height, width), mode=mode, antialias=antialias)
 
 
 def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> Mixer | None:

@@ -15,6 +15,7 @@ from common.augment import send, to_float
 from common.data.splits import Split
 from common.distributed.exact_sum import exact_sum
 from common.order import chosen_by_hash, evaluation_plan
+from common.preprocessing import IMAGENET_CROP, Crop
 from common.recipe import METRICS, Batch, ImageRecipe, Metric
 
 SHOWN = 16  # sample predictions for plots/
@@ -76,14 +77,15 @@ def evaluate(
     *,
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    crop: Crop = IMAGENET_CROP,
     watcher: Watcher,
 ) -> dict[str, float]:
     """{"loss", "accuracy", "images"} and the metric of --best_by, the same on all processes.
 
-    mean, std: of the pixels in [0, 1]. watcher: its show_progress() is called before each micro-batch, its
-    keep() with the confusion matrix, int64 [classes, classes] with a row per true class (for more than
-    CONFUSED classes with the most frequent mistakes), and this process's share of SHOWN predictions, of the
-    same images for any seed. Collective.
+    mean, std: of the pixels in [0, 1]. crop: how images are resized, and cropped where they stay encoded.
+    watcher: its show_progress() is called before each micro-batch, its keep() with the confusion matrix,
+    int64 [classes, classes] with a row per true class (for more than CONFUSED classes with the most frequent
+    mistakes), and this process's share of SHOWN predictions, of the same images for any seed. Collective.
     """
     total = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # of the losses, of another metric
     chosen = METRICS[recipe.best_by]
@@ -91,7 +93,7 @@ def evaluate(
     pairs, examples = list[Tensor](), []
     expected = counted(split, recipe)
     shown = chosen_by_hash(len(split), min(SHOWN, expected))
-    for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress):
+    for part in predictions(accelerator, model, split, recipe, batch, mean, std, watcher.show_progress, crop):
         classes, predicted = part.logits.shape[1], part.logits.argmax(1)
         total[0] += exact_sum(F.cross_entropy(part.logits, part.labels, reduction="none"))
         if chosen.value and not chosen.by_class:
@@ -146,6 +148,7 @@ def predictions(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     show_progress: Callable[[str], None],
+    crop: Crop = IMAGENET_CROP,
 ) -> Iterator[Predicted]:
     """Yields the predictions for this process's share of the split. Collective."""
     for buffer in model.buffers():  # BatchNorm's statistics: rank 0's count
@@ -156,10 +159,10 @@ def predictions(
     mine = list(evaluation_plan(count, batch.per_device, batch.processes, accelerator.process_index))
     plan = ((0, evaluated[places]) for places, _ in mine)
     batches = split.batches(
-        plan, device=device, train=False, size=size, seed=recipe.seed, workers=recipe.workers
+        plan, device=device, train=False, size=size, seed=recipe.seed, workers=recipe.workers, crop=crop
     )
     for i, ((_, ids, pixels, labels), (_, valid)) in enumerate(zip(batches, mine, strict=True)):
         show_progress(f"evaluated {i * batch.per_device * batch.processes:,} of {count:,} images")
-        logits = model(to_float(pixels, mean, std, size)).float()
+        logits = model(to_float(pixels, mean, std, size, crop.enlargement)).float()
         yield Predicted(ids[:valid], pixels[:valid], labels[:valid], logits[:valid])
     model.train()

@@ -124,6 +124,10 @@ class Recipe(Job):
         names = {field.name for field in dataclasses.fields(self)} - {"name"}
         return self.name and re.sub(r"\{(\w+)\}", value, self.name)
 
+    def resolved(self) -> typing.Self:
+        """Return the recipe with the values that a model's own configuration decides. May import timm."""
+        return self
+
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """A recorded recipe, with this recipe's values for fields that were derived."""
         return recorded
@@ -171,6 +175,28 @@ def parse_fold(text: str) -> tuple[int, int]:
     if not 0 < number <= folds > 1:
         raise ValueError(f"--fold {text}: must be as 2/5, the second of five parts; --holdout takes numbers")
     return number, folds
+
+
+HUB_NAME = re.compile("^(hf[-_]hub:)?timm/")
+
+
+def is_hub_name(name: str) -> bool:
+    """True for a model of timm that is named as on the hub."""
+    return HUB_NAME.match(name) is not None
+
+
+def timm_name(name: str) -> str:
+    """Return timm's name of a model that is named as on the hub. ValueError for other addresses."""
+    name = HUB_NAME.sub("", name)
+    scheme, _, address = name.rpartition(":")
+    if scheme == "local-dir":
+        raise ValueError(f"--model {name} is a folder. Give it as --weights {address}")
+    if scheme or "/" in name:
+        raise ValueError(
+            f"--model {name} is not one of timm's own. Fetch it with `hf download {address} --local-dir DIR`,"
+            " then give --weights DIR, and as --model the architecture that its config.json names"
+        )
+    return name
 
 
 GROUPS = {"ImageRecipe": "images", "Recipe": "run", "Job": "computation"}  # headings of --help

@@ -22,7 +22,7 @@ from torch import nn
 from common.flags import LEFT
 from common.recipe import Recipe, parse, recipe_part
 from common.system.paths import ROOT
-from common.timm_models import mean_and_std
+from common.timm_models import data_config_of
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
 TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them
@@ -93,6 +93,11 @@ def recipe_class(script: ModuleType) -> type[Recipe]:
     return recipes[0]
 
 
+def recipe_of(script: ModuleType, words: list[str]) -> Any:
+    """The script's recipe by these flags, with what its model decides."""
+    return parse(recipe_class(script), words).resolved()
+
+
 def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
     """A manifest's recipe as flags of its script, to be checked like a user's.
 
@@ -118,13 +123,13 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
     """Mean and standard deviation of the pixels in [0, 1] that the script normalises with."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
-    return mean_and_std(model)
+    return data_config_of(model)[:2]
 
 
 def main() -> None:
     del sys.argv[0]  # so that errors name the script
     script = load_script(Path(sys.argv[0]))
-    recipe = parse(recipe_class(script), sys.argv[1:])
+    recipe = recipe_of(script, sys.argv[1:])
     names = {field.name for field in dataclasses.fields(recipe)}
     recipe = dataclasses.replace(recipe, **{k: v for k, v in AFRESH.items() if k in names})
     with torch.device("meta"):

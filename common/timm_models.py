@@ -14,17 +14,33 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from common.attention import Attention
+from common.preprocessing import DataConfig, data_config
 from common.system.env import rank
 
 TRIED = 8  # sizes, nearest to one that the model can't take
 
 
-def mean_and_std(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of the pixels in [0, 1], by which the model's inputs are normalised."""
+def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
+    """Return how the model's authors prepare its inputs, changed by the recipe's flags."""
     from timm.data import resolve_model_data_config
 
-    config = resolve_model_data_config(model)
-    return config["mean"], config["std"]
+    return data_config(resolve_model_data_config(model), recipe)
+
+
+def registered(name: str) -> Any:
+    """Return timm's configuration of the weights that a name means. ValueError for an unknown name or tag."""
+    import timm
+
+    if not timm.is_model(name):
+        raise ValueError(f"--model {name} is not in timm: timm.list_models('vit_*') names them")
+    try:
+        return timm.get_pretrained_cfg(name)
+    except RuntimeError:  # the tag
+        architecture, _, tag = name.partition(".")
+        tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{architecture}.*")]
+        raise ValueError(
+            f"--model {name}: {architecture} has no weights {tag}. Choose among {', '.join(tags)}"
+        ) from None
 
 
 @functools.cache  # telemetry builds the model once more, beside the training
@@ -34,7 +50,6 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
     ValueError for a patch size or depth that it does not have; for a size that it can't take, with those near
     it that it can. If it has no drop path or dropout, a line says so.
     """
-    import timm
 
     taken, is_possible = _tried(name, size, options)
     for option in options.keys() - taken.keys():
@@ -43,8 +58,7 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
         if options[option] and rank() == 0:
             print(f"{name} has no {option}, and trains without it", flush=True)
     if not is_possible:
-        config: Any = timm.get_pretrained_cfg(name)
-        own = config.input_size[-1]
+        own = registered(name).input_size[-1]
         near = sorted(range(32, 2 * max(size, own), 32), key=lambda n: (abs(n - size), n))[:TRIED]
         sizes = [str(n) for n in sorted({own, *near}) if _tried(name, n, options)[1]]
         if sizes:  # else it is for the user's other options that timm can't build it, and says why

@@ -25,7 +25,7 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.data.decode import _resize
+from common.data.crops import _resize
 from common.distributed.precision import input_dtype
 from common.order import reseed, uniforms
 from common.rand_augment import DRAWN, rand_augment
@@ -67,15 +67,17 @@ def test_crop_and_flip_is_pad_crop_flip(images):
 @pytest.mark.parametrize(
     ("h", "w", "size"), [(20, 20, 12), (20, 20, 20), (20, 20, 48), (20, 24, 22), (24, 20, 22), (2, 10**6, 12)]
 )
-def test_to_float_is_torchvisions_normalize_and_resize(h, w, size):
+@pytest.mark.parametrize("interpolation", [None, "bicubic", "bilinear"])
+def test_to_float_is_torchvisions_normalize_and_resize(h, w, size, interpolation):
     """Also where one edge grows and one shrinks, and of a picture whose matrices no memory holds."""
     images = torch.randint(256, (64 if w < 99 else 1, h, w, 3), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-    ours = to_float(images, mean, std, size)
+    ours = to_float(images, mean, std, size, interpolation)
     theirs = v2.functional.normalize(images.permute(0, 3, 1, 2).float() / 255, mean, std)
     if (h, w) != (size, size):
-        shrinks = size < max(h, w)
-        theirs = v2.functional.resize(theirs, [size, size], v2.InterpolationMode.BICUBIC, antialias=shrinks)
+        mode = v2.InterpolationMode(interpolation or "bicubic")
+        antialias = size < max(h, w) or interpolation is not None  # as PIL: its kernel is another one
+        theirs = v2.functional.resize(theirs, [size, size], mode, antialias=antialias)
     assert ours.shape == (len(images), 3, size, size)
     assert ours.is_contiguous(memory_format=torch.channels_last)
     assert torch.allclose(ours, theirs, atol=1e-4)

@@ -9,6 +9,7 @@ from common.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_
 from common.data.cache import prepare_data
 from common.data.images import open_images
 from common.order import training_plan, uniforms
+from common.preprocessing import DataConfig
 from common.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
 from common.recipe import share_out
 from tests.conftest import real_data
@@ -116,7 +117,8 @@ def test_the_training_has_it(tmp_path):
     recipe = Vit(data="digits", image_size=32, batch_size=16, randaug_layers=2, randaug_magnitude=7)
     digits = open_images(prepare_data("digits", tmp_path))
     plan = list(training_plan(digits.train, share_out(16, None, 1), 0, recipe.seed, 0, 1))
-    batches = training_batches(digits, plan, torch.device("cpu"), recipe, ((0.5,) * 3,) * 2)
+    prepared = DataConfig((0.5,) * 3, (0.5,) * 3)
+    batches = training_batches(digits, plan, torch.device("cpu"), recipe, prepared)
     inputs, _, ids = next(batches)
     draws = uniforms(recipe.seed, 0, ids, DRAWS)
     images, moved = torch.from_numpy(digits.train.images), torch.from_numpy(moves(draws, 4, False))

@@ -5,9 +5,10 @@ differs, and the patch embedding if the patch size differs.
 """
 
 import contextlib
+import dataclasses
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -36,8 +37,17 @@ from common.checkpoint.format import (
     steps_in,
     verify,
 )
+from common.checkpoint.published import (
+    CONFIG,
+    KNOWN_ARGUMENTS,
+    Published,
+    class_names,
+    of_name,
+    read_published,
+)
 from common.data.class_names import NEW, match_classes
 from common.distributed.agreement import once
+from common.preprocessing import LEGACY
 from common.recipe import ImageRecipe, parse
 from common.script import as_flags, load_script, own_script, recipe_class
 from common.system.env import hub_problem, rank
@@ -45,7 +55,7 @@ from common.system.files import read_json
 from common.system.paths import shortest
 from common.system.text import plural, printable
 from common.system.threads import Heartbeat
-from common.timm_models import head_names
+from common.timm_models import head_names, registered
 
 if TYPE_CHECKING:  # imported where it is needed
     from common.system.s3 import ObjectStore
@@ -57,7 +67,7 @@ CONVERT = (
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
 WRAPPERS = ("_orig_mod.", "module.", "model.")  # before each name: torch.compile's, DDP's, Lightning's
-EXPORTED = "config.json"  # of a folder that export.py wrote
+TRAINED_BY = "trained_by"  # in config.json of a folder that export.py wrote
 PICKLES = (b"PK", b"\x80")  # first bytes of torch's files, new and old ones
 _held: dict[str, TensorFile] = {}  # found and not yet loaded, by their paths
 
@@ -75,6 +85,10 @@ class TrainedModel:
     classes: list[str] | None = None
     accuracy: float | None = None  # of the evaluation of these weights during the training
     cropped: bool | None = None  # how its images were evaluated: cropped, or whole; None: not known
+    preprocessing: dict[str, Any] | None = None  # the record of a DataConfig; None: of an earlier version
+    names: list[list[str]] | None = None  # of each class, where data may call it by several
+    published: int = 0  # its number of classes, of weights that timm's loader adapts; 0: a script's weights
+    note: str = ""  # for people
 
     @property
     def run_name(self) -> str:
@@ -95,7 +109,7 @@ def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Trai
         before = steps_in(Path(location) / "checkpoints")
         try:
             found = _find(location, which, scratch, heartbeat)
-            _held[found.weights] = TensorFile(Path(found.weights))
+            _held[found.weights] = _open(Path(found.weights))
             return found
         except ValueError:
             if before == steps_in(Path(location) / "checkpoints"):
@@ -114,10 +128,12 @@ def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Tra
     path = Path(location).resolve()
     file, found = _locate(path, which, heartbeat)
     if found is None and path.is_dir():
-        return _exported(path)
+        return _hub_model(path) or _exported(path)
     if found is None:
         folder = str(Path("validation") / file.stem)
-        return TrainedModel(str(file), shortest(file), folder, classes=_named_beside(file))
+        names = [[name] if isinstance(name, str) else list(name) for name in _named_beside(file) or ()]
+        classes = [each[0] for each in names] or None
+        return TrainedModel(str(file), shortest(file), folder, classes=classes, names=names or None)
     in_run = found.folder.parent.name == "checkpoints"
     reports = found.folder.parents[1] / "validation" if in_run else Path("validation") / found.folder.name
     return _described(found, reports, shortest(found.folder), file.name)
@@ -147,25 +163,71 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
 def _exported(folder: Path) -> TrainedModel:
     """The model in a folder of export.py. Of its files the weights and config.json are read; no code runs."""
     try:
-        about = read_json(folder / EXPORTED)["trained_by"]
+        about = read_json(folder / CONFIG)[TRAINED_BY]
         script, recipe = str(about["script"]), dict(about["recipe"])
         classes = list(map(printable, about["classes"]))
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
-            f"{folder / EXPORTED} does not say what trained the model: export it again"
+            f"{folder / CONFIG} describes no model of timm, and does not say what trained it: export it again"
         ) from None
     reports = str(Path("validation") / folder.name)
-    facts = script, recipe, classes, None, about.get("cropped")
+    facts = script, recipe, classes, None, *map(about.get, ("cropped", "preprocessing", "names"))
     return TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports, None, *facts)
 
 
-def _named_beside(file: Path) -> list[str] | None:
-    """The class names in config.json beside a file of weights, as export.py and timm write them."""
+def _named_beside(file: Path) -> list[str] | list[tuple[str, ...]] | None:
+    """The class names in config.json beside a file of weights, as export.py and timm write them, or by which
+    a model of timm that has none is known."""
     with contextlib.suppress(OSError, ValueError):
-        names = read_json(file.with_name(EXPORTED)).get("label_names")
+        if published := read_published(file.parent):
+            return class_names(published)
+        names = read_json(file.with_name(CONFIG)).get("label_names")
         if isinstance(names, list) and all(isinstance(name, str) for name in names):
             return list(map(printable, names))
     return None
+
+
+def _hub_model(folder: Path) -> TrainedModel | None:
+    """The model of timm in a folder as the hub has it; None where it says that a script trained it."""
+    published = read_published(folder)
+    if published is None or TRAINED_BY in read_json(folder / CONFIG):
+        return None
+    reports = str(Path("validation") / folder.name)
+    return _published(TrainedModel(str(folder / MODEL_FILE), shortest(folder), reports), published)
+
+
+def of_model(trained: TrainedModel, name: str) -> TrainedModel:
+    """Describe a lone file of weights as those of a model of timm. ValueError for one without classes."""
+    shapes = _held[trained.weights].shapes()
+    head = f"{_wrapper(list(shapes))}{head_names(name)[0]}.weight"
+    published = dataclasses.replace(of_name(name), classes=(shapes.get(head) or (0,))[0])
+    return _published(trained, published)
+
+
+def _published(trained: TrainedModel, published: Published) -> TrainedModel:
+    """Describe weights of timm as a model that train_vit.py would build."""
+    if not published.classes:
+        raise ValueError(f"{trained.name} has no head, so it predicts no classes: train one, with --weights")
+    if unknown := published.arguments.keys() - KNOWN_ARGUMENTS:
+        raise ValueError(
+            f"{trained.name}: its config.json has the argument {unknown.pop()}, which is not known"
+        )
+    recipe: dict[str, Any] = {"model": published.architecture, "image_size": published.image_size}
+    recipe |= {name: n for name in ("patch_size", "depth") if (n := published.arguments.get(name))}
+    recipe |= {"drop_path": 0.0, "dropout": 0.0}
+    rows = class_names(published)
+    names = None if rows is None else [list(row) for row in rows]
+    return dataclasses.replace(
+        trained,
+        script="train_vit",
+        recipe=recipe,
+        classes=[each[0] for each in names] if names else None,
+        names=names,
+        cropped=True,
+        preprocessing=published.preprocessing(),
+        published=published.classes,
+        note=published.note(),
+    )
 
 
 def open_script(
@@ -186,7 +248,8 @@ def open_script(
             raise ValueError(
                 f"{script.__name__} trains no classifier of images, which alone can be used here"
             )
-        return script, parse(kind, words, as_flags(trained.recipe or {}, kind)), path
+        recipe = parse(kind, words, as_flags(trained.recipe or {}, kind)).resolved()
+        return script, recipe, path
     except ValueError as error:
         raise ValueError(f"{trained.name}: {error}") from None
 
@@ -198,10 +261,26 @@ def load_trained(model: nn.Module, file: Path) -> None:
     model.load_state_dict({name: weights.tensor(name) for name in own})
 
 
-def load_everywhere(accelerator: Accelerator, model: nn.Module, file: Path, timeout_s: int) -> None:
-    """Loads the main process's file into the model of every process, and moves the models to their devices.
-    Collective."""
-    once(accelerator, "weights", lambda _: load_trained(model, file), timeout_s)
+def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, recipe: Any) -> None:
+    """Copy a trained model's weights into the model that the script has built. ValueError unless they fit."""
+    if not trained.published:
+        load_trained(model, Path(trained.weights))
+    elif (classes := int(model.num_classes)) != trained.published:  # type: ignore[arg-type]  # timm's model
+        raise ValueError(
+            f"{trained.name} does not name its {trained.published:,} classes, and the data has {classes:,}"
+        )
+    else:
+        del _held[trained.weights]  # timm's loader reads the file, as it may rename or resample tensors
+        recipe = dataclasses.replace(recipe, weights=trained.weights)
+        model.load_state_dict(script.build_model(recipe, trained.published).state_dict())
+
+
+def load_everywhere(
+    accelerator: Accelerator, model: nn.Module, load: Callable[[nn.Module], None], timeout_s: int
+) -> None:
+    """Call load(model) on the main process, copy the weights to every process, and move the models to their
+    devices. Collective."""
+    once(accelerator, "weights", lambda _: load(model), timeout_s)
     model.to(accelerator.device)
     broadcast(model.state_dict())
     model.to(memory_format=torch.channels_last)
@@ -266,7 +345,7 @@ def _described(found: Checkpoint, reports: Path, name: str, file: str) -> Traine
         accuracy = float(state["last"][name_of_it]) if state["evaluated"] else None
     classes = [printable(name) for name in classes]
     where = f"{name}/{file}"
-    facts = script, recipe, classes, accuracy, manifest.get("cropped")
+    facts = script, recipe, classes, accuracy, manifest.get("cropped"), manifest.get("preprocessing")
     return TrainedModel(weights, where, str(reports), found.step, *facts)
 
 
@@ -314,11 +393,12 @@ def model_with_weights(
     except ValueError as error:
         raise ValueError(f"--weights {error}") from None
     shapes = weights.shapes()
+    data = _own_data(name, location, trained)
     wrapper = _wrapper(list(shapes))
     heads = head_names(name)
     found = (shapes.get(f"{wrapper}{heads[0]}.weight") or (0,))[0]  # classes in the file; 0: it has no head
     tensors = {key.removeprefix(wrapper): weights.tensor(key) for key in shapes}
-    source = {"state_dict": tensors, "num_classes": found, "custom_load": False, "label_offset": 0}
+    source = {"state_dict": tensors, "num_classes": found, "custom_load": False, "label_offset": 0} | data
     try:
         model: Any = timm.create_model(
             name, True, pretrained_cfg_overlay=source, num_classes=found, **options
@@ -334,6 +414,7 @@ def model_with_weights(
         ) from None
     del model.pretrained_cfg["state_dict"]  # timm keeps it
     lines = [f"each name begins with {wrapper}, which is taken off"] if wrapper else []
+    lines += _resampled(model, tensors)
     its_classes = trained.manifest.get("classes") if trained else _named_beside(file)
     rows = None  # of the file's head, for each class
     if names and its_classes and len(its_classes) == found:
@@ -367,6 +448,36 @@ def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
     for head, parameters in zip(heads, before, strict=False):
         for name, parameter in model.get_submodule(head).named_parameters():
             parameter[known] = parameters[name][torch.from_numpy(rows)[known]]
+
+
+def _resampled(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Say which tensors timm resamples, such as position embeddings for another image size."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if "embed" in name}
+    names = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
+    return [f"timm resamples {', '.join(names)} for this size"] if names else []
+
+
+def own_image_size(name: str, location: str | None) -> int:
+    """Return the image size of the configuration in a folder of weights, else of the model's in timm."""
+    published = read_published(Path(location)) if location else None
+    return published.image_size if published else registered(name).input_size[-1]
+
+
+def _own_data(name: str, location: Path, trained: Checkpoint | None) -> dict[str, Any]:
+    """What a folder of weights says of the preparation of images, with timm's keys. ValueError for another
+    architecture."""
+    if trained:
+        own = trained.manifest.get("preprocessing", {})
+        return own if own.get("interpolation") != LEGACY else {k: own[k] for k in ("mean", "std")}
+    published = read_published(location)
+    if published is None:
+        return {}
+    if published.architecture != name.partition(".")[0]:
+        raise ValueError(
+            f"--weights {shortest(location)} holds {published.architecture}, not {name}: give --model"
+            f" {published.architecture}"
+        )
+    return published.data
 
 
 def _wrapper(names: list[str]) -> str:

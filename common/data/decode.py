@@ -1,4 +1,4 @@
-"""From encoded images to uint8 pixels: files in the cache, decoding, crops for training and evaluation."""
+"""From encoded images to uint8 pixels: files in the cache, and decoding."""
 
 import functools
 import importlib.util
@@ -50,7 +50,6 @@ EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
 MOST_PADDING = 2**16  # bytes before a marker
 _PADDING = re.compile(b"\xff+")
-LONGEST = 64  # times its shorter side: what central_crop scales of an image
 
 
 def decode(data: bytes) -> np.ndarray:
@@ -343,6 +342,24 @@ class Encoded(ABC):
             raise kind(f"{self.where(i)}: {error}") from None
 
 
+class ArrayImages(Encoded):
+    """Images that are decoded already, in a file of a cache folder: uint8 [N, H, W, 3]."""
+
+    def __init__(self, file: str, rows: np.ndarray | None):
+        self.images = np.load(file, mmap_mode="r")
+        super().__init__(len(self.images), None)
+        self.ids = self.ids if rows is None else rows
+
+    def place(self, i: int) -> tuple[str, int, int]:
+        return str(self.images.filename), 0, -1
+
+    def where(self, i: int) -> str:
+        return f"image {self.ids[i]}"
+
+    def decode(self, i: int, strict: bool = False) -> np.ndarray:
+        return np.array(self.images[self.ids[i]])
+
+
 class CachedImages(Encoded):
     """Those that save_images has written, named by their paths, or by the rows of their tables."""
 
@@ -369,59 +386,3 @@ class CachedImages(Encoded):
                 return f"row {row} of {name}"
             row -= rows
         raise AssertionError("no such image")
-
-
-# Crops
-
-
-def random_resized_crop(image: np.ndarray, size: int, draws: np.ndarray) -> np.ndarray:
-    """Inception's crop (Szegedy et al. 2014), to uint8 [size, size, 3].
-
-    As torchvision's RandomResizedCrop: area 0.08 to 1 of the image, aspect ratio 3/4 to 4/3, ten attempts,
-    then the largest central crop within these ratios. draws: float64 [40] in [0, 1), four for each attempt.
-    """
-    height, width = image.shape[:2]
-    for area, ratio, down, right in draws.reshape(-1, 4):
-        target = height * width * (0.08 + 0.92 * area)
-        aspect = math.exp(math.log(3 / 4) + ratio * (math.log(4 / 3) - math.log(3 / 4)))
-        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
-        if 0 < w <= width and 0 < h <= height:
-            top, left = int(down * (height - h + 1)), int(right * (width - w + 1))
-            break
-    else:
-        w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
-        top, left = (height - h) // 2, (width - w) // 2
-    return _resize(image[top : top + h, left : left + w], size, size)
-
-
-def central_crop(image: np.ndarray, size: int) -> np.ndarray:
-    """ImageNet's usual crop: shorter side to size * 256 / 224, then the middle; uint8 [size, size, 3]."""
-    height, width = (image := _without_ends(image)).shape[:2]
-    short = round(size * 256 / 224)
-    h, w = (short, short * width // height) if height <= width else (short * height // width, short)
-    top, left = round((h - size) / 2), round((w - size) / 2)
-    return _resize(image, h, w)[top : top + size, left : left + size]
-
-
-def _without_ends(image: np.ndarray) -> np.ndarray:
-    """Cuts the ends off an image that is longer than LONGEST times its shorter side.
-
-    Scaled as a whole, one of 60,000 x 1 pixels would take 11 GB. An even multiple of the shorter side keeps
-    the crop's pixels.
-    """
-    height, width = image.shape[:2]
-    short, long = sorted((height, width))
-    cut = max(0, (long // short - LONGEST) // 4) * 2 * short  # at each end
-    return image[cut : height - cut] if height > width else image[:, cut : width - cut]
-
-
-def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear with antialiasing on uint8, as torchvision's resize does it."""
-    import torch
-    import torch.nn.functional as F
-
-    # [1, 3, H, W], channels last in memory. A batch added after the permutation would have another stride,
-    # and torch would take a path that is more than twice as slow, to the same pixels.
-    pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-    pixels = F.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
-    return pixels[0].permute(1, 2, 0).numpy()

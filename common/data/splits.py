@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from common.augment import gather, moved_pixels, moves, send
-from common.data.decode import CachedImages, Encoded
+from common.data.decode import ArrayImages, CachedImages, Encoded
 from common.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_names, read_names
 from common.data.workers import MicroBatch, decoded, in_flight
 from common.order import Plan, Shuffled, Streamed, hashes, uniforms
+from common.preprocessing import IMAGENET_CROP, Crop
 from common.recipe import Batch, ImageRecipe, parse_fold
 from common.system.env import processes_per_host
 
@@ -121,12 +122,20 @@ class ArraySplit(Shuffled):
         return self.images.shape[1:3]
 
     def batches(
-        self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
+        self,
+        plan: Plan,
+        *,
+        device: torch.device | str,
+        train: bool,
+        size: int,
+        seed: int,
+        workers: int,
+        crop: Crop = IMAGENET_CROP,
     ) -> Iterator[MicroBatch]:
         """Yields micro-batches of whole images in the order of the plan.
 
-        train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size and workers,
-        which FileSplit needs, are not used.
+        train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size, workers and
+        crop, which FileSplit needs, are not used.
         """
         device = torch.device(device)
         if device not in self._resident:
@@ -194,11 +203,19 @@ class EncodedSplit(Shuffled):
         return self.part.names()
 
     def batches(
-        self, plan: Plan, *, device: torch.device | str, train: bool, size: int, seed: int, workers: int
+        self,
+        plan: Plan,
+        *,
+        device: torch.device | str,
+        train: bool,
+        size: int,
+        seed: int,
+        workers: int,
+        crop: Crop = IMAGENET_CROP,
     ) -> Iterator[MicroBatch]:
         """Yields micro-batches of size x size crops in the order of the plan.
 
-        train: a random resized crop from (seed, epoch, sample) alone; else the central crop. `workers`
+        train: a random resized crop from (seed, epoch, sample) alone; else the evaluation's crop. `workers`
         processes decode, or with 0 this one. Raises ValueError that names a broken image, or a shard that
         can't be fetched from S3.
         """
@@ -214,6 +231,7 @@ class EncodedSplit(Shuffled):
                 workers=workers,
                 skip=self.skip and train,
                 flip=self.mirror and train,
+                crop=crop,
             )
 
     @contextmanager
@@ -229,6 +247,16 @@ class FileSplit(EncodedSplit):
         super().__init__(len(part.labels))
         self.open = partial(CachedImages, folder, part.split, part.file)
         self.labels, self.skip = part.labels, skip
+
+
+class CroppedSplit(EncodedSplit):
+    """The images of an array, cropped as files are: for a model that was evaluated so."""
+
+    def __init__(self, split: ArraySplit):
+        super().__init__(len(split))
+        assert isinstance(split.images, np.memmap)
+        self.open = partial(ArrayImages, str(split.images.filename), split.rows)
+        self.labels, self.part, self.mirror, self.skip = split.labels, split.part, split.mirror, False
 
 
 class ShardSplit(EncodedSplit):
@@ -348,4 +376,4 @@ class ShardSplit(EncodedSplit):
         return rows if self.ids is None else rows[np.load(self.ids)]
 
 
-Split = ArraySplit | FileSplit | ShardSplit
+Split = ArraySplit | FileSplit | ShardSplit | CroppedSplit

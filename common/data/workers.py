@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from common.augment import send, send_arrays, to_float
-from common.data.decode import Encoded, central_crop, decode, random_resized_crop, torchcodec_decoder
+from common.data.crops import evaluation_crop, random_resized_crop
+from common.data.decode import Encoded, decode, torchcodec_decoder
 from common.order import Plan, uniforms
+from common.preprocessing import IMAGENET_CROP, Crop
 from common.system.files import first_retry, note_retry, retried
 from common.system.text import printable
 
@@ -62,6 +64,7 @@ def decoded(
     workers: int,
     skip: bool,
     flip: bool = False,
+    crop: Crop = IMAGENET_CROP,
 ) -> Iterator[MicroBatch]:
     """Yields micro-batches of decoded and cropped images, size x size, in the order of the plan.
 
@@ -71,7 +74,7 @@ def decoded(
     # The loader takes items of the plan early, for its workers; this loop takes each with its images.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
-        _Crops(open_images, train, size, seed, skip),
+        _Crops(open_images, train, size, seed, skip, crop),
         sampler=ahead,
         batch_size=None,  # the plan's items are batches already
         num_workers=workers,
@@ -130,8 +133,11 @@ def in_flight(workers: int) -> int:
 class _Crops(Dataset):
     """The crops of each item of the plan, made by a worker. Small to pickle: the images stay on disk."""
 
-    def __init__(self, open_images: Callable[[], Encoded], train: bool, size: int, seed: int, skip: bool):
+    def __init__(
+        self, open_images: Callable[[], Encoded], train: bool, size: int, seed: int, skip: bool, crop: Crop
+    ):
         self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
+        self.crop = crop
         self.images: Encoded | None = None
 
     def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
@@ -160,10 +166,10 @@ class _Crops(Dataset):
                 error = f"{found.filename}: {found.strerror}" if found.strerror else str(found)
                 break
             if draws is None:
-                crop = central_crop(image, self.size)
+                pixels = evaluation_crop(image, self.size, self.crop)
             else:
-                crop = random_resized_crop(image, self.size, draws[k])
-            crops[k] = torch.from_numpy(crop)
+                pixels = random_resized_crop(image, self.size, draws[k], self.crop.filter)
+            crops[k] = torch.from_numpy(pixels)
         if broken and not error:
             if broken.keys() >= set(ids.tolist()):
                 error = f"no image of a micro-batch of {len(ids)} can be decoded: {broken[int(ids[0])]}"
@@ -272,12 +278,13 @@ def _end_unsent(error: Exception, _) -> None:
 
 
 class Preprocessing(NamedTuple):
-    """How a picture becomes the model's input. is_cropped: the middle of it; else the whole is resized."""
+    """How a picture becomes the model's input. is_cropped: as `crop` says; else the whole is resized."""
 
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     is_cropped: bool
+    crop: Crop = IMAGENET_CROP
 
 
 class Pictures(Dataset[tuple[int, Tensor | str]]):
@@ -290,15 +297,15 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
         return len(self.files)
 
     def __getitem__(self, i: int) -> tuple[int, Tensor | str]:
-        size, mean, std, is_cropped = self.preprocessing
+        size, mean, std, is_cropped, crop = self.preprocessing
         try:
             pixels = decode(retried(Path(self.files[i]).read_bytes)())  # uint8 [H, W, 3]
         except OSError as error:
             return i, error.strerror or str(error)
         except ValueError as error:
             return i, str(error)
-        pixels = np.ascontiguousarray(central_crop(pixels, size)) if is_cropped else pixels
-        return i, to_float(torch.from_numpy(pixels)[None], mean, std, size)[0]
+        pixels = np.ascontiguousarray(evaluation_crop(pixels, size, crop)) if is_cropped else pixels
+        return i, to_float(torch.from_numpy(pixels)[None], mean, std, size, crop.enlargement)[0]
 
 
 class PictureBatch(NamedTuple):

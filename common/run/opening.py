@@ -24,6 +24,7 @@ from common.distributed import strategy as job
 from common.distributed.agreement import once
 from common.distributed.rendezvous import most_hosts, most_processes
 from common.order import Steps
+from common.preprocessing import DataConfig, data_config
 from common.recipe import Batch, ImageRecipe, Recipe, recipe_part
 from common.run.folder import RunFolder, count_restarts, model_part, script_name
 from common.run.log import Predictions, RunLog, change_of_hosts
@@ -54,6 +55,8 @@ class Opening:
     source: str  # a name that changes with the data's content
     classes: tuple[str, ...]
     cropped: bool | None = None  # images are cropped, as they stay encoded
+    # The model's own, and after open() the run's; None: the script decides
+    preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
     place: RunFolder | None = None  # on the main process, as the next
     record: MainRecord | None = None
 
@@ -67,6 +70,7 @@ class Opening:
             found = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
             self._refuse_older(found[3], found[4], [process.host for process in processes])
             place, state, saved_step = self.place, RunState(**found[0]), found[1]
+            self.preprocessing = found[5] and data_config(found[5])
             path, mirror = (place.path, place.mirror) if place else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
             if state.step:  # of a checkpoint
@@ -109,8 +113,23 @@ class Opening:
         count_restarts(place.path, state.step)
         if checkpoint:
             print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
+        preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
         own_step, steps = 0 if place.is_new else state.step, steps_in(place.path / "checkpoints")
-        return [state.to_json(), own_step, has_optimizer, str(place.path), steps]
+        return [state.to_json(), own_step, has_optimizer, str(place.path), steps, preprocessing]
+
+    def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+        """How images become inputs: as in the checkpoint unless flags change it, else the model's own way.
+
+        A checkpoint of an earlier version records nothing: its script decided.
+        """
+        own = self.preprocessing
+        if own is None or manifest is None:
+            return own and own.to_json()
+        before = {"mean": own.mean, "std": own.std} | manifest.get("preprocessing", {})
+        kept = data_config(before, self.recipe)
+        if kept != own:
+            print(f"preprocessing as the run began: {kept}; now the model's own is {own}", flush=True)
+        return kept.to_json()
 
     def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
         """ValueError where another host's disk has newer checkpoints. hosts: of the ranks. Collective.
@@ -180,6 +199,7 @@ class Opening:
             "step_graph": accelerator.step_graph,
             "threads": torch.get_num_threads(),
             "recipe": dataclasses.asdict(recipe),
+            **({"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}),
             "defaults": _defaults(recipe),
             "source": self.source,
             "unit": recipe.unit,
@@ -201,6 +221,7 @@ class Opening:
         writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
         manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
         manifest |= {"classes": self.classes} | ({} if self.cropped is None else {"cropped": self.cropped})
+        manifest |= {"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}
         return manifest | {"written_by": writer} | self.training.about()
 
     def _start_facts(self, steps: Steps, state: RunState, has_optimizer: bool) -> dict[str, Any]:
@@ -344,9 +365,13 @@ def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """The script's default recipe; fields derived from batch_size have the values of this recipe."""
+    """The script's default recipe; fields that others decide have the values of this recipe."""
     own = type(recipe)()
-    return dataclasses.asdict(type(recipe)(batch_size=recipe.batch_size)) | {"batch_size": own.batch_size}
+    deciding = {
+        name: getattr(recipe, name) for name in ("batch_size", "model", "weights") if hasattr(own, name)
+    }
+    with_derived = dataclasses.asdict(type(recipe)(**deciding).resolved())
+    return with_derived | {name: getattr(own, name) for name in deciding}
 
 
 def _command() -> list[str]:

@@ -22,6 +22,7 @@ from common.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, S
 if TYPE_CHECKING:  # imported where they are needed
     from common.evaluation import Mistake, Predicted
     from common.optim import EMA
+    from common.preprocessing import DataConfig
     from common.run.main_record import MainRecord
     from common.run.ranks import Ranks
     from common.telemetry.profiler import Profile
@@ -42,6 +43,7 @@ class Run:
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.tested: dict[str, Any] = {}  # parts of result.json about the test split
         self.begun: Ranks | None = None  # after begin()
+        self._preprocessing: DataConfig | None = None
         self.profile: Profile | None = None  # of the main process, with --profile
         self.ended = self.finished = False
         self.feeding: Generator[Any, None, None] | None = None  # the script's micro-batches
@@ -54,18 +56,22 @@ class Run:
         *,
         data: tuple[str, tuple[str, ...]] | tuple[str, tuple[str, ...], bool],
         ema: "EMA | None" = None,
+        preprocessing: "DataConfig | None" = None,
     ) -> Steps:
         """Opens the run's folder and restores the newest checkpoint. Returns the steps left. Collective.
 
         Call it after prepare() and before the first forward. data: a name that changes with its content, the
-        names of the classes, and of images if they are cropped.
+        names of the classes, and of images if they are cropped. preprocessing: the model's own;
+        run.preprocessing is that of the run's beginning, which a resumed run keeps.
         """
         from common.checkpoint.training import TrainingState
         from common.run.opening import Opening
 
         training = TrainingState(self.accelerator, model, optimizer, ema, data[1])
-        ranks = Opening(self.accelerator, self.recipe, self.batch, steps, training, *data).open()
-        self.begun, record = ranks, ranks.record
+        job = self.accelerator, self.recipe, self.batch
+        opening = Opening(*job, steps, training, *data, preprocessing=preprocessing)
+        self.begun = ranks = opening.open()
+        self._preprocessing, record = opening.preprocessing, ranks.record
         if first := self.recipe.profile:
             from common.telemetry.profiler import begin_profile
 
@@ -82,6 +88,12 @@ class Run:
         """What all ranks do together. After begin()."""
         assert self.begun, "run.begin() comes first"
         return self.begun
+
+    @property
+    def preprocessing(self) -> "DataConfig":
+        """How images become inputs in this run. After begin(), where that was given the model's own."""
+        assert self._preprocessing, "run.begin() comes first, with preprocessing"
+        return self._preprocessing
 
     @property
     def main_record(self) -> "MainRecord":

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from common.checkpoint import weights
 from common.checkpoint.format import Snapshot, commit, remove, write_index
 from common.recipe import parse
 from common.script import as_flags
+from common.timm_models import data_config_of
 from tests.conftest import full
 from train_vit import Vit, build_model, build_optimizer
 
@@ -103,6 +105,28 @@ def test_a_head_keeps_the_rows_of_the_classes_it_knows(model, classes, rows, sai
             is_kept = [torch.equal(row, one) for one in source[name]]
             assert is_kept == [k == before for k in range(3)], name
     assert all(torch.equal(ours[name], source[name]) for name in source.keys() - heads)
+
+
+def test_a_folder_of_the_hub_says_how_images_are_prepared(tmp_path, capsys):
+    """Its own configuration wins over the one that timm has for the architecture."""
+    own = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.7, "crop_mode": "squash"}
+    own |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    folder = tmp_path / "hub"
+    model = timm.create_model("test_vit", img_size=48)
+    save_for_hf(model, str(folder), data_config=own, safe_serialization=True)
+    recipe = Vit(model="test_vit", weights=str(folder)).resolved()
+    assert recipe.image_size == 48
+    config = data_config_of(build_model(recipe, 1000), recipe)
+    assert (config.mean, config.std, *config.crop[:3]) == (own["mean"], own["std"], "bilinear", 0.7, "squash")
+    assert "resamples" not in capsys.readouterr().out
+    flags = {"interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"}
+    recipe = Vit(model="test_vit", weights=str(folder), image_size=32, **flags).resolved()
+    changed = data_config_of(build_model(recipe, 3), recipe)
+    assert (changed.crop[:3], changed.mean) == (tuple(flags.values()), own["mean"])
+    output = capsys.readouterr().out
+    assert "; timm resamples pos_embed for this size; the head is new, for 3 classes" in output
+    with pytest.raises(ValueError, match="hub holds test_vit, not test_vit2: give --model test_vit"):
+        build_model(Vit(model="test_vit2", weights=str(folder)), 10)
 
 
 def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **about) -> Path:

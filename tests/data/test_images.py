@@ -444,11 +444,11 @@ def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path
 def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
     from torchvision.transforms import RandomResizedCrop
 
-    from common.data import decode as module
+    from common.data import crops as module
     from common.order import uniforms
 
     boxes = []
-    monkeypatch.setattr(module, "_resize", lambda image, h, w: boxes.append(image.shape[:2]))
+    monkeypatch.setattr(module, "_resize", lambda image, h, w, _: boxes.append(image.shape[:2]))
     image = np.zeros((300, 500, 3), np.uint8)
     for draws in uniforms(0, 0, np.arange(4000), 44)[:, 4:]:
         module.random_resized_crop(image, 224, draws)

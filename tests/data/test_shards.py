@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 
 from common.data import workers
 from common.data.cache import prepare_data
-from common.data.decode import central_crop, decode
+from common.data.crops import evaluation_crop
+from common.data.decode import decode
 from common.data.images import Images, open_images
 from common.data.shards import Manifest, Shard, SplitManifest, parse_index
 from common.data.splits import ShardSplit
@@ -98,7 +99,7 @@ def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
     [(_, ids, pixels, labels)] = read(images.val, [(0, np.array([24, 0, 13]))], train=False)
     assert labels.tolist() == [0, 0, 1]
     for i, found in zip(ids.tolist(), pixels, strict=True):
-        assert np.array_equal(found, central_crop(decode(jpeg(183 + i)), 32))
+        assert np.array_equal(found, evaluation_crop(decode(jpeg(183 + i)), 32))
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000  # no image was copied
 
 

@@ -22,6 +22,7 @@ import export
 import train_cnn_a
 from common.checkpoint.weights import TrainedModel, find
 from common.data.workers import Pictures, Preprocessing
+from common.preprocessing import DataConfig
 from common.script import load_script
 from common.system.files import write_json
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, rows_of, run
@@ -94,7 +95,7 @@ def made(*words, status: int = 0) -> str:
 
 def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
     """The images of the sample as PNG files, before they were normalized."""
-    mean, std = (np.reshape(values, (3, 1, 1)) for values in (trained.mean, trained.std))
+    mean, std = (np.reshape(values, (3, 1, 1)) for values in trained.preprocessing[:2])
     files = [folder / f"{name}{k}.png" for k in range(IMAGES)]
     for file, image in zip(files, trained.sample.numpy(), strict=True):
         pixels = np.rint((image * std + mean) * 255).astype(np.uint8)
@@ -153,7 +154,7 @@ def test_onnx(name, runs, tmp_path, cache):
     assert logits == pytest.approx(trained.model(trained.sample).detach().numpy(), abs=1e-4)
     about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
     assert about["label_names"] == list("0123456789")
-    assert (about["mean"], about["std"]) == (list(trained.mean), list(trained.std))
+    assert (about["mean"], about["std"]) == tuple(map(list, trained.preprocessing[:2]))
     assert (about["input_size"], about["crop_pct"]) == ([3, 32, 32], 1.0)
 
 
@@ -212,8 +213,8 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
     told = vars(recipe) | {"data": data, "weights": weights, "data_root": [data]}  # a flag of version 1.0
     trained = TrainedModel(weights, "", "", 9, "train_cnn_a", told, ["a", "b"])
-    model, ones = torch.nn.Linear(2, 2), (1.0, 1.0, 1.0)
-    exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, ones, False, torch.ones(1))
+    model, ones = torch.nn.Linear(2, 2), DataConfig((1.0,) * 3, (1.0,) * 3)
+    exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, False, torch.ones(1))
     text = model_card("mine", exported, {"architecture": "Linear"})
     assert not re.search(r"alice|ward ?7|private", text)
     assert f"| data | {shown} |" in text
@@ -251,7 +252,7 @@ def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
     words = [picture, "--workers", 0, "--output_dir", tmp_path]
     assert "1 picture predicted" in run([*python(), "predict.py", folder, *words])
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="does not say what trained the model: export it again"):
+    with pytest.raises(ValueError, match="does not say what trained it: export it again"):
         find(str(folder), "best", tmp_path, lambda: None)
 
 

@@ -23,7 +23,7 @@ from common.checkpoint.weights import find
 from common.data.cache import prepare_data
 from common.data.class_folders import find_pictures
 from common.data.conversions import conversion_warnings
-from common.data.decode import central_crop
+from common.data.crops import evaluation_crop
 from common.data.images import open_images
 from common.data.workers import Pictures, Preprocessing, picture_batches
 from tests.conftest import Job, full, lines, python, result, run, torchrun
@@ -110,7 +110,7 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
     Image.fromarray(noise).save(tmp_path / "a.png")
     preparation = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
     (batch,) = picture_batches(Pictures([str(tmp_path / "a.png")], preparation), [0], 8, workers=0)
-    expected = to_float(torch.from_numpy(central_crop(noise, 32).copy())[None], *preparation[1:3], 32)
+    expected = to_float(torch.from_numpy(evaluation_crop(noise, 32).copy())[None], *preparation[1:3], 32)
     assert torch.equal(batch.inputs, expected)
 
 

@@ -14,17 +14,17 @@ from jinja2 import Template
 from torch import Tensor, nn
 
 from common.augment import to_float
-from common.checkpoint.weights import TrainedModel, find, load_trained, open_script
+from common.checkpoint.weights import TrainedModel, find, load_weights, open_script
 from common.data.cache import prepare
 from common.data.class_names import match_classes
 from common.data.images import open_images
 from common.data.sources import KNOWN
+from common.preprocessing import DataConfig
 from common.recipe import ImageRecipe, recipe_part
-from common.script import MOVE, load_script, model_section, normalisation
-from tools.inference.inference import pixels_of
+from common.script import MOVE, load_script, model_section
+from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
-RESIZE = 256 / 224  # the shorter side relative to the crop, as in common.data.decode.central_crop
 MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 OPSET = 20
 OF_ITS_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
@@ -39,9 +39,8 @@ class Exported:
     recipe: ImageRecipe
     model: nn.Module  # in fp32, for evaluation
     classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    is_cropped: bool  # True: images are resized and centre-cropped; False: only resized
+    preprocessing: DataConfig
+    is_cropped: bool  # True: images are resized and cropped; False: only resized
     sample: Tensor  # held-out images as the model's input: [n, 3, S, S]
 
     @property
@@ -51,14 +50,14 @@ class Exported:
     @property
     def preparation(self) -> dict[str, Any]:
         """The preparation of an image for the model, with timm's keys."""
-        size = self.recipe.image_size
+        size, (mean, std, crop) = self.recipe.image_size, self.preprocessing
         return {
             "input_size": (3, size, size),
-            "mean": self.mean,
-            "std": self.std,
-            "crop_pct": 1 / RESIZE if self.is_cropped else 1.0,
-            "crop_mode": "center" if self.is_cropped else "squash",
-            "interpolation": "bilinear" if self.is_cropped else "bicubic",
+            "mean": mean,
+            "std": std,
+            "crop_pct": crop.crop_pct if self.is_cropped else 1.0,
+            "crop_mode": crop.crop_mode if self.is_cropped else "squash",
+            "interpolation": crop.filter if self.is_cropped else crop.enlargement or "bicubic",
         }
 
 
@@ -69,19 +68,22 @@ def open_trained(
     trained = find(location, which, scratch, lambda: None)
     if trained.recipe is None:
         raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
+    if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
+        raise ValueError(f"{trained.name} names no data: give some of its images, as --data FOLDER")
     script, recipe, _ = open_script(trained, script_file, words)
     images = open_images(Path(prepare(recipe, lambda: None).folder), recipe)
-    match = match_classes(trained.classes, images.classes)
+    match = match_classes(trained.names or trained.classes, images.classes)
     match.refuse_unknown(recipe.data, trained.name)
     classes = match.model
     model = script.build_model(recipe, len(classes))
-    load_trained(model, Path(trained.weights))
+    load_weights(model, trained, script, recipe)
     model.eval()
-    mean, std = normalisation(script, model)
-    first = pixels_of(images.val, np.arange(min(count, len(images.val)), dtype=np.int64), recipe)
-    sample = to_float(first, mean, std, recipe.image_size).contiguous()
-    is_cropped = images.val.cropped if trained.cropped is None else trained.cropped
-    return Exported(trained, script, recipe, model, classes, mean, std, is_cropped, sample)
+    preprocessing = mean, std, crop = preprocessing_of(trained, script, recipe, model)
+    split, ids = evaluated_split(images.val, trained), np.arange(min(count, len(images.val)), dtype=np.int64)
+    pixels = pixels_of(split, ids, recipe, crop)
+    sample = to_float(pixels, mean, std, recipe.image_size, crop.enlargement).contiguous()
+    is_cropped = split.cropped if trained.cropped is None else trained.cropped
+    return Exported(trained, script, recipe, model, classes, preprocessing, is_cropped, sample)
 
 
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
@@ -110,6 +112,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
     trained_by: dict[str, Any] = {"script": exported.trained.script, "recipe": recipe}
     trained_by |= {"classes": exported.classes, "cropped": exported.is_cropped}
+    trained_by |= {"preprocessing": exported.preprocessing.to_json(), "names": exported.trained.names}
     (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
     shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files for their owner alone
     return about

@@ -6,26 +6,33 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, find
-from common.data.splits import Split
+from common.checkpoint.published import download
+from common.checkpoint.weights import TrainedModel, find, of_model
+from common.data.splits import ArraySplit, CroppedSplit, Split
 from common.distributed.accelerator import start
 from common.distributed.agreement import once
 from common.distributed.watch import begin_exit
-from common.recipe import Batch, ImageRecipe, Job, setting
+from common.preprocessing import Crop, DataConfig, data_config
+from common.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
+from common.script import normalisation
 from common.system.env import world_size
 from common.system.threads import Heartbeat, run_with_heartbeat
+from common.timm_models import data_config_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inference:
     """The settings of every command that computes with a trained model."""
 
+    model: str | None = setting(None, "timm's name of the model, for a lone file of its weights")
+    pretrained: bool = setting(False, "the first word is timm's name of a model: fetch it from the hub")
     which: str = setting("best", "which checkpoint of a run", choices=("best", "latest"))
     script: str | None = setting(None, "the script that trained the model, if not one of this project")
     output_dir: str | None = setting(None, "a folder for the results; unset: one named after the model")
@@ -49,10 +56,25 @@ class Inference:
         with tempfile.TemporaryDirectory(prefix="inference-") as scratch:
 
             def look(heartbeat: Heartbeat) -> tuple[dict[str, Any], Any]:
-                return dataclasses.asdict(find(location, self.which, Path(scratch), heartbeat)), also()
+                return dataclasses.asdict(self._find(location, Path(scratch), heartbeat)), also()
 
             about, others = once(accelerator, "model", look, self.timeout_s)
             yield TrainedModel(**about), others, Path(scratch)
+
+    def _find(self, location: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
+        """Find the model in files, or fetch one of timm's from the hub."""
+        if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
+            name = timm_name(location)
+            found = find(str(download(name)), self.which, scratch, heartbeat)
+            return dataclasses.replace(found, name=f"timm/{name}", reports=f"validation/{name}")
+        if "://" not in location and not Path(location).exists():
+            raise ValueError(
+                f"{location}: there is no such folder or file. --pretrained fetches timm's models"
+            )
+        found = find(location, self.which, scratch, heartbeat)
+        if self.model and not self.script and found.recipe is None:
+            return of_model(found, timm_name(self.model))
+        return found
 
     def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:
         """Calls report() on the main process, and ends the job."""
@@ -61,10 +83,28 @@ class Inference:
         accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
 
 
-def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe) -> Tensor:
+def preprocessing_of(
+    trained: TrainedModel, script: ModuleType, recipe: ImageRecipe, model: nn.Module
+) -> DataConfig:
+    """How the model's inputs are prepared: as its files record it, or its script or timm says, then by flags.
+
+    Files of an earlier version record nothing: every model had the same crop.
+    """
+    if trained.recipe is None and not hasattr(script, "MEAN"):  # a lone file
+        return data_config_of(model, recipe)
+    mean, std = normalisation(script, model)
+    return data_config({"mean": mean, "std": std} | (trained.preprocessing or {}), recipe)
+
+
+def evaluated_split(split: Split, trained: TrainedModel) -> Split:
+    """The split, cropped where the model was evaluated on crops, also if the images have one size."""
+    return CroppedSplit(split) if trained.cropped and isinstance(split, ArraySplit) else split
+
+
+def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) -> Tensor:
     """The images of a split with these ids, before normalisation: uint8 [n, H, W, 3]."""
     size, seed = recipe.image_size, recipe.seed
-    batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0)
+    batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0, crop=crop)
     return next(iter(batches)).images
 
 

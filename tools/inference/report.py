@@ -120,6 +120,7 @@ def show(found: dict[str, Any], title: str) -> None:
         ("top-5 accuracy", f"{found['top5']:.4f}"),
         ("loss", f"{found['loss']:.4f}"),
         ("expected calibration error", f"{found['expected_calibration_error']:.4f}"),
+        ("preprocessing", prepared(found)),
         *[("speed", f"{found['images_per_s']:,.0f} images/s")] * (found["images"] >= TIMED),
         ("processes", f"{found['processes']} x {found['device']}"),
     ]
@@ -142,6 +143,13 @@ def show(found: dict[str, Any], title: str) -> None:
     matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts)
     if console.measure(matrix, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(matrix)
+
+
+def prepared(found: dict[str, Any]) -> str:
+    """Describe how the images became the model's inputs."""
+    preprocessing = found["preprocessing"]
+    crop = f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}" if found["cropped"] else "whole"
+    return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop}"
 
 
 def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:

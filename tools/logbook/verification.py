@@ -19,6 +19,7 @@ import torch
 
 from common.checkpoint.format import step_name, step_of, steps_in, verify
 from common.flags import without_left
+from common.preprocessing import FLAGS, LEGACY
 from common.recipe import METRICS, recipe_part
 from common.script import load_script, own_script, recipe_class
 from common.system.files import read_yaml, write_json
@@ -259,7 +260,10 @@ class Verification:
         names = (*recipe_part(self.kind()), *KEPT)
         values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
         size = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
-        changed = [*run.recipe.get("allow_changed", []), "data"]
+        flags = [name for name in FLAGS if name in names]  # earlier versions have recorded nothing
+        prepared = run.about.get("preprocessing", {"interpolation": LEGACY})
+        values |= {name: prepared[name] for name in flags if name in prepared}
+        changed = [*run.recipe.get("allow_changed", []), "data", *flags]
         values |= {"per_device_batch_size": size, "allow_changed": changed}
         values |= {"data": self.flags.data} if self.flags.data else {}
         file = folder.with_suffix(".json")

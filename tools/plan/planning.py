@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common.data.shards import MANIFEST, parse_manifest
-from common.recipe import parse, parse_fold, share_out
-from common.script import load_script, recipe_class, training_images
+from common.recipe import parse_fold, share_out
+from common.script import load_script, recipe_of, training_images
 from common.system.paths import ROOT
 from common.system.processes import allowed_cores
 from common.telemetry.flops import Device, find_device, known_devices
@@ -111,7 +111,7 @@ class Planning:
             raise ValueError(f"{script[0]}: no such script")
         self.script, self.cluster = list(script), cluster
         loaded = load_script(Path(script[0]))
-        self.recipe: Any = parse(recipe_class(loaded), self.script[1:])
+        self.recipe = recipe_of(loaded, self.script[1:])
         self.build_optimizer = getattr(loaded, "build_optimizer", lambda: None)
         if getattr(self.recipe, "freeze", False):
             print("--freeze: planned as if all layers were trained, with more memory, traffic and time")

@@ -35,8 +35,8 @@ from common.distributed.layout import layout_of, to_local
 from common.distributed.strategy import precision, strategy
 from common.optim import EMA
 from common.order import reseed
-from common.recipe import Batch, ImageRecipe, parse
-from common.script import AFRESH, CLASSES, load_script, recipe_class
+from common.recipe import Batch, ImageRecipe
+from common.script import AFRESH, CLASSES, load_script, recipe_of
 from common.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
@@ -103,7 +103,7 @@ class Training:
     ):
         """words: the script and its flags. device: None is this CPU."""
         self.script = script = load_script(Path(words[0]))
-        recipe: Any = parse(recipe_class(script), words[1:])
+        recipe = recipe_of(script, words[1:])
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
             raise ValueError(f"{words[0]} has no build_model(): only scripts for images can be planned")
         afresh = {name: value for name, value in AFRESH.items() if hasattr(recipe, name)}
