@@ -20,7 +20,9 @@ from timm.models import save_for_hf
 import export
 from common.checkpoint.published import class_names, of_name
 from common.checkpoint.weights import find, of_model
+from common.preprocessing import FLAGS
 from predict import Prediction
+from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import VIT, full, latest, metrics, python, run, torchrun
 from tests.support.commands import call
 from tests.support.data_sets import picture
@@ -138,12 +140,14 @@ def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp
     legacy, run_ = tmp_path / "legacy", tmp_path / "run"
     run(small(folders, cache, legacy, "--interpolation", "legacy", "--max_steps", "6"))
     run(small(folders, cache, run_, "--interpolation", "legacy", "--max_steps", "3"))
-    for file in (run_ / "recipe.json", latest(run_) / "manifest.json"):
-        about = json.loads(file.read_text())
-        del about["preprocessing"]
-        for name in ("interpolation", "crop_pct", "crop_mode"):
-            del about["recipe"][name]
-        file.write_text(json.dumps(about))
+    about = json.loads((run_ / "recipe.json").read_text())
+    del about["preprocessing"]
+    for name in FLAGS:
+        del about["recipe"][name]
+    (run_ / "recipe.json").write_text(json.dumps(about))
+    recipe = json.loads((latest(run_) / "manifest.json").read_text())["recipe"]
+    earlier = {name: value for name, value in recipe.items() if name not in FLAGS}
+    forge(latest(run_), preprocessing={}, recipe=earlier)
     output = run(small(folders, cache, run_, "--max_steps", "6"))
     assert "continuing at step 3" in output
     kept = "preprocessing as the run began: legacy interpolation, crop 0.875 center"
