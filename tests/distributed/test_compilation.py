@@ -117,6 +117,7 @@ def train_both(
     for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
         accelerator.grad_checkpointing = is_checkpointed and one is model
         accelerator.deterministic = accelerator.short_attention = False
+        accelerator.step_stream = None
         optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
     dtype = next(model.parameters()).dtype
     for step in range(3):
