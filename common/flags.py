@@ -89,8 +89,12 @@ class Parser(CommandParser):
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
             meant = did_you_mean(unknown, self._option_string_actions)
-            advice = _why_left(unknown) or _of_our_scripts(unknown) or _of_others(unknown)
-            advice = advice or (f": {meant}" if meant else "; --help lists them all")
+            near = f": {meant}" if meant else ""
+            if scripts := _of_our_scripts(unknown):
+                near = f"{near} {scripts}" if near else f". {scripts}"
+            else:
+                near = _of_others(unknown) or near
+            advice = _why_left(unknown) or near or "; --help lists them all"
             message = f"unknown flag {shortened(unknown)}{advice}"
         message = message_text(message)
         tell_torchrun(message)
@@ -121,7 +125,7 @@ def _of_our_scripts(unknown: str) -> str:
     scripts = [
         name for name, text in sources.items() if field.search(text + shared * ("(ImageRecipe)" in text))
     ]
-    return f". {some_of(scripts)} {'has' if len(scripts) == 1 else 'have'} it" if scripts else ""
+    return f"{some_of(scripts)} {'has' if len(scripts) == 1 else 'have'} it" if scripts else ""
 
 
 def two_names(first: str, second: str) -> str:

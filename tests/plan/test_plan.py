@@ -72,7 +72,7 @@ def test_attention_of_few_tokens_moves_the_bytes_of_the_kernel():
     """Forward reads qkv and writes the outputs. Backward reads both with the gradient, and writes qkv's."""
     script = ["train_vit.py", "--model=test_vit", "--image_size=32", "--patch_size=8", "--depth=1"]
     found = {
-        name: traced("single_gpu", 1, script=script, sizes=(4,), mixed="bf16", device=name)
+        name: traced("single_gpu", 1, script=script, sizes=(4, 8), mixed="bf16", device=name)
         for name in ("cpu", "NVIDIA H200", "Tesla T4")
     }
     part = 2 * 4 * 17 * 64  # bytes: images, tokens, numbers

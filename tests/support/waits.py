@@ -108,10 +108,13 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     builder = "build_model" if hasattr(script, "build_model") else "Net"
     build = getattr(script, builder)
 
-    def begin(run: Run, model: nn.Module, optimizer: Any, steps: Steps, **_: Any) -> Steps:
+    def begin(
+        run: Run, model: nn.Module, optimizer: Any, steps: Steps, preprocessing: Any = None, **_: Any
+    ) -> Steps:
         """Run.begin without a folder, checkpoints, telemetry and other processes."""
         meter = Meter(run.accelerator, run.batch, keeps_ids=False)
         parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
+        run._preprocessing = preprocessing
         run.begun = Ranks(run.recipe, steps, RunState(), *parts, record=None, newest=0)
         run.begun.take = Mock()
         for p in model.parameters():

@@ -71,7 +71,8 @@ def open_trained(
     if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
         raise ValueError(f"{trained.name} names no data: give some of its images, as --data FOLDER")
     script, recipe, _ = open_script(trained, script_file, words)
-    images = open_images(Path(prepare(recipe, lambda: None).folder), recipe)
+    prepared = prepare(recipe, lambda: None, is_evaluated=True)
+    images = open_images(Path(prepared.folder), recipe)
     match = match_classes(trained.names or trained.classes, images.classes)
     match.refuse_unknown(recipe.data, trained.name)
     classes = match.model

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from common.data.names import NameOf
-from common.evaluation import frequent_mistakes
 from common.system.files import write_csv, write_text
 from common.system.paths import ROOT
 
@@ -42,7 +41,10 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
     pairs = {"predictions": rows["predicted"], "references": rows["label"]}
     by_class = classification.compute(**pairs, classes=classes)
     confusion = {"confusion": by_class["confusion"]} if "confusion" in by_class else {}
-    confusion = confusion or {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
+    if not confusion:
+        from common.evaluation import frequent_mistakes  # imports torch
+
+        confusion = {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
     wrong = np.flatnonzero(rows["predicted"] != rows["label"])
     surest = wrong[np.argsort(-rows["probability"][wrong], kind="stable")][:WORST]
     return {

@@ -78,7 +78,8 @@ class _Operations(TorchDispatchMode):
                 formula = flop_registry.get(func._overloadpacket)
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
                 moved = sum(t.nbytes for t in {id(t): t for t in (*read, *written)}.values())
-                self.kernels.append((str(written[0].dtype).removeprefix("torch."), int(flops), moved))
+                if moved:  # none is launched for empty tensors
+                    self.kernels.append((str(written[0].dtype).removeprefix("torch."), int(flops), moved))
         return result
 
     def _collective(self, name: str, args: tuple[Any, ...]) -> None:
