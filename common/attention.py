@@ -98,19 +98,20 @@ def use_kernel(model: nn.Module) -> bool:
     return bool(chosen)
 
 
-def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why the kernel can't compute the model's attentions on this device, or an empty text.
+def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why the kernel can't compute the model's attentions on this device, or an empty text. None if
+    there is nothing to try: no attention that fits, or plan.py's tensors, which have no numbers.
 
     Each shape is computed once, forward and backward, and compared with the plain twin: a driver or a
     compiler that fails must not end the training. No random number is drawn.
     """
     shapes = {(module.tokens, module.num_heads, module.head_size()) for module in _fitting(model)}
-    if shapes:
-        import common.attention_kernels  # noqa: F401
+    if not shapes or type(torch.empty(0)) is not Tensor:
+        return None
+    import common.attention_kernels  # noqa: F401
+
     for tokens, heads, size in sorted(shapes):
         values = torch.arange(2 * tokens * 3 * heads * size, device=device).sin().to(dtype)
-        if type(values) is not Tensor:  # plan.py's have no numbers
-            return ""
         qkv = values.view(2, tokens, 3, heads, size)
         try:
             ours, twins = (_with_gradient(each, qkv) for each in (_kernel, plain_attention))

@@ -194,7 +194,7 @@ def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
 def test_a_kernel_that_fails_is_not_used():
     """Without the interpreter Triton finds no driver on a CPU."""
     assert kernel_failure(layer(), torch.device("cpu"), torch.float16) != ""
-    assert kernel_failure(nn.Linear(2, 2), torch.device("cpu"), torch.float16) == ""
+    assert kernel_failure(nn.Linear(2, 2), torch.device("cpu"), torch.float16) is None
 
 
 def test_a_vits_layers_know_their_tokens():

@@ -280,8 +280,10 @@ def _wrap(
     check_wrapped_classes(model)
     if accelerator.short_attention:
         dtype = HALF[accelerator.precision.mixed_precision]
-        failures = gather_object([kernel_failure(model, accelerator.device, dtype)])
-        if failure := next(filter(None, failures), ""):  # all ranks compute alike
+        failure = kernel_failure(model, accelerator.device, dtype)
+        if failure is not None:  # all ranks compute alike
+            failure = next(filter(None, gather_object([failure])), "")
+        if failure:
             accelerator.print(f"torch's attention is used, as the kernel for few tokens failed: {failure}")
         accelerator.short_attention = not failure and use_kernel(model)
     if not accelerator.deterministic:

@@ -23,7 +23,7 @@ from common.checkpoint.weights import find, of_model
 from common.preprocessing import FLAGS
 from predict import Prediction
 from tests.checkpoint.test_checkpoints import forge
-from tests.conftest import VIT, full, latest, metrics, python, run, torchrun
+from tests.conftest import VIT, Job, full, latest, metrics, python, run, torchrun
 from tests.support.commands import call
 from tests.support.data_sets import picture
 from tests.support.pretrained import NAME, hub_folder, photographs_by_class
@@ -106,7 +106,8 @@ def test_a_linear_probe_of_cifar10(hub, cifar10, cache, tmp_path):
     words = ["train_vit.py", "--model", NAME, "--weights", hub, "--freeze", "--data", data, *cache, *FP32]
     words += ["--epochs", "4", "--batch_size", "64", "--lr", "3e-3", "--mixup", "0", "--cutmix", "0"]
     words += ["--drop_path", "0", "--label_smoothing", "0", "--ema_decay", "0"]
-    run([*python(), *words, "--output_dir", tmp_path / "run"])
+    status, output = Job([*python(), *words, "--output_dir", tmp_path / "run"]).wait(900)
+    assert status == 0, output
     assert max(line.get("val/accuracy", 0) for line in metrics(tmp_path / "run")) >= 0.70
 
 
