@@ -49,8 +49,13 @@ def printable_lines(text: object) -> str:
 
 
 def message_text(text: object) -> str:
-    """Return printable_lines() of an error message, cut where somebody's input made it endless."""
-    return printable_lines(shortened(str(text), MESSAGE_LENGTH))
+    """Return printable_lines() of an error message, cut where somebody's input made it endless.
+
+    A word keeps QUOTE_LENGTH characters, a path those that a path may have.
+    """
+    lines = printable_lines(shortened(str(text), MESSAGE_LENGTH))
+    long = rf"[^\s/]{{{QUOTE_LENGTH + 10},}}"  # with the dots of one that is shortened already
+    return re.sub(long, lambda word: shortened(word[0]), lines)
 
 
 def shortened(text: str, length: int = QUOTE_LENGTH) -> str:
