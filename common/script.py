@@ -26,7 +26,7 @@ from common.timm_models import data_config_of
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
 TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them
-# What the head of an exported model.py imports for the Model section.
+# Names that the head of an exported model.py imports for the Model section
 MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
 MOVE = "Move its import or definition into that section: the exported model.py has torch, but not our code"
 CLASSES = 10  # more classes change the size little

@@ -123,12 +123,15 @@ def inputs_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def shape_ms(shape: Shape) -> float:
-    """What 4.2 TB/s need: qkv read twice, its gradient and the outputs written, these and theirs read."""
+    """Return the time of the bytes at 4.2 TB/s.
+
+    qkv is read twice, its gradient and the outputs are written, the outputs and their gradient are read.
+    """
     return 1e3 * 12 * 2 * shape.samples * shape.tokens * shape.heads * shape.size / 4.2e12
 
 
 def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Of forward and backward, as one of REPEATED in a CUDA graph; on a CPU of a call."""
+    """Return the time of forward and backward, one of REPEATED in a CUDA graph; on a CPU that of a call."""
 
     def layers() -> None:
         for _ in range(REPEATED if qkv.is_cuda else 1):

@@ -14,7 +14,7 @@ from common.system.text import printable
 from common.timm_models import registered
 
 CONFIG = "config.json"
-# What config.json says of the preparation of images, as timm names it
+# Keys of config.json that describe the preparation of images, as timm names them
 DATA_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 EDGES = ("img_size", "patch_size")
 # Arguments of a model that flags of train_vit.py decide, or that an evaluation does not use

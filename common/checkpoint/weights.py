@@ -464,7 +464,7 @@ def own_image_size(name: str, location: str | None) -> int:
 
 
 def _own_data(name: str, location: Path, trained: Checkpoint | None) -> dict[str, Any]:
-    """What a folder of weights says of the preparation of images, with timm's keys. ValueError for another
+    """Return how a folder of weights says images are prepared, with timm's keys. ValueError for another
     architecture."""
     if trained:
         own = trained.manifest.get("preprocessing", {})

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 class Look(NamedTuple):
-    """What the conversion of one image meets."""
+    """Facts about the conversion of one image."""
 
     shape: tuple[int, ...]  # of the decoded image: [H, W, 3]
     levels: tuple[int, int]  # range of the decoded values, 0 to 255, without outliers

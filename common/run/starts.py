@@ -65,7 +65,7 @@ def add_start(folder: Path, start: dict[str, Any], continued: dict[str, Any] | N
 
 
 def changes(manifest: dict[str, Any], start: dict[str, Any]) -> dict[str, list[Any]]:
-    """What a start trains otherwise than the checkpoint that it continues: {name: [before, now]}."""
+    """Return how a start's recipe differs from that of its checkpoint: {name: [before, now]}."""
     before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
     pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
     pairs = {name: pair for name, pair in pairs.items() if len({repr(comparable(name, v)) for v in pair}) > 1}

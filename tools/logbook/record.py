@@ -31,7 +31,7 @@ MEANING = {  # of a verification that found no difference
     " weights: the differences of the replayed steps are reported, without a verdict",
 }
 COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # with a replay, beside the checkpoints
-# What changes the images or the metric of evaluations: later evaluations are not compared with earlier ones.
+# Flags that change the images or the metric of evaluations, which are then not compared with earlier ones
 MEASURED = {"best_by", "holdout", "max_val_images", "data", "content of the data", "cropped images"}
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 MOST_SAMPLES = 5_000  # of a host's telemetry on a page, as 64 hosts write 8 GB a day
@@ -209,7 +209,7 @@ class RunRecord:
             run.about = about | self.about
             return run
         run.about = about
-        # What an earlier version has trained is known by a manifest, which lacks some flags.
+        # A manifest of an earlier version lacks some flags.
         run.recipe = ({} if start.is_recorded else self.recipe) | about.get("recipe", {})
         run.facts = self.facts | {name: about[name] for name in KINDS["result.json"] if name in about}
         run.facts["hosts"] = host_count(about)

@@ -81,8 +81,10 @@ class Outcome:
 
 
 def steps_per_epoch(run: RunRecord) -> int:
-    """As the start recorded it, else by the first line of the log; contradictions() checks the others.
-    ValueError without a line."""
+    """Return what the start recorded, else what the log's first line says; contradictions() checks others.
+
+    ValueError without a line.
+    """
     if "steps_per_epoch" in run.about:
         return run.about["steps_per_epoch"]
     for line in run.metrics:

@@ -104,7 +104,7 @@ class Verification:
         return parts or [Part(0, self.last, self.record)]
 
     def _trained_by(self, record: RunRecord) -> list[Any]:
-        """What a replay takes from the run, and what its bits depend on."""
+        """Return what a replay takes from the run, and what its bits depend on."""
         names = (*recipe_part(self.kind()), *KEPT)
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
         about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))

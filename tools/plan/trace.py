@@ -142,7 +142,7 @@ class Training:
 
 
 def _has_kernel(device: Device, accelerator: Accelerator) -> bool:
-    """As has_kernel() of common.attention: GPUs of compute capability 8.0 and later have units for bf16."""
+    """Do as has_kernel() of common.attention: GPUs from compute capability 8.0 on have units for bf16."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 
