@@ -22,9 +22,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import command_parser, config_file, run_command, split_at_script
-from common.system.files import read_yaml
-from common.system.paths import ROOT
+from onecurve.system.cli import command_parser, config_file, run_command, split_at_script
+from onecurve.system.files import read_yaml
+from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS, Checks, Finding, HostClient
 from tools.launch.hosts import Host, close_and_wait, read_hostfile, select
 
@@ -70,9 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _model(script: list[str]) -> dict[str, Any]:
     """Size, data and batch of the script with these flags, from a subprocess that imports torch."""
     file = ROOT / script[0]
-    if file.is_file() and "common.recipe" not in file.read_text(errors="replace"):  # is not run
-        return {"unchecked": f"{script[0]} declares no recipe of common.recipe"}
-    words = [sys.executable, "-m", "common.script", *script]
+    if file.is_file() and "onecurve.recipe" not in file.read_text(errors="replace"):  # is not run
+        return {"unchecked": f"{script[0]} declares no recipe of onecurve.recipe"}
+    words = [sys.executable, "-m", "onecurve.script", *script]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     try:
         return json.loads(done.stdout.splitlines()[-1])

@@ -31,8 +31,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.system.cli import command_parser, run_command
-from common.system.files import own_files
+from onecurve.system.cli import command_parser, run_command
+from onecurve.system.files import own_files
 
 SAMPLE = 16  # images on which the exported model is compared
 ONNX_BOUND = 1e-4  # of logits

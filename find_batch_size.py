@@ -35,13 +35,13 @@ from typing import Any
 
 import psutil
 
-from common.flags import without
-from common.recipe import ImageRecipe, recipe_part
-from common.recipe import parse as parse_recipe
-from common.system.cli import check_positive, command_parser, config_file, run_command, split_at_script
-from common.system.files import read_json, read_lines, read_yaml, write_json
-from common.system.paths import ROOT
-from common.system.text import numbered
+from onecurve.flags import without
+from onecurve.recipe import ImageRecipe, recipe_part
+from onecurve.recipe import parse as parse_recipe
+from onecurve.system.cli import check_positive, command_parser, config_file, run_command, split_at_script
+from onecurve.system.files import read_json, read_lines, read_yaml, write_json
+from onecurve.system.paths import ROOT
+from onecurve.system.text import numbered
 from tools.batch_size.largest import LaunchResult, knee, launch, next_size
 from tools.launch.hosts import read_hostfile
 
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 class Search:
     def __init__(self, flags: argparse.Namespace):
         """Checks the flags before anything is launched. ValueError for a mistake."""
-        from common.script import load_script, recipe_class  # imports torch
+        from onecurve.script import load_script, recipe_class  # imports torch
 
         self.flags = flags
         config = read_yaml("--config_file", flags.config_file)

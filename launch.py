@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.recipe import Job
-from common.system.cli import (
+from onecurve.recipe import Job
+from onecurve.system.cli import (
     check_positive,
     command_parser,
     config_file,
@@ -34,10 +34,10 @@ from common.system.cli import (
     split_at_script,
     underscores,
 )
-from common.system.files import read_yaml, write_text
-from common.system.gpus import devices
-from common.system.paths import ROOT
-from common.system.text import did_you_mean
+from onecurve.system.files import read_yaml, write_text
+from onecurve.system.gpus import devices
+from onecurve.system.paths import ROOT
+from onecurve.system.text import did_you_mean
 from tools.launch.elastic import ElasticJob
 from tools.launch.hosts import NAME, Host, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import CommandParser, check_positive, run_command
-from common.system.files import parse_json, write_text
-from common.system.paths import python_command, shortest
-from common.system.text import natural, numbered
+from onecurve.system.cli import CommandParser, check_positive, run_command
+from onecurve.system.files import parse_json, write_text
+from onecurve.system.paths import python_command, shortest
+from onecurve.system.text import natural, numbered
 from tools.logbook import comparison, pictures
 from tools.logbook import page as run_page
 from tools.logbook.comparison import Comparison, read_search

@@ -7,7 +7,7 @@ Runs the script's model and optimizer under each strategy as rank 0 of the clust
 and DeepSpeed themselves, on tensors without contents. Memory is the largest sum of live tensors, by torch's
 MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated.
 
-Time is an estimate from data sheets (common/telemetry/devices.yaml) and from what one H200 reached, by the
+Time is an estimate from data sheets (onecurve/telemetry/devices.yaml) and from what one H200 reached, by the
 formulas of tools/plan/cost.py; docs/performance.md has planned beside measured times. It leaves out what
 --compile takes at the start, offload's work on the CPU, and decoding and reading of images.
 """
@@ -17,14 +17,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from common.system.cli import check_positive, command_parser, run_command, split_at_script
-from common.system.files import write_json
-from common.system.threads import run_with_heartbeat
+from onecurve.system.cli import check_positive, command_parser, run_command, split_at_script
+from onecurve.system.files import write_json
+from onecurve.system.threads import run_with_heartbeat
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    from common.system.progress import Display
+    from onecurve.system.progress import Display
     from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
@@ -57,7 +57,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--hosts", type=int, default=1, help="default: 1")
     add("--gpus", type=int, default=1, help="of each host (default: 1)")
-    add("--gpu", required=True, help="a device of common/telemetry/devices.yaml, as H100")
+    add("--gpu", required=True, help="a device of onecurve/telemetry/devices.yaml, as H100")
     add("--network_gb_s", type=float, help="10^9 bytes a second of a host (default: the device's, or 12.5)")
     add("--output", type=Path, help="also write the plan here, as JSON")
     mine, script = split_at_script(argv)

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.system.cli import say_loading
+from onecurve.system.cli import say_loading
 
 if __name__ == "__main__":
     say_loading()  # before the imports below, which take seconds
@@ -36,17 +36,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
-from common.data.class_folders import find_pictures
-from common.data.conversions import Look, conversion_warnings, look_at
-from common.data.workers import Pictures, Preprocessing, picture_batches
-from common.distributed.agreement import agree
-from common.distributed.precision import autocast_forward
-from common.distributed.process import run_process
-from common.distributed.watch import Preempted, wanted
-from common.recipe import parse, setting
-from common.system.files import write_bytes, write_csv, write_text
-from common.system.text import plural, printable
+from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
+from onecurve.data.class_folders import find_pictures
+from onecurve.data.conversions import Look, conversion_warnings, look_at
+from onecurve.data.workers import Pictures, Preprocessing, picture_batches
+from onecurve.distributed.agreement import agree
+from onecurve.distributed.precision import autocast_forward
+from onecurve.distributed.process import run_process
+from onecurve.distributed.watch import Preempted, wanted
+from onecurve.recipe import parse, setting
+from onecurve.system.files import write_bytes, write_csv, write_text
+from onecurve.system.text import plural, printable
 from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of
 
 WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop, for a model that does not say so
@@ -194,8 +194,8 @@ def draw(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     """Draws a contact sheet: the pictures with their most likely class."""
     from PIL import Image, ImageOps
 
-    from common.data.decode import decode
-    from common.run import plots
+    from onecurve.data.decode import decode
+    from onecurve.run import plots
 
     looks, squares = list[Look](), list[np.ndarray]()
     for row in rows:

@@ -39,8 +39,8 @@ import argparse
 import signal
 import sys
 
-from common.system.cli import command_parser, run_command
-from common.system.text import message_text
+from onecurve.system.cli import command_parser, run_command
+from onecurve.system.text import message_text
 from tools.prepare.preparation import NAMES, Preparation
 
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
-from common import check_early
-from common.recipe import Batch, ImageRecipe, flag, setting
+from onecurve import check_early
+from onecurve.recipe import Batch, ImageRecipe, flag, setting
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -59,15 +59,15 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.augment import to_float
-from common.data.images import Images, load
-from common.distributed.accelerator import prepare
-from common.distributed.process import entry
-from common.distributed.step_graph import step_graph
-from common.evaluation import evaluate
-from common.optim import can_fuse_sgd
-from common.order import Plan, Steps, reseed
-from common.run.run import Run
+from onecurve.augment import to_float
+from onecurve.data.images import Images, load
+from onecurve.distributed.accelerator import prepare
+from onecurve.distributed.process import entry
+from onecurve.distributed.step_graph import step_graph
+from onecurve.evaluation import evaluate
+from onecurve.optim import can_fuse_sgd
+from onecurve.order import Plan, Steps, reseed
+from onecurve.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------
 

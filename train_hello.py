@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from common import check_early
-from common.recipe import Batch, Recipe, flag, setting
+from onecurve import check_early
+from onecurve.recipe import Batch, Recipe, flag, setting
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -41,12 +41,12 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.augment import send
-from common.distributed.accelerator import prepare
-from common.distributed.exact_sum import exact_sum
-from common.distributed.process import entry
-from common.order import Shuffled, Steps, evaluation_plan, reseed
-from common.run.run import Run
+from onecurve.augment import send
+from onecurve.distributed.accelerator import prepare
+from onecurve.distributed.exact_sum import exact_sum
+from onecurve.distributed.process import entry
+from onecurve.order import Shuffled, Steps, evaluation_plan, reseed
+from onecurve.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import check_early
-from common.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
-from common.recipe import Batch, ImageRecipe, flag, setting, timm_name
+from onecurve import check_early
+from onecurve.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
+from onecurve.recipe import Batch, ImageRecipe, flag, setting, timm_name
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
@@ -99,19 +99,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common import augment
-from common.checkpoint.weights import model_with_weights, own_image_size, pretrained_model
-from common.data.images import Images, load
-from common.distributed.accelerator import prepare
-from common.distributed.precision import input_dtype
-from common.distributed.process import entry
-from common.distributed.step_graph import step_graph
-from common.evaluation import evaluate
-from common.optim import EMA, named_optimizer
-from common.order import Plan, Steps, reseed, uniforms
-from common.rand_augment import rand_augment
-from common.run.run import Run
-from common.timm_models import block_classes, data_config_of, fitting, head_names, registered, speed_up
+from onecurve import augment
+from onecurve.checkpoint.weights import model_with_weights, own_image_size, pretrained_model
+from onecurve.data.images import Images, load
+from onecurve.distributed.accelerator import prepare
+from onecurve.distributed.precision import input_dtype
+from onecurve.distributed.process import entry
+from onecurve.distributed.step_graph import step_graph
+from onecurve.evaluation import evaluate
+from onecurve.optim import EMA, named_optimizer
+from onecurve.order import Plan, Steps, reseed, uniforms
+from onecurve.rand_augment import rand_augment
+from onecurve.run.run import Run
+from onecurve.timm_models import block_classes, data_config_of, fitting, head_names, registered, speed_up
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from common.system.cli import say_loading
+from onecurve.system.cli import say_loading
 
 if __name__ == "__main__":
     say_loading()  # before the imports below, which take seconds
@@ -38,21 +38,21 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
-from common.data.class_names import ClassMatch, match_classes
-from common.data.images import Images, load
-from common.data.names import nameless
-from common.data.splits import Split
-from common.distributed.agreement import agree
-from common.distributed.precision import autocast_forward
-from common.distributed.process import run_process
-from common.distributed.strategy import device_name, precision, strategy
-from common.distributed.watch import Preempted, wanted
-from common.evaluation import counted, evaluated_ids, predictions
-from common.preprocessing import DataConfig
-from common.recipe import Batch, ImageRecipe, parse, recipe_part, setting
-from common.system.cli import underscores
-from common.system.files import refuse_link, sha256_of
+from onecurve.checkpoint.weights import TrainedModel, load_everywhere, load_weights, open_script
+from onecurve.data.class_names import ClassMatch, match_classes
+from onecurve.data.images import Images, load
+from onecurve.data.names import nameless
+from onecurve.data.splits import Split
+from onecurve.distributed.agreement import agree
+from onecurve.distributed.precision import autocast_forward
+from onecurve.distributed.process import run_process
+from onecurve.distributed.strategy import device_name, precision, strategy
+from onecurve.distributed.watch import Preempted, wanted
+from onecurve.evaluation import counted, evaluated_ids, predictions
+from onecurve.preprocessing import DataConfig
+from onecurve.recipe import Batch, ImageRecipe, parse, recipe_part, setting
+from onecurve.system.cli import underscores
+from onecurve.system.files import refuse_link, sha256_of
 from tools.inference import report as reports
 from tools.inference.inference import Inference, evaluated_split, own_words, pixels_of, preprocessing_of
 from tools.inference.report import TOP, Rows

@@ -28,7 +28,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common.system.cli import check_positive, command_parser, config_file, run_command
+from onecurve.system.cli import check_positive, command_parser, config_file, run_command
 from tools.logbook import replay
 from tools.logbook.verification import Verification
 

@@ -28,14 +28,14 @@ import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list, gather_object
 
 from benchmarks.harness import benchmark_parser, in_turn, report, wait_for_device
-from common.checkpoint.format import STATE_FILE, newest
-from common.checkpoint.saver import Saver
-from common.checkpoint.training import TrainingState
-from common.distributed.accelerator import prepare, start
-from common.distributed.process import run_process
-from common.distributed.strategy import device_name, strategy
-from common.order import reseed
-from common.system.env import world_size
+from onecurve.checkpoint.format import STATE_FILE, newest
+from onecurve.checkpoint.saver import Saver
+from onecurve.checkpoint.training import TrainingState
+from onecurve.distributed.accelerator import prepare, start
+from onecurve.distributed.process import run_process
+from onecurve.distributed.strategy import device_name, strategy
+from onecurve.order import reseed
+from onecurve.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
 
 STEPS = 10  # that follow a save

@@ -3,7 +3,7 @@
     python -m benchmarks.decoding --images FOLDER
 
 PIL:  Image.open, RandomResizedCrop, ToTensor, Normalize: float32 [3, S, S].
-ours: common/data/decode.py and crops.py, as in a worker of the training: uint8 [S, S, 3]. Flips and
+ours: onecurve/data/decode.py and crops.py, as in a worker of the training: uint8 [S, S, 3]. Flips and
       normalisation come later, on the device, on whole batches.
 
 Both on the same files in memory: the originals, and resized as prep_imagenet.py --resize 256 does it. Images
@@ -23,10 +23,10 @@ from PIL import Image
 from torchvision import transforms
 
 from benchmarks.harness import benchmark_parser, in_turn, report
-from common.data.crops import random_resized_crop
-from common.data.decode import decode
-from common.order import uniforms
-from common.system.cli import run_command
+from onecurve.data.crops import random_resized_crop
+from onecurve.data.decode import decode
+from onecurve.order import uniforms
+from onecurve.system.cli import run_command
 from tools.prepare.recode import smaller
 
 SUFFIXES = (".jpg", ".jpeg", ".png")

@@ -39,11 +39,11 @@ import psutil
 
 from cluster import virtual_cluster as cluster
 from cluster.drill import ranks_on, say
-from common.data.cache import prepare_data
-from common.run.plots import Panel, panels
-from common.system.cli import command_parser
-from common.system.files import read_lines
-from common.system.paths import ROOT
+from onecurve.data.cache import prepare_data
+from onecurve.run.plots import Panel, panels
+from onecurve.system.cli import command_parser
+from onecurve.system.files import read_lines
+from onecurve.system.paths import ROOT
 from tools.logbook.markdown import table
 
 HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts

@@ -33,9 +33,9 @@ import torch
 
 from benchmarks.gpu import checks, device, parallel, speed
 from benchmarks.gpu.rows import FAIL, SKIPPED, Setting, run_rows
-from common.system.cli import command_parser, run_command
-from common.system.files import write_text
-from common.system.processes import adopt_orphans, kill, running_descendants
+from onecurve.system.cli import command_parser, run_command
+from onecurve.system.files import write_text
+from onecurve.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
 # Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights

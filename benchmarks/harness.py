@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from common.system.cli import command_parser
-from common.system.env import rank
+from onecurve.system.cli import command_parser
+from onecurve.system.env import rank
 
 if TYPE_CHECKING:  # what trains is imported by train_watched alone
-    from common.order import Steps
-    from common.run.run import Run
+    from onecurve.order import Steps
+    from onecurve.run.run import Run
 
 Rounds = list[dict[str, float]]  # each arm's number, by round
 
@@ -101,10 +101,10 @@ def train_watched(
 
     from accelerate.state import AcceleratorState, GradientState
 
-    from common.distributed.accelerator import start
-    from common.recipe import parse
-    from common.run.run import Run
-    from common.script import recipe_class
+    from onecurve.distributed.accelerator import start
+    from onecurve.recipe import parse
+    from onecurve.run.run import Run
+    from onecurve.script import recipe_class
 
     class WatchedRun(Run):
         def begin(self, *words: Any, **named: Any) -> "Steps":

@@ -31,13 +31,13 @@ from rich.table import Table
 
 from benchmarks.harness import positive
 from benchmarks.train_speed import Arm
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.data.splits import ArraySplit
-from common.script import load_script, recipe_of
-from common.system.cli import command_parser, run_command
-from common.system.paths import ROOT
-from common.system.processes import kill
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.data.splits import ArraySplit
+from onecurve.script import load_script, recipe_of
+from onecurve.system.cli import command_parser, run_command
+from onecurve.system.paths import ROOT
+from onecurve.system.processes import kill
 
 SKIPPED = 16  # updates of timm's train.py that do not count: its workers start, and it compiles
 QUIET = "--trackers none --telemetry_s 0 --log_every 1000000000 --epochs 100000 --checkpoint_every 1000000000"

@@ -30,11 +30,11 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import train_watched
-from common.script import load_script
-from common.system.cli import command_parser
-from common.system.env import rank
-from common.system.files import write_json
-from common.system.paths import ROOT
+from onecurve.script import load_script
+from onecurve.system.cli import command_parser
+from onecurve.system.env import rank
+from onecurve.system.files import write_json
+from onecurve.system.paths import ROOT
 
 MODELS = {
     "cnn_a": ["train_cnn_a.py", "--batch_size=256"],
@@ -115,8 +115,8 @@ def _output(words: list[Any]) -> str:
 
 def measure(to: Path, words: list[str]) -> None:
     """Trains in this process of a job; the main one writes its least peak of a step, in bytes."""
-    from common.checkpoint.training import TrainingState
-    from common.run.run import Run
+    from onecurve.checkpoint.training import TrainingState
+    from onecurve.run.run import Run
 
     count_all_threads()
     # The buffers of a checkpoint are the host's memory, also where a GPU trains.

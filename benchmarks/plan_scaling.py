@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from common.system.cli import command_parser
+from onecurve.system.cli import command_parser
 from tools.plan.planning import Candidate, Planning, cluster_of
 
 BATCH = 512

@@ -40,16 +40,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import benchmark_parser, in_turn, positive, report, train_watched, wait_for_device
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.data.splits import ArraySplit
-from common.distributed.strategy import device_name, precision
-from common.recipe import parse
-from common.run.run import Run
-from common.script import load_script, recipe_class, recipe_of
-from common.system.cli import run_command, split_at_script
-from common.system.env import rank, world_size
-from common.system.processes import kill, running_descendants
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.data.splits import ArraySplit
+from onecurve.distributed.strategy import device_name, precision
+from onecurve.recipe import parse
+from onecurve.run.run import Run
+from onecurve.script import load_script, recipe_class, recipe_of
+from onecurve.system.cli import run_command, split_at_script
+from onecurve.system.env import rank, world_size
+from onecurve.system.processes import kill, running_descendants
 
 ARMS = ("tutorial", "ours", "ready")
 STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # of a block, some seconds on a CPU

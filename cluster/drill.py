@@ -26,8 +26,8 @@ from pathlib import Path
 import psutil
 
 from cluster import virtual_cluster as cluster
-from common.system.files import read_lines
-from common.system.processes import kill
+from onecurve.system.files import read_lines
+from onecurve.system.processes import kill
 
 VICTIM = "node2"
 ON = 0.2  # share of the steps to be trained during the fault, which shows that the job continues

@@ -11,14 +11,14 @@ import dataclasses
 import re
 from pathlib import Path
 
-from common.flags import as_text, help_of
-from common.recipe import ImageRecipe, Recipe
-from common.script import load_script, recipe_class
-from common.system.paths import ROOT
+from onecurve.flags import as_text, help_of
+from onecurve.recipe import ImageRecipe, Recipe
+from onecurve.script import load_script, recipe_class
+from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS
 
 FLAGS, TROUBLE, ARCHITECTURE = (ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture"))
-ROOMS = ("common", "tools", "cluster", "experiments", "benchmarks")  # of the list of files
+ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # of the list of files
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
 

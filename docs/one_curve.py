@@ -18,10 +18,10 @@ from statistics import fmean
 
 import psutil
 
-from common.run.plots import Panel, panels
-from common.system.cli import command_parser
-from common.system.files import read_lines
-from common.system.paths import ROOT
+from onecurve.run.plots import Panel, panels
+from onecurve.system.cli import command_parser
+from onecurve.system.files import read_lines
+from onecurve.system.paths import ROOT
 
 STEPS, KILLED_AT, JOINED_AT, WINDOW = 1200, 200, 400, 50
 TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]

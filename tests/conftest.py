@@ -409,7 +409,7 @@ def insert_in_loop(project: Path, script: str, *code: str) -> None:
 
 def copy_project(copy: Path) -> Path:
     copy.mkdir()
-    for name in ("common", "tools", "accelerate_configs", "ds_configs", "recipes", "cluster"):
+    for name in ("onecurve", "tools", "accelerate_configs", "ds_configs", "recipes", "cluster"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name in ("*.py", "*.toml", "*.yaml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
         for file in ROOT.glob(name):

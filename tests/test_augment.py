@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from common.augment import (
+from onecurve.augment import (
     COLOR,
     DRAWS,
     ERASING,
@@ -25,10 +25,10 @@ from common.augment import (
     random_erasing,
     to_float,
 )
-from common.data.crops import _resize
-from common.distributed.precision import input_dtype
-from common.order import reseed, uniforms
-from common.rand_augment import DRAWN, rand_augment
+from onecurve.data.crops import _resize
+from onecurve.distributed.precision import input_dtype
+from onecurve.order import reseed, uniforms
+from onecurve.rand_augment import DRAWN, rand_augment
 from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.support.data_sets import write_shards
 
@@ -211,19 +211,19 @@ def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
     """An import of anything else of ours fails."""
     (tmp_path / "mine").mkdir()
     for name in ("augment.py", "rand_augment.py"):
-        shutil.copy(ROOT / "common" / name, tmp_path / "mine")
+        shutil.copy(ROOT / "onecurve" / name, tmp_path / "mine")
     monkeypatch.syspath_prepend(tmp_path)
     ours, theirs = {}, {}
-    exec(ALONE.replace("mine", "common"), ours)
+    exec(ALONE.replace("mine", "onecurve"), ours)
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("common", "accelerate", "timm"):
+        if name.partition(".")[0] in ("onecurve", "accelerate", "timm"):
             monkeypatch.setitem(sys.modules, name, None)
     exec(ALONE, theirs)
     assert torch.equal(ours["images"], theirs["images"])
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
-    """0 to 2 are those of moves(), 4 to 43 the decoder's (common/data/workers.py)."""
+    """0 to 2 are those of moves(), 4 to 43 the decoder's (onecurve/data/workers.py)."""
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]

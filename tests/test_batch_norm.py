@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
-from common.distributed.accelerator import prepare
-from common.distributed.blocks import Compilation
-from common.distributed.layout import layout_of
+from onecurve.distributed.accelerator import prepare
+from onecurve.distributed.blocks import Compilation
+from onecurve.distributed.layout import layout_of
 from tests.conftest import HALF_THE_CORES, accelerate, copy_project, full, mutate, python, run
 from tests.distributed.test_parity import FLAGS, assert_same_training
 
@@ -107,7 +107,7 @@ def timm_script(tmp_path_factory):
     mutate(project, "train_cnn_b.py", own, timms)
     # FSDP and ZeRO can't have this layout, whose sums round otherwise: 1.1e-5 of the loss by step 4.
     of_one = 'if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:'
-    mutate(project, "common/distributed/accelerator.py", of_one, "if False:")
+    mutate(project, "onecurve/distributed/accelerator.py", of_one, "if False:")
     return project
 
 

@@ -9,10 +9,10 @@ import torch
 from sklearn.metrics import balanced_accuracy_score, f1_score
 from sklearn.utils.class_weight import compute_class_weight
 
-from common.data.images import Images
-from common.data.splits import ArraySplit, Part
-from common.evaluation import evaluated_ids, mean_of_classes
-from common.recipe import METRICS, ImageRecipe
+from onecurve.data.images import Images
+from onecurve.data.splits import ArraySplit, Part
+from onecurve.evaluation import evaluated_ids, mean_of_classes
+from onecurve.recipe import METRICS, ImageRecipe
 from tests.conftest import CNN, Job, full, metrics, mutate, python, result, run, torchrun
 from tests.support.data_sets import class_folders
 
@@ -66,7 +66,7 @@ NEW = {  # a metric of images and one by class
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, same):
     """It chooses the best, stands on the page for each split, and is verified as a share of images."""
     first = "METRICS = {\n"
-    mutate(project_copy, "common/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
+    mutate(project_copy, "onecurve/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
     folder, held_out = tmp_path / "run", ["--holdout", "12", "--per_device_batch_size", "6"]
     run([*words, *held_out, "--best_by", metric, "--output_dir", folder], cwd=project_copy)
     run([*words, *held_out, "--best_by", same, "--output_dir", tmp_path / "same"], cwd=project_copy)
@@ -99,7 +99,9 @@ def test_a_part_of_the_images_is_of_all_classes():
 
 
 def test_counting_the_filling_is_found(words, tmp_path, project_copy):
-    mutate(project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device")
+    mutate(
+        project_copy, "onecurve/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device"
+    )
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy).wait()
     assert status != 0
     assert f"of {IMAGES} images" in output

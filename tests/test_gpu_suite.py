@@ -20,11 +20,11 @@ from accelerate import PartialState
 from benchmarks import gpu_suite, peers
 from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
-from common.distributed import accelerator, rendezvous, step_graph
-from common.recipe import parse
-from common.script import load_script, recipe_class
-from common.system.env import LOCAL_NUMBER
-from common.system.processes import is_alive
+from onecurve.distributed import accelerator, rendezvous, step_graph
+from onecurve.recipe import parse
+from onecurve.script import load_script, recipe_class
+from onecurve.system.env import LOCAL_NUMBER
+from onecurve.system.processes import is_alive
 from tests.conftest import ROOT, Job, full, wait_until
 
 SUITE = [sys.executable, "-m", "benchmarks.gpu_suite", "--dry_run"]
@@ -339,7 +339,7 @@ def test_two_ranks_on_one_gpu_use_gloo(full_setting, tmp_path):
     script.write_text(
         "import torch\n"
         "torch.cuda.is_available = lambda: True\n"
-        "from common.distributed.rendezvous import join_agents_store\n"
+        "from onecurve.distributed.rendezvous import join_agents_store\n"
         "join_agents_store(60)\n"
         "print('backend', torch.distributed.get_backend())\n"
     )

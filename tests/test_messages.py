@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.data.cache import prepare_data
-from common.data.decode import decode
-from common.data.sources import find_source
-from common.recipe import ImageRecipe, parse, share_out
+from onecurve.data.cache import prepare_data
+from onecurve.data.decode import decode
+from onecurve.data.sources import find_source
+from onecurve.recipe import ImageRecipe, parse, share_out
 from tests.conftest import ROOT
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA
@@ -137,8 +137,8 @@ def test_photographs_of_phones_without_the_package_that_reads_them(tmp_path):
     images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
     code = """import sys
 sys.modules["pillow_heif"] = None
-from common.data.class_folders import list_splits, LeftOut
-from common.data.decode import decode
+from onecurve.data.class_folders import list_splits, LeftOut
+from onecurve.data.decode import decode
 from pathlib import Path
 folder, file = Path(sys.argv[1]), b"....ftypheic" + bytes(99)
 for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode(file)):

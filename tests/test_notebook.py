@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from common.distributed.process import _is_own_process
+from onecurve.distributed.process import _is_own_process
 from tests.conftest import BIN, CNN, ROOT, link_environment, python, result, rows_of, run
 
 DISPLAY = """  # what Jupyter's own module does with a picture

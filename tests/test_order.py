@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.order import (
+from onecurve.order import (
     Samples,
     Shuffled,
     Streamed,
@@ -18,7 +18,7 @@ from common.order import (
     training_plan,
     uniforms,
 )
-from common.recipe import Batch, share_out
+from onecurve.recipe import Batch, share_out
 
 
 def test_orders_never_change():

@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from common.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.order import training_plan, uniforms
-from common.preprocessing import DataConfig
-from common.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
-from common.recipe import share_out
+from onecurve.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.order import training_plan, uniforms
+from onecurve.preprocessing import DataConfig
+from onecurve.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
+from onecurve.recipe import share_out
 from tests.conftest import real_data
 from train_vit import Vit, training_batches
 

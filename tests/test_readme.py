@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from common.recipe import parse
-from common.script import load_script, recipe_class
 from docs import generate
 from docs.generate import FLAGS, train_scripts
+from onecurve.recipe import parse
+from onecurve.script import load_script, recipe_class
 from tests.conftest import ROOT
 from validate import Validation
 
@@ -59,8 +59,8 @@ def test_each_flag_for_newcomers_is_one_of_ours():
 def test_the_architecture_names_every_room_and_only_files_that_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
-        assert (ROOT / name).exists() or (ROOT / "common" / name).exists(), name
-    for path in (*(ROOT / "common").iterdir(), *(ROOT / "tools").iterdir()):
+        assert (ROOT / name).exists() or (ROOT / "onecurve" / name).exists(), name
+    for path in (*(ROOT / "onecurve").iterdir(), *(ROOT / "tools").iterdir()):
         name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
         is_left_over = path.is_dir() and not list(path.rglob("*.py"))  # of a package that has moved
         assert name in text or path.name == "__init__.py" or is_left_over, name

@@ -11,14 +11,14 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from common import augment
-from common.augment import DRAWS, RAND_AUGMENT
-from common.data.images import Images
-from common.data.splits import AHEAD, ArraySplit, Part
-from common.optim import can_fuse_sgd
-from common.order import uniforms
-from common.rand_augment import rand_augment
-from common.script import load_script, recipe_class
+from onecurve import augment
+from onecurve.augment import DRAWS, RAND_AUGMENT
+from onecurve.data.images import Images
+from onecurve.data.splits import AHEAD, ArraySplit, Part
+from onecurve.optim import can_fuse_sgd
+from onecurve.order import uniforms
+from onecurve.rand_augment import rand_augment
+from onecurve.script import load_script, recipe_class
 from tests.conftest import ROOT, full
 from tests.support.waits import counted, waits_of
 from tests.test_timm_models import Operators

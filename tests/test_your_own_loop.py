@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.checkpoint.mirror import committed
-from common.system.processes import kill
-from common.system.s3 import ObjectStore
+from onecurve.checkpoint.mirror import committed
+from onecurve.system.processes import kill
+from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, mutate, python, run, torchrun, wait_until
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
 

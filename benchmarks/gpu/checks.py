@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from benchmarks.gpu import rows
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, row, small_images
-from common.system.files import read_lines
+from onecurve.system.files import read_lines
 
 CNNS = ("train_cnn_a", "train_cnn_b")
 SCRIPTS = (*CNNS, "train_vit")

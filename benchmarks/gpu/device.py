@@ -17,7 +17,7 @@ from torch.utils.benchmark import Timer
 
 from benchmarks.gpu import attention
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, succeeds
-from common.system.gpus import devices
+from onecurve.system.gpus import devices
 
 # Type, and the TFLOP/s that are expected. What is expected here is what one H200 had: docs/gpu.md.
 PRODUCTS = {"fp32": (torch.float32, 50.9), "bf16": (torch.bfloat16, 738), "fp16": (torch.float16, 689)}
@@ -110,9 +110,9 @@ def snapshots(device: torch.device) -> dict[str, Result]:
 
 def consistent(size: int) -> Result:
     """Steps go on right after each snapshot. A copy that is overtaken by one would have its numbers."""
-    from common.checkpoint.training import TrainingState
-    from common.distributed.accelerator import prepare, start
-    from common.recipe import Job
+    from onecurve.checkpoint.training import TrainingState
+    from onecurve.distributed.accelerator import prepare, start
+    from onecurve.recipe import Job
 
     accelerator, _ = start(Job(batch_size=8, mixed_precision="no"))
     model = nn.Linear(size, size)

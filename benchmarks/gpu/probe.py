@@ -34,11 +34,11 @@ import torch
 
 from benchmarks.gpu.device import product_flops
 from benchmarks.harness import Enough, train_watched, wait_for_device
-from common.distributed.strategy import device_name
-from common.run.run import Run
-from common.script import load_script
-from common.system.cli import split_at_script
-from common.telemetry import flops
+from onecurve.distributed.strategy import device_name
+from onecurve.run.run import Run
+from onecurve.script import load_script
+from onecurve.system.cli import split_at_script
+from onecurve.telemetry import flops
 
 WINDOWS, LEAST_STEPS = 3, 3  # at least so many steps in a window
 KERNELS = 15

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from common.system.processes import end_with_parent, kill
+from onecurve.system.processes import end_with_parent, kill
 
 OK, FAIL, SKIPPED, OFF = "ok", "FAIL", "skipped", "off by half"
 PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # what a row with this word needs

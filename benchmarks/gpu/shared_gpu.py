@@ -16,8 +16,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from common.distributed import accelerator, rendezvous, step_graph
-from common.system.env import LOCAL_NUMBER
+from onecurve.distributed import accelerator, rendezvous, step_graph
+from onecurve.system.env import LOCAL_NUMBER
 
 COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
 LEAST_NCCL = (2, 30)  # the first that accepts several ranks on one GPU

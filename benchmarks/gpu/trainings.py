@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
-from common.distributed.accelerator import start
-from common.distributed.step_graph import free_graphs
-from common.recipe import parse
-from common.script import load_script, recipe_class
+from onecurve.distributed.accelerator import start
+from onecurve.distributed.step_graph import free_graphs
+from onecurve.recipe import parse
+from onecurve.script import load_script, recipe_class
 
 
 def main() -> None:

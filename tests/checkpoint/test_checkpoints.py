@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from common.checkpoint import format as checkpoints
-from common.checkpoint.format import FORMAT_VERSION, MANIFEST_FILE, newest, steps_in, verify
-from common.system.files import sync
-from common.system.processes import is_alive
+from onecurve.checkpoint import format as checkpoints
+from onecurve.checkpoint.format import FORMAT_VERSION, MANIFEST_FILE, newest, steps_in, verify
+from onecurve.system.files import sync
+from onecurve.system.processes import is_alive
 from tests.conftest import (
     STRATEGIES,
     Job,
@@ -187,7 +187,7 @@ FAULTS = {
 def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     """A thread that falls silent stands for a connection that does: the training itself goes on."""
     what, message = FAULTS[fault]
-    mutate(project_copy, "common/checkpoint/gather.py", SENT, ONCE.replace("FAULT", what))
+    mutate(project_copy, "onecurve/checkpoint/gather.py", SENT, ONCE.replace("FAULT", what))
     words = [*STRATEGIES[strategy], *HELLO, "--timeout_s", "5", "--output_dir", tmp_path / "run"]
     words += ["--epochs", "100000"] if fault == "silent" else []
     env = {"SAVED": str(tmp_path / "run" / "checkpoints" / "step_00000004")}

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
-from common.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
-from common.run.folder import RunFolder
-from common.run.lease import Lease, PrefixRecord
-from common.system.files import read_json
-from common.system.s3 import ObjectStore, StoreError
+from onecurve.checkpoint.format import MANIFEST_FILE, step_name, steps_in, verify
+from onecurve.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newest
+from onecurve.run.folder import RunFolder
+from onecurve.run.lease import Lease, PrefixRecord
+from onecurve.system.files import read_json
+from onecurve.system.s3 import ObjectStore, StoreError
 from tests.checkpoint.test_checkpoints import HELLO, LONG, damage, start_and_wait, straight  # noqa: F401
 from tests.checkpoint.test_stored import STORED
 from tests.conftest import Job, latest, lines, metrics, mutate, result, run, torchrun, wait_until
@@ -69,7 +69,9 @@ def mirror(bucket, tmp_path, monkeypatch):
     for key, value in bucket.env.items():
         monkeypatch.setenv(key, value)
     mirror, said = Mirror(ObjectStore(bucket.url), tmp_path / "run"), list[str]()
-    monkeypatch.setattr("common.checkpoint.mirror.print", lambda text, **_: said.append(text), raising=False)
+    monkeypatch.setattr(
+        "onecurve.checkpoint.mirror.print", lambda text, **_: said.append(text), raising=False
+    )
     mirror.said = said
     return mirror
 
@@ -95,8 +97,8 @@ def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -
 @pytest.fixture
 def impatient(project_copy):
     """The project's code with shorter waits for a store that does not answer."""
-    mutate(project_copy, "common/system/s3.py", "READ_S = 15", "READ_S = 3")
-    mutate(project_copy, "common/system/s3.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
+    mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
+    mutate(project_copy, "onecurve/system/s3.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
 
 

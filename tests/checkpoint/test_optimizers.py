@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint.optimizer_trial import try_out
-from common.distributed.layout import Layout, _Zero
+from onecurve.checkpoint.optimizer_trial import try_out
+from onecurve.distributed.layout import Layout, _Zero
 from tests.conftest import STRATEGIES, Job, latest, mutate, python, rows_of, run, tensors
 from tests.support.optimizers import CASES
 from train_vit import Vit, build_model, build_optimizer, learning_rate

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.checkpoint.format import CHUNK_BYTES, Snapshot
-from common.checkpoint.gather import Gather
-from common.checkpoint.training import TrainingState
-from common.run.ending import is_out_of_memory
+from onecurve.checkpoint.format import CHUNK_BYTES, Snapshot
+from onecurve.checkpoint.gather import Gather
+from onecurve.checkpoint.training import TrainingState
+from onecurve.run.ending import is_out_of_memory
 
 SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001)), "step": (torch.int64, ())}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.format import FORMAT_VERSION
-from common.system.paths import project_version
+from onecurve.checkpoint.format import FORMAT_VERSION
+from onecurve.system.paths import project_version
 from tests.conftest import latest, metrics, run
 from tests.support.compare import assert_same_losses, assert_same_tensors
 from tools.logbook.page import page

@@ -13,11 +13,11 @@ from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
-from common.checkpoint import weights
-from common.checkpoint.format import Snapshot, commit, remove, write_index
-from common.recipe import parse
-from common.script import as_flags
-from common.timm_models import data_config_of
+from onecurve.checkpoint import weights
+from onecurve.checkpoint.format import Snapshot, commit, remove, write_index
+from onecurve.recipe import parse
+from onecurve.script import as_flags
+from onecurve.timm_models import data_config_of
 from tests.conftest import full
 from train_vit import Vit, build_model, build_optimizer
 

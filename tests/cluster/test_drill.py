@@ -22,22 +22,22 @@ BATCH = "    batch = elastic_batch(job)\n"
 WITHOUT_TIMEOUT = "    job = __import__('dataclasses').replace(job, timeout_s=9999)\n"
 FILL = 'return send(f"{parameter}/{name}", shape, dtype)'
 MUTANTS = {
-    "kill-rank": [("common/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
-    "kill-agent": [("common/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
+    "kill-rank": [("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
+    "kill-agent": [("onecurve/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
         ("tools/launch/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
         ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
-    "power-off": [("common/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")],
-    "stop-rank": [("common/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
+    "power-off": [("onecurve/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")],
+    "stop-rank": [("onecurve/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [
-        ("common/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),
-        ("common/run/log.py", "self._set_problem(file.name, error)", "pass"),  # that may fail first
+        ("onecurve/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),
+        ("onecurve/run/log.py", "self._set_problem(file.name, error)", "pass"),  # that may fail first
     ],
-    "preempt": [("common/run/ending.py", "        ranks.flush()", "        pass")],
+    "preempt": [("onecurve/run/ending.py", "        ranks.flush()", "        pass")],
     "silence-s3": [
-        ("common/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
-        ("common/system/s3.py", "READ_S = 15 ", "READ_S = 999 "),
+        ("onecurve/checkpoint/saver.py", "self.mirror.offer(step, best)\n", WAIT_FOR_UPLOAD),
+        ("onecurve/system/s3.py", "READ_S = 15 ", "READ_S = 999 "),
     ],
 }
 

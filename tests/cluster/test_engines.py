@@ -13,8 +13,8 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from common.recipe import Recipe, parse
-from common.script import load_script, recipe_class
+from onecurve.recipe import Recipe, parse
+from onecurve.script import load_script, recipe_class
 from tests.conftest import BIN, ROOT, needs
 
 SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"
@@ -211,9 +211,9 @@ def test_the_image_gets_the_project_and_nothing_else():
         *sources, _ = rest.split()
         assert all((ROOT / source).exists() and not ignored(source) for source in sources)
     secret = ".git/config .venv/bin/python .venv-torch2.11/x .env .deepspeed_env runs/a/b"
-    for name in [*secret.split(), "common/run/__pycache__/run.pyc"]:
+    for name in [*secret.split(), "onecurve/run/__pycache__/run.pyc"]:
         assert ignored(name), name
-    needed = ("*.py", "common/**/*.py", "tools/**/*.*", "*/*.yaml", "ds_configs/*", "cluster/health.py")
+    needed = ("*.py", "onecurve/**/*.py", "tools/**/*.*", "*/*.yaml", "ds_configs/*", "cluster/health.py")
     for name in (str(file.relative_to(ROOT)) for pattern in needed for file in ROOT.glob(pattern)):
         assert not ignored(name) or name.startswith(("tests/", ".")) or "__pycache__" in name, name
 

@@ -15,15 +15,15 @@ import pytest
 from accelerate import Accelerator
 from PIL import Image, ImageOps
 
-from common.data import cache
-from common.data.cache import Prepared, prepare, prepare_data
-from common.data.class_folders import LeftOut, beside_splits, find_pictures, list_splits
-from common.data.decode import EXTENSIONS, FORMATS, decode
-from common.data.images import load, open_images, summary, warnings
-from common.data.splits import FileSplit
-from common.data.tables import parquet_files
-from common.recipe import ImageRecipe
-from common.system.files import read_json
+from onecurve.data import cache
+from onecurve.data.cache import Prepared, prepare, prepare_data
+from onecurve.data.class_folders import LeftOut, beside_splits, find_pictures, list_splits
+from onecurve.data.decode import EXTENSIONS, FORMATS, decode
+from onecurve.data.images import load, open_images, summary, warnings
+from onecurve.data.splits import FileSplit
+from onecurve.data.tables import parquet_files
+from onecurve.recipe import ImageRecipe
+from onecurve.system.files import read_json
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone
 from tests.support.data_sets import (

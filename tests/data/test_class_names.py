@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.data.class_names import NEW, match_classes
+from onecurve.data.class_names import NEW, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
 AS_TEXT = tuple(sorted(NUMBERS))  # as class folders sort them

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.data.conversions import SAMPLE, conversion_warnings, look_at
-from common.data.decode import decode
+from onecurve.data.conversions import SAMPLE, conversion_warnings, look_at
+from onecurve.data.decode import decode
 from tests.support.data_sets import class_folders, encode, opened, picture, png, write
 from tests.support.imagenet import prep
 

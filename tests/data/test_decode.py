@@ -1,4 +1,4 @@
-"""common/data/decode.py: which formats are opened, how large an image may be, and what is missing from it."""
+"""onecurve/data/decode.py: which formats are opened, how large an image may be, and what is missing from it."""
 
 import os
 import resource
@@ -10,9 +10,9 @@ import pytest
 from PIL import Image, PngImagePlugin
 from timm.data import create_transform
 
-from common.data.cache import prepare_data
-from common.data.crops import _resize, evaluation_crop, random_resized_crop
-from common.data.decode import (
+from onecurve.data.cache import prepare_data
+from onecurve.data.crops import _resize, evaluation_crop, random_resized_crop
+from onecurve.data.decode import (
     checks_jpegs,
     damage,
     decode,
@@ -20,7 +20,7 @@ from common.data.decode import (
     open_image,
     torchcodec_decoder,
 )
-from common.preprocessing import Crop, data_config
+from onecurve.preprocessing import Crop, data_config
 from tests.support.data_sets import encode, picture, png, write
 from tests.support.imagenet import fails, prep
 from tools.prepare.originals import ImageBatch, RawImage
@@ -133,7 +133,7 @@ def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
 def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
     jpeg = encode(picture(), "JPEG")
     assert decode(jpeg[:2] + b"\xff" * 1000 + jpeg[2:]).shape == decode(jpeg).shape  # the format allows it
-    monkeypatch.setattr("common.data.decode._decode_by_pil", None)  # it would read for half a minute
+    monkeypatch.setattr("onecurve.data.decode._decode_by_pil", None)  # it would read for half a minute
     padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "its header has 20,000,000 bytes of"
     with pytest.raises(ValueError, match=reason):
         decode(padded)

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.data.decode import decode
-from common.data.names import CollectedNames, open_names
-from common.run import plots
-from common.system.s3 import ObjectStore
+from onecurve.data.decode import decode
+from onecurve.data.names import CollectedNames, open_names
+from onecurve.run import plots
+from onecurve.system.s3 import ObjectStore
 from tests.support.data_sets import data_set, jpeg, opened, png, tar, write
 from tests.support.imagenet import prep
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import validate
-from common.data.splits import held_out
-from common.system.files import read_json
+from onecurve.data.splits import held_out
+from onecurve.system.files import read_json
 from tests.conftest import CNN, ROOT, Job, copy_project, full, metrics, mutate, python, result, run, torchrun
 from tests.support.compare import assert_same_tensors
 from tests.support.data_sets import data_set, opened, pixels, png, put, write

@@ -1,4 +1,4 @@
-"""common/data/images.py: every kind of data, the cache under kills and races, decoding, order, bad input."""
+"""onecurve/data/images.py: every kind of data, the cache under kills and races, decoding, order, bad input."""
 
 import errno
 import io
@@ -21,19 +21,19 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from common.checkpoint.format import Checkpoint
-from common.data import cache as image_cache
-from common.data import conversions
-from common.data import decode as decode_module
-from common.data.cache import prepare, prepare_data
-from common.data.decode import CachedImages, decode
-from common.data.images import open_images
-from common.data.sources import find_source
-from common.data.splits import ArraySplit, FileSplit, Part
-from common.recipe import ImageRecipe
-from common.run.opening import Opening
-from common.system import files
-from common.system.processes import is_running, start_ticks
+from onecurve.checkpoint.format import Checkpoint
+from onecurve.data import cache as image_cache
+from onecurve.data import conversions
+from onecurve.data import decode as decode_module
+from onecurve.data.cache import prepare, prepare_data
+from onecurve.data.decode import CachedImages, decode
+from onecurve.data.images import open_images
+from onecurve.data.sources import find_source
+from onecurve.data.splits import ArraySplit, FileSplit, Part
+from onecurve.recipe import ImageRecipe
+from onecurve.run.opening import Opening
+from onecurve.system import files
+from onecurve.system.processes import is_running, start_ticks
 from tests.conftest import ROOT, Job, full, python, read_until, run, wait_until
 from tests.support.data_sets import class_folders, encode, opened, parquet_folder, picture, png, write_parquet
 
@@ -61,7 +61,7 @@ def start(folder: Path, script: str, *arguments) -> Job:
 STALLED = """
 import sys, time
 from pathlib import Path
-from common.data import cache as image_cache
+from onecurve.data import cache as image_cache
 data, cache, go = map(Path, sys.argv[1:])
 def decode(images, pixels, ids):
     if len(images) == 20:
@@ -112,7 +112,7 @@ def test_a_second_preparation_finds_the_first_and_imports_little(tmp_path):
     folder = prepare_data(str(root), cache)
     script = (
         "import sys; from pathlib import Path\n"
-        "from common.data.cache import prepare_data; from common.data.images import open_images\n"
+        "from onecurve.data.cache import prepare_data; from onecurve.data.images import open_images\n"
         "folder = prepare_data(sys.argv[1], Path(sys.argv[2])); open_images(folder); print(folder)\n"
         "heavy = ('datasets', 'sklearn', 'PIL', 'torchvision', 'pyarrow', 'rich')\n"
         "print([name for name in heavy if name in sys.modules])"
@@ -444,8 +444,8 @@ def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path
 def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
     from torchvision.transforms import RandomResizedCrop
 
-    from common.data import crops as module
-    from common.order import uniforms
+    from onecurve.data import crops as module
+    from onecurve.order import uniforms
 
     boxes = []
     monkeypatch.setattr(module, "_resize", lambda image, h, w, _: boxes.append(image.shape[:2]))
@@ -491,7 +491,7 @@ TRAINER = """
 import multiprocessing, os, sys, time
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-from common.data.images import open_images
+from onecurve.data.images import open_images
 from pathlib import Path
 import slow
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import shard_cache
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.data.splits import ShardSplit
-from common.distributed.watch import Preempted
-from common.order import evaluation_plan, stream_order, training_plan
-from common.recipe import ImageRecipe, share_out
-from common.system.s3 import ObjectStore
+from onecurve.data import shard_cache
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.data.splits import ShardSplit
+from onecurve.distributed.watch import Preempted
+from onecurve.order import evaluation_plan, stream_order, training_plan
+from onecurve.recipe import ImageRecipe, share_out
+from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, run, small_disk, wait_until
 from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples
 from tests.distributed.test_agreement import two_hosts
@@ -276,11 +276,11 @@ READER = """
 import sys
 import torchcodec.decoders  # before anything is fetched
 from pathlib import Path
-from common.distributed.process import run_process
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.order import training_plan
-from common.recipe import ImageRecipe, share_out
+from onecurve.distributed.process import run_process
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.order import training_plan
+from onecurve.recipe import ImageRecipe, share_out
 url, cache, gib, then = sys.argv[1:]
 recipe = ImageRecipe(streams=4, shuffle_window=4, cache_gib=float(gib))
 train = open_images(prepare_data(url, Path(cache)), recipe).train

@@ -24,17 +24,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data import workers
-from common.data.cache import prepare_data
-from common.data.crops import evaluation_crop
-from common.data.decode import decode
-from common.data.images import Images, open_images
-from common.data.shards import Manifest, Shard, SplitManifest, parse_index
-from common.data.splits import ShardSplit
-from common.data.workers import decoded
-from common.order import stream_order, training_plan
-from common.recipe import ImageRecipe, share_out
-from common.run.ending import explained
+from onecurve.data import workers
+from onecurve.data.cache import prepare_data
+from onecurve.data.crops import evaluation_crop
+from onecurve.data.decode import decode
+from onecurve.data.images import Images, open_images
+from onecurve.data.shards import Manifest, Shard, SplitManifest, parse_index
+from onecurve.data.splits import ShardSplit
+from onecurve.data.workers import decoded
+from onecurve.order import stream_order, training_plan
+from onecurve.recipe import ImageRecipe, share_out
+from onecurve.run.ending import explained
 from tests.conftest import ROOT, Job, accelerate, lines, python, result, rows_of, run
 from tests.support.data_sets import CLASSES, class_folders, jpeg, opened, png, write_manifest, write_shards
 
@@ -433,7 +433,7 @@ def samples(folder: Path) -> list[list[int]]:
 
 @pytest.mark.needs("root")  # to mount
 def test_a_full_dev_shm_is_one_line():
-    code = "import torch; from common.data.workers import _share; print(_share(torch.empty(2**20), 8))"
+    code = "import torch; from onecurve.data.workers import _share; print(_share(torch.empty(2**20), 8))"
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", mounted, "sh", *python(), "-c", code]
     output = subprocess.check_output(words, cwd=ROOT, text=True)

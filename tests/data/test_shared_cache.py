@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.system.cli import settle_environment
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.system.cli import settle_environment
 from tests.conftest import CNN, Job
 from tests.support.data_sets import class_folders
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from common.data.cache import prepare_data
-from common.data.decode import decode
-from common.data.images import Images, open_images
-from common.data.tables import Columns, Table, read_labels, write_tables
+from onecurve.data.cache import prepare_data
+from onecurve.data.decode import decode
+from onecurve.data.images import Images, open_images
+from onecurve.data.tables import Columns, Table, read_labels, write_tables
 from tests.conftest import rows_of
 from tests.data.test_any_images import prepare_with
 from tests.support.data_sets import PNG, hub_rows, opened, picture, pixels, png, put, write_parquet

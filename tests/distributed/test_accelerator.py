@@ -6,11 +6,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from common.distributed import accelerator, devices, precision
-from common.distributed.devices import check_devices
-from common.recipe import share_out
-from common.run.ending import is_out_of_memory, out_of_memory
-from common.system.processes import Parent
+from onecurve.distributed import accelerator, devices, precision
+from onecurve.distributed.devices import check_devices
+from onecurve.recipe import share_out
+from onecurve.run.ending import is_out_of_memory, out_of_memory
+from onecurve.system.processes import Parent
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from common.distributed.channel import Channel
-from common.system.processes import is_alive
+from onecurve.distributed.channel import Channel
+from onecurve.system.processes import is_alive
 from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchrun, wait_until
 
 FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
@@ -62,9 +62,9 @@ def test_the_checkpoint_is_on_the_other_hosts_disk(tmp_path, cache):
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
-    mutate(project_copy, "common/data/decode.py", '"""From', '"""Here: from')
+    mutate(project_copy, "onecurve/data/decode.py", '"""From', '"""Here: from')
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], projects=(None, project_copy))
-    assert_refused(jobs, "error: the processes do not agree: script and common/ is ")
+    assert_refused(jobs, "error: the processes do not agree: script and onecurve/ is ")
 
 
 def test_other_data_on_one_host(tmp_path, cache):
@@ -119,10 +119,10 @@ def test_a_rank_that_falls_silent_ends_the_job(strategy, tmp_path, cache):
 
 ONCE = """
 import sys, time
-from common.distributed.accelerator import start
-from common.distributed.process import run_process
-from common.distributed.agreement import once
-from common.recipe import Recipe, parse
+from onecurve.distributed.accelerator import start
+from onecurve.distributed.process import run_process
+from onecurve.distributed.agreement import once
+from onecurve.recipe import Recipe, parse
 
 def alive(beat):  # twice as long as the limit
     for _ in range(30):

@@ -13,11 +13,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
-from common.distributed import blocks
-from common.distributed.accelerator import prepare
-from common.distributed.blocks import Compilation, chosen_compilation, compile_blocks
-from common.optim import EMA
-from common.timm_models import DropPath, speed_up
+from onecurve.distributed import blocks
+from onecurve.distributed.accelerator import prepare
+from onecurve.distributed.blocks import Compilation, chosen_compilation, compile_blocks
+from onecurve.optim import EMA
+from onecurve.timm_models import DropPath, speed_up
 from tests.conftest import ROOT, full, python, rows_of
 from train_cnn_b import ResNet18
 
@@ -237,7 +237,7 @@ def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulati
 
 STEP = """
 import sys, torch
-from common.distributed.blocks import postpone_compiler
+from onecurve.distributed.blocks import postpone_compiler
 postpone_compiler()
 layer = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)

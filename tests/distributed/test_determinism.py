@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.distributed.devices import choose_algorithms
-from common.run.ending import explained
+from onecurve.distributed.devices import choose_algorithms
+from onecurve.run.ending import explained
 from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.distributed.channel import Channel
-from common.distributed.devices import check_devices, check_own_gpu
-from common.distributed.launch_config import check_launch_config
-from common.system import gpus
-from common.system.env import LOCAL_NUMBER, is_hosts_first, local_rank
+from onecurve.distributed.channel import Channel
+from onecurve.distributed.devices import check_devices, check_own_gpu
+from onecurve.distributed.launch_config import check_launch_config
+from onecurve.system import gpus
+from onecurve.system.env import LOCAL_NUMBER, is_hosts_first, local_rank
 from tests.conftest import CNN, accelerate, python, run, torchrun
 from tests.distributed.test_accelerator import simulate_gpus
 

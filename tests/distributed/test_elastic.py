@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from common.distributed import rendezvous
-from common.distributed.accelerator import start
-from common.recipe import Recipe, usable_processes
-from common.run.folder import count_restarts
-from common.system.files import write_json
-from common.system.processes import Parent
+from onecurve.distributed import rendezvous
+from onecurve.distributed.accelerator import start
+from onecurve.recipe import Recipe, usable_processes
+from onecurve.run.folder import count_restarts
+from onecurve.system.files import write_json
+from onecurve.system.processes import Parent
 from tests.checkpoint.test_checkpoints import LONG
 from tests.conftest import (
     SLOW_STEP,

@@ -17,8 +17,8 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from common.distributed import exact_sum
-from common.recipe import ImageRecipe
+from onecurve.distributed import exact_sum
+from onecurve.recipe import ImageRecipe
 from tests.conftest import (
     CNN,
     RESNET,
@@ -151,7 +151,7 @@ BACKWARD = "accelerator.backward(loss)"
 
 
 def test_fused_steps_of_shards_are_found(project_copy, tmp_path, cache):
-    mutate(project_copy, "common/distributed/exact_sum.py", '{"fused": False, "foreach": True}', "{}")
+    mutate(project_copy, "onecurve/distributed/exact_sum.py", '{"fused": False, "foreach": True}', "{}")
     command = [*STRATEGIES["fsdp"], *words("cnn_a", cache), "--output_dir", tmp_path / "run"]
     status, output = Job(command, cwd=project_copy).wait()
     assert status != 0
@@ -167,7 +167,7 @@ HEADS = HEAD.replace("= nn.L", "= nn.ModuleList(nn.L").replace(", 1)", ", 1) for
 HEADS = HEADS.replace(".head(", ".head[torch.distributed.get_rank()](")
 MISTAKES = {  # launcher, file, code and its replacement, message
     "one thread more": (
-        *(torchrun(2), "common/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
+        *(torchrun(2), "onecurve/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
         "the processes do not agree: threads is ",
     ),
     "a head of each shard's process": (

@@ -113,7 +113,7 @@ def test_each_layer_moves_by_its_own_learning_rate(alone, weights):
 MUTANTS = {
     "one rate for all layers": ("layers", "fsdp", "train_vit.py", 'group.get("lr_scale", 1.0)', "1.0"),
     "frozen layers that are not restored": (
-        *("frozen", "zero3", "common/distributed/layout.py", "            mine.copy_(whole(name)"),
+        *("frozen", "zero3", "onecurve/distributed/layout.py", "            mine.copy_(whole(name)"),
         "            mine.copy_((0 if name in self.frozen else 1) * whole(name)",
     ),
 }

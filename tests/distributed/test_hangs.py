@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.system.env import EVENTS_FILE, EventReader
-from common.system.phase import Replay, collectives, hang_table, now
+from onecurve.system.env import EVENTS_FILE, EventReader
+from onecurve.system.phase import Replay, collectives, hang_table, now
 from tests.conftest import CNN, Job, full, mutate, result, torchrun
 from tools.launch.hosts import Host
 from tools.launch.job import JobRunner, LaunchPlan
 
-HELLO, RUN = "train_hello.py", "common/run/run.py"
+HELLO, RUN = "train_hello.py", "onecurve/run/run.py"
 CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"
 ON_RANK_1 = "            if step == 5 and accelerator.process_index == 1:\n                "
 # torchrun would wait 30 s for the end of a process that is stopped.
@@ -69,7 +69,7 @@ def test_the_table_names_who_is_awaited(second, third, said):
         full(HELLO, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: stopped by a signal"),
         (HELLO, WAIT, rf"{RANK_1_AWAITED}.*: training at train_hello.py:"),
         full(HELLO, SKIP, rf"({RANK_1_AWAITED}|{DIFFER}.*rank 1 in gloo:barrier)"),
-        full(RUN, SLEEP, rf"{RANK_1_AWAITED}.*: reading data at common/run/"),
+        full(RUN, SLEEP, rf"{RANK_1_AWAITED}.*: reading data at onecurve/run/"),
     ],
 )
 def test_a_job_that_hangs_names_the_rank(file, after, said, tmp_path, project_copy, cache):
@@ -134,8 +134,8 @@ HANG = f"""def hang() -> None:
 )
 @pytest.mark.full
 def test_a_replay_that_does_not_end(number, said, error, tmp_path, project_copy, cache):
-    mutate(project_copy, "common/distributed/step_graph.py", REPLAYS, HANGING)
-    mutate(project_copy, "common/distributed/step_graph.py", SHAPE, HANG.replace("NUMBER", number))
+    mutate(project_copy, "onecurve/distributed/step_graph.py", REPLAYS, HANGING)
+    mutate(project_copy, "onecurve/distributed/step_graph.py", SHAPE, HANG.replace("NUMBER", number))
     words = [*torchrun(2), *CNN, "--data", "digits", *cache, "--trackers", "none", "--step_graph"]
     words += ["--timeout_s", "10", "--batch_size", "96", "--output_dir", tmp_path / "run"]
     began = time.monotonic()

@@ -16,10 +16,10 @@ from accelerate.commands import launch
 from accelerate.utils import launch as launch_env
 from torch import nn
 
-from common.distributed import launch_config
-from common.distributed.accelerator import start
-from common.distributed.devices import check_devices
-from common.recipe import Recipe
+from onecurve.distributed import launch_config
+from onecurve.distributed.accelerator import start
+from onecurve.distributed.devices import check_devices
+from onecurve.recipe import Recipe
 from tests.conftest import CNN, RESNET, ROOT, accelerate, deepspeed, free_port, result, rows_of, run, torchrun
 from tools.launch.hosts import Host
 from tools.launch.job import LaunchPlan

@@ -84,7 +84,7 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
 def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, project_copy, tmp_path, cache):
     """Also for a DeepSpeed file, for which accelerate passes "no" without being told. The CPU says bf16."""
     asked = "return torch.cpu._is_avx512_bf16_supported()"
-    mutate(project_copy, "common/distributed/precision.py", asked, "return True")
+    mutate(project_copy, "onecurve/distributed/precision.py", asked, "return True")
     words, at = command("cnn_a", cache), SCRIPTS["cnn_a"].index("--mixed_precision")
     launcher = accelerate("single_gpu") if strategy == "single" else STRATEGIES[strategy]
     words = [*launcher, "--mixed_precision", "no", *words[:at], *words[at + 2 :]]
@@ -142,11 +142,11 @@ def compiling(strategy: str, tmp_path: Path) -> list:
     return [*accelerate(name)[:-1], tmp_path / "compiled.yaml"]
 
 
-ACCELERATOR, VIT_SCRIPT, CNN_SCRIPT = "common/distributed/accelerator.py", "train_vit.py", "train_cnn_a.py"
+ACCELERATOR, VIT_SCRIPT, CNN_SCRIPT = "onecurve/distributed/accelerator.py", "train_vit.py", "train_cnn_a.py"
 MUTANTS = {  # script, strategy, file, code and its replacement
     "clipping at 1.0": ("vit", "zero2", ACCELERATOR, 'clipping": clip_norm', 'clipping": 1.0'),  # DeepSpeed's
     "one rank's samples dropped": (
-        *("cnn_a", "ddp", "common/recipe.py"),
+        *("cnn_a", "ddp", "onecurve/recipe.py"),
         "return range(rank * self.accumulations, (rank + 1) * self.accumulations)",
         "return range(self.accumulations)",
     ),
@@ -157,7 +157,7 @@ MUTANTS = {  # script, strategy, file, code and its replacement
         "lr = learning_rate(recipe, step * accelerator.num_processes, steps.total)",
     ),
     "the same dropout": ("vit", "ddp", VIT_SCRIPT, "recipe.seed, step, k)", "recipe.seed, step, 0)"),
-    "BatchNorm apart": ("cnn_b", "ddp", "common/evaluation.py", " broadcast(buffer)\n", " pass\n"),
+    "BatchNorm apart": ("cnn_b", "ddp", "onecurve/evaluation.py", " broadcast(buffer)\n", " pass\n"),
 }
 
 

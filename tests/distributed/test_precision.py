@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.distributed.precision import Precision
-from common.distributed.strategy import refuse_skipped_steps
-from common.run.opening import changed_types
-from common.telemetry.profiler import FOLDER, TRACE
+from onecurve.distributed.precision import Precision
+from onecurve.distributed.strategy import refuse_skipped_steps
+from onecurve.run.opening import changed_types
+from onecurve.telemetry.profiler import FOLDER, TRACE
 from tests.conftest import (
     BIN,
     CNN,
@@ -51,7 +51,7 @@ def spied(tmp_path_factory) -> Path:
     shutil.copy(ROOT / "tests" / "support" / "precision_spy.py", project)
     watch = "    __import__('precision_spy').watch(accelerator, prepared)\n"
     line = "    prepared.train()\n"
-    mutate(project, "common/distributed/accelerator.py", line, line + watch)
+    mutate(project, "onecurve/distributed/accelerator.py", line, line + watch)
     return project
 
 
@@ -165,7 +165,7 @@ def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     assert seen["fp16"] != seen["no"]
 
 
-SCALER = ("common/distributed/accelerator.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
+SCALER = ("onecurve/distributed/accelerator.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
 ON_ONE_RANK = (
     "train_cnn_a.py",
     "accelerator.backward(loss)",

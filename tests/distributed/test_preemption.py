@@ -9,8 +9,8 @@ import time
 import psutil
 import pytest
 
-from common.checkpoint.format import steps_in
-from common.system.processes import is_alive
+from onecurve.checkpoint.format import steps_in
+from onecurve.system.processes import is_alive
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import (
     CNN,

@@ -15,10 +15,10 @@ SCRIPT = """
 import torch
 import torch.distributed as dist
 from torch import nn
-from common.distributed.accelerator import prepare, start
-from common.distributed.layout import layout_of
-from common.distributed.process import run_process
-from common.recipe import Recipe, parse
+from onecurve.distributed.accelerator import prepare, start
+from onecurve.distributed.layout import layout_of
+from onecurve.distributed.process import run_process
+from onecurve.recipe import Recipe, parse
 
 class Net(nn.Sequential):
     _no_split_modules = ("Linear",)

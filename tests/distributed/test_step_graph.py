@@ -19,12 +19,12 @@ from timm.optim import Lamb, Lookahead, Muon
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from common.distributed import accelerator as accelerators
-from common.distributed import step_graph
-from common.distributed.blocks import Compilation
-from common.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
-from common.order import reseed
-from common.recipe import parse
+from onecurve.distributed import accelerator as accelerators
+from onecurve.distributed import step_graph
+from onecurve.distributed.blocks import Compilation
+from onecurve.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
+from onecurve.order import reseed
+from onecurve.recipe import parse
 from tests.conftest import (
     CNN,
     RESNET,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.system.env import PREEMPTED
+from onecurve.system.env import PREEMPTED
 from tests.conftest import rows_of
 from tools.launch import elastic
 from tools.launch.agent import SUSPENDED

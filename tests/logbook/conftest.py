@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import logbook
-from common.system.cli import run_command
+from onecurve.system.cli import run_command
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from common.run import plots
+from onecurve.run import plots
 
 
 @pytest.mark.filterwarnings("error:Glyph")  # that no font has: such characters are shown escaped

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import logbook
-from common.system.text import printable, printable_lines
+from onecurve.system.text import printable, printable_lines
 from tests.conftest import CNN, Job, copy_project, lines, metrics, python, result, rows_of, run, wait_until
 from tests.logbook.pages import (
     HOSTILE,

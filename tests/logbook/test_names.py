@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_index
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.data.shards import parse_manifest
-from common.distributed.launch_config import _read_deepspeed
-from common.flags import read_config
-from common.recipe import ImageRecipe
-from common.run import plots
-from common.run.folder import _why_not_ours, count_restarts
-from common.run.lease import _parsed
-from common.run.state import RunState
-from common.system.files import json_lines, read_json, read_lines, read_yaml
-from common.system.text import printable, printable_lines
 from logbook import read_mark
+from onecurve.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_index
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.data.shards import parse_manifest
+from onecurve.distributed.launch_config import _read_deepspeed
+from onecurve.flags import read_config
+from onecurve.recipe import ImageRecipe
+from onecurve.run import plots
+from onecurve.run.folder import _why_not_ours, count_restarts
+from onecurve.run.lease import _parsed
+from onecurve.run.state import RunState
+from onecurve.system.files import json_lines, read_json, read_lines, read_yaml
+from onecurve.system.text import printable, printable_lines
 from tests.conftest import CNN, python, result, run
 from tests.support.data_sets import class_folders
 from tools.doctor.facts import facts

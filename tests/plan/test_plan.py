@@ -12,8 +12,8 @@ import pytest
 
 import plan as plan_script
 from benchmarks.plan_memory import BOUND_PCT, FLAGS
-from common.script import load_script
-from common.telemetry.flops import find_device
+from onecurve.script import load_script
+from onecurve.telemetry.flops import find_device
 from tests.conftest import ROOT, accelerate, run
 from tests.support import forks
 from tests.support.commands import call
@@ -219,7 +219,7 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
         return made(peaks={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)
-    monkeypatch.setattr("common.system.progress.LINE_S", 0)
+    monkeypatch.setattr("onecurve.system.progress.LINE_S", 0)
     status, output = call(plan_script.main, "--gpu", "T4", *SMALL)
     assert status == 0, output
     assert re.search(r"^tracing (single|offload), 0 of 2 are done$", output, re.M), output

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision.datasets.imagenet as torchvision_imagenet
 
-from common.system import s3 as object_store
+from onecurve.system import s3 as object_store
 from tests.support.data_sets import tar
 from tests.support.imagenet import DEVKIT, synsets_of, write_devkit
 from tests.support.s3 import BUCKET, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from common.data.splits import ArraySplit, FileSplit, ShardSplit
+from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit
 from tests.support.data_sets import opened, parquet_folder
 from tests.support.imagenet import fails, prep
 

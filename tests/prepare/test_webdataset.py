@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.data.cache import prepare_data
-from common.data.images import open_images
-from common.data.splits import ShardSplit
-from common.order import training_plan
-from common.recipe import share_out
-from common.system.s3 import ObjectStore
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import open_images
+from onecurve.data.splits import ShardSplit
+from onecurve.order import training_plan
+from onecurve.recipe import share_out
+from onecurve.system.s3 import ObjectStore
 from tests.conftest import lines, python, run, torchrun
 from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected
 from tests.data.test_shards import NO_WORKERS, VIT, read

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.checkpoint.format import steps_in
+from onecurve.checkpoint.format import steps_in
 from tests.conftest import HALF_THE_CORES, STRATEGIES, Job, copy_project, full, metrics, mutate, result, run
 from tools.logbook import markdown as md
 from tools.logbook.page import page

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.distributed.watch import Preempted
-from common.run import ranks as module
-from common.run.ranks import MOST_STEPS, Exchange
+from onecurve.distributed.watch import Preempted
+from onecurve.run import ranks as module
+from onecurve.run.ranks import MOST_STEPS, Exchange
 
 
 class Board:

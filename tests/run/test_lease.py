@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.recipe import Recipe, flag, recipe_part
-from common.run import folder as folder_module
-from common.run import lease as lease_module
-from common.run.folder import RunFolder, folders, model_part, script_name
-from common.run.lease import FolderRecord, Lease
-from common.system.processes import own_age_s
+from onecurve.recipe import Recipe, flag, recipe_part
+from onecurve.run import folder as folder_module
+from onecurve.run import lease as lease_module
+from onecurve.run.folder import RunFolder, folders, model_part, script_name
+from onecurve.run.lease import FolderRecord, Lease
+from onecurve.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import Job, wait_until
 
@@ -50,7 +50,7 @@ def test_the_record_goes_with_the_owner(tmp_path, capsys):
 
 def test_one_of_many_starts_becomes_the_owner(tmp_path):
     script = (
-        "import sys, time; from pathlib import Path; from common.run.lease import *\n"
+        "import sys, time; from pathlib import Path; from onecurve.run.lease import *\n"
         "try:\n    Lease(FolderRecord(Path(sys.argv[1])), lambda: None)\n"
         "except ValueError:\n    sys.exit(3)\n"
         "print('mine', flush=True); time.sleep(60)\n"

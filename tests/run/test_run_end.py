@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from common.system.files import not_written
+from onecurve.system.files import not_written
 from tests.conftest import Job, mutate, result, run, small_disk
 from tests.support.compare import assert_same_end
 from tests.support.faults import at_file_operation, mark, operations

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.run.end_tables import show
-from common.run.lease import FolderRecord, Lease, is_owned
+from onecurve.run.end_tables import show
+from onecurve.run.lease import FolderRecord, Lease, is_owned
 from tests.conftest import Job, full, python, read_until, result, run, torchrun
 
 

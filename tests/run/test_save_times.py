@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from common.checkpoint import saver as saver_module
-from common.checkpoint.saver import Saver
-from common.order import Steps
-from common.run import ranks as ranks_module
-from common.run.ranks import Ranks
-from common.run.run import Run
-from common.run.state import RunState
+from onecurve.checkpoint import saver as saver_module
+from onecurve.checkpoint.saver import Saver
+from onecurve.order import Steps
+from onecurve.run import ranks as ranks_module
+from onecurve.run.ranks import Ranks
+from onecurve.run.run import Run
+from onecurve.run.state import RunState
 
 
 class Simulation:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.run.starts import STARTS, add_start, in_order, in_turn, kept
-from common.system.files import read_lines
+from onecurve.run.starts import STARTS, add_start, in_order, in_turn, kept
+from onecurve.system.files import read_lines
 from tests.conftest import CNN, STRATEGIES, full, python, run
 from tools.logbook.history import verdict
 from tools.logbook.record import RunRecord

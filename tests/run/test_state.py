@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.checkpoint.format import Checkpoint
-from common.run.run import Run
-from common.run.state import NEEDED, RunState
-from common.system.files import fits, fitting
+from onecurve.checkpoint.format import Checkpoint
+from onecurve.run.run import Run
+from onecurve.run.state import NEEDED, RunState
+from onecurve.system.files import fits, fitting
 
 OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}
 

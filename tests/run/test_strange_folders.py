@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.weights import model_with_weights
+from onecurve.checkpoint.weights import model_with_weights
 from tests.conftest import CNN, Job, python, result, run
 
 FLAGS = ["--data", "digits", "--batch_size", 64, "--mixed_precision", "no", "--log_every", 5, "--log_samples"]

@@ -16,10 +16,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from common.recipe import Recipe
-from common.run.run import Run
-from common.telemetry.summary import HOST_NUMBERS
 from export import write_curves
+from onecurve.recipe import Recipe
+from onecurve.run.run import Run
+from onecurve.telemetry.summary import HOST_NUMBERS
 from tests.cluster.test_engines_on_virtual_hosts import environment
 from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run, torchrun, wait_until
 
@@ -151,7 +151,7 @@ def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
 
 @pytest.mark.full
 def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
-    mutate(project_copy, "common/run/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
+    mutate(project_copy, "onecurve/run/trackers.py", "tracker.log_images(", "tracker.log_pictures(")
     words = [*python(), *CNN, *FLAGS, *BOTH, *cache, "--output_dir", tmp_path / "run"]
     output = run(words, cwd=project_copy)
     assert [output.count(f"{name} does not have the pictures") for name in ("tensorboard", "wandb")] == [1, 1]
@@ -167,7 +167,7 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
     """The server is asked to continue the run of WANDB_RUN_ID, which recipe.json has."""
     url, seen = server
-    mutate(project_copy, "common/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
+    mutate(project_copy, "onecurve/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
     output = run(words, cwd=project_copy, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
     assert seen, "the server was never asked"

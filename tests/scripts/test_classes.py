@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import export
-from common.checkpoint.weights import load_trained
+from onecurve.checkpoint.weights import load_trained
 from tests.conftest import CNN, STRATEGIES, VIT, full, latest, metrics, mutate, python, run, torchrun
 from tests.scripts.conftest import QUICK
 from tests.scripts.test_validate import FP32, fails, words

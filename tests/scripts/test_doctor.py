@@ -81,7 +81,7 @@ def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
         status, output, fails = examine(tmp_path, *flags, env=aws_env(s3))
     on_node2 = [(code, "node2") for code in ("versions", "code", "data", "port-closed")]
     assert (status, sorted(fails)) == (1, sorted([*on_node2, ("output", "node1"), ("s3", "node1")])), output
-    assert "common/data/decode.py is " in output
+    assert "onecurve/data/decode.py is " in output
     assert f"timm is 0.{timm.__version__}, elsewhere {timm.__version__}" in output
     assert f"{runs} is not shared" in output
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 import export
 import train_cnn_a
-from common.checkpoint.weights import TrainedModel, find
-from common.data.workers import Pictures, Preprocessing
-from common.preprocessing import DataConfig
-from common.script import load_script
-from common.system.files import write_json
+from onecurve.checkpoint.weights import TrainedModel, find
+from onecurve.data.workers import Pictures, Preprocessing
+from onecurve.preprocessing import DataConfig
+from onecurve.script import load_script
+from onecurve.system.files import write_json
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, rows_of, run
 from tests.scripts.conftest import QUICK
 from tests.support.commands import call
@@ -65,7 +65,7 @@ for folder, *files in json.loads(sys.argv[1]):
         images = [exported.prepare(Image.open(file)) for file in files]
     with torch.inference_mode():
         found[folder] = [model(image)[0].tolist() for image in images], list(names)
-assert not any("common" in name.split(".")[0] for name in sys.modules), sys.modules
+assert not any("onecurve" in name.split(".")[0] for name in sys.modules), sys.modules
 print(json.dumps(found))
 """
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import find_batch_size
-from common.system.files import write_json
-from common.system.processes import is_alive
+from onecurve.system.files import write_json
+from onecurve.system.processes import is_alive
 from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call

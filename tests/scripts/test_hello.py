@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from common.run.plots import plot_curves
+from onecurve.run.plots import plot_curves
 from tests.conftest import STRATEGIES, full, metrics, python, result, run, torchrun
 
 

@@ -18,7 +18,7 @@ import timm
 import launch
 from cluster import virtual_cluster as hosts
 from cluster.drill import ranks_on
-from common.system.gpus import Devices
+from onecurve.system.gpus import Devices
 from tests.conftest import (
     ROOT,
     TRAINING,
@@ -479,7 +479,7 @@ def read_only_folder(folder):
         yield
 
 
-DECODE = ROOT / "common" / "data" / "decode.py"
+DECODE = ROOT / "onecurve" / "data" / "decode.py"
 (TIMM,) = Path(timm.__file__).parent.parent.glob("timm-*.dist-info/METADATA")
 OTHER_CODE = ["sed", "-i", r"1s/^/# old\n/", DECODE], ["sed", "-i", "1d", DECODE]
 OTHER_TIMM = ["sed", "-i", "s/^Version: /&0./", TIMM], ["sed", "-i", "s/^Version: 0[.]/Version: /", TIMM]
@@ -491,7 +491,7 @@ OTHER_TIMM = ["sed", "-i", "s/^Version: /&0./", TIMM], ["sed", "-i", "s/^Version
         (no_sshd, ["error: node2: ssh: connect to host node2 port 22: Connection refused"]),
         full(another_host_key, ["error: node2: Host key verification failed."]),
         (taken_port, ["error: node1: port 29500: Address already in use by process ", "give another --port"]),
-        full(changed("node2", *OTHER_CODE), ["agree: script and common/ is ", "(host node2)"]),
+        full(changed("node2", *OTHER_CODE), ["agree: script and onecurve/ is ", "(host node2)"]),
         full(changed("node2", *OTHER_TIMM), [f"timm is 0.{timm.__version__} on rank 1 (host node2)"]),
         full(read_only_folder, ["error: node1: the run can't be written to ", ": Read-only file system"]),
     ],

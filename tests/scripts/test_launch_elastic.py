@@ -12,8 +12,8 @@ import pytest
 
 from cluster import virtual_cluster as hosts
 from cluster.drill import ranks_on
-from common.checkpoint.format import step_name, step_of, steps_in
-from common.order import order
+from onecurve.checkpoint.format import step_name, step_of, steps_in
+from onecurve.order import order
 from tests.conftest import ROOT, Job, latest, lines, metrics, result, run, wait_until
 from tests.scripts.test_launch import OTHER_CODE, launcher_of, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
@@ -185,7 +185,7 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
     Job(hosts.inside("node2", OTHER_CODE[0])).wait()
     training.add("node2")
     (said,) = training.wait_for_line("node2 is left out")
-    assert "the processes do not agree: script and common/ is " in said
+    assert "the processes do not agree: script and onecurve/ is " in said
     assert "(host node2)" in said
     training.wait_for(1)
     hosts.kill("node2")

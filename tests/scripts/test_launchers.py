@@ -12,7 +12,7 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
-from common.system.s3 import ObjectStore
+from onecurve.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 

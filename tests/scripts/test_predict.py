@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import predict
-from common.augment import to_float
-from common.checkpoint.weights import find
-from common.data.cache import prepare_data
-from common.data.class_folders import find_pictures
-from common.data.conversions import conversion_warnings
-from common.data.crops import evaluation_crop
-from common.data.images import open_images
-from common.data.workers import Pictures, Preprocessing, picture_batches
+from onecurve.augment import to_float
+from onecurve.checkpoint.weights import find
+from onecurve.data.cache import prepare_data
+from onecurve.data.class_folders import find_pictures
+from onecurve.data.conversions import conversion_warnings
+from onecurve.data.crops import evaluation_crop
+from onecurve.data.images import open_images
+from onecurve.data.workers import Pictures, Preprocessing, picture_batches
 from tests.conftest import Job, full, lines, python, result, run, torchrun
 from tools.inference.inference import keep_features
 

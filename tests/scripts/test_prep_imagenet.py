@@ -19,10 +19,10 @@ import psutil
 import pytest
 from PIL import Image
 
-from common.data.decode import decode
-from common.data.shards import ShardImages, find_local, parse_index
-from common.system import progress
-from common.system.s3 import ObjectStore
+from onecurve.data.decode import decode
+from onecurve.data.shards import ShardImages, find_local, parse_index
+from onecurve.system import progress
+from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
 from tests.support.data_sets import encode, tar, write
 from tests.support.imagenet import DEVKIT, TRAIN, VAL, Ilsvrc, fails, forked, make_ilsvrc, prep, write_devkit

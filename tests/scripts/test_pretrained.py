@@ -18,9 +18,9 @@ from timm.data import ImageNetInfo, create_transform, resolve_model_data_config
 from timm.models import save_for_hf
 
 import export
-from common.checkpoint.published import class_names, of_name
-from common.checkpoint.weights import find, of_model
-from common.preprocessing import FLAGS
+from onecurve.checkpoint.published import class_names, of_name
+from onecurve.checkpoint.weights import find, of_model
+from onecurve.preprocessing import FLAGS
 from predict import Prediction
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import VIT, Job, full, latest, metrics, python, run, torchrun

@@ -1,5 +1,5 @@
 """What commands import: --help, a wrong flag and data that are not there need no torch, and a script no
-module of common/ before it is needed."""
+module of onecurve/ before it is needed."""
 
 import itertools
 import os
@@ -10,9 +10,9 @@ import threading
 
 import pytest
 
-from common.data import sources
-from common.data.sources import Source
-from common.recipe import ImageRecipe, from_flags
+from onecurve.data import sources
+from onecurve.data.sources import Source
+from onecurve.recipe import ImageRecipe, from_flags
 from tests.conftest import ROOT, accelerate
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
 
-from common.checkpoint.format import Damaged, parse_index
-from common.checkpoint.weights import find
-from common.evaluation import CONFUSED, frequent_mistakes
-from common.recipe import parse
-from common.script import as_flags, load_script, own_script, recipe_class
-from common.system.s3 import ObjectStore
+from onecurve.checkpoint.format import Damaged, parse_index
+from onecurve.checkpoint.weights import find
+from onecurve.evaluation import CONFUSED, frequent_mistakes
+from onecurve.recipe import parse
+from onecurve.script import as_flags, load_script, own_script, recipe_class
+from onecurve.system.s3 import ObjectStore
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import (
     CNN,
@@ -291,7 +291,9 @@ def test_calibration_error_bin_by_bin(modules):
 
 
 def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path):
-    mutate(project_copy, "common/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device")
+    mutate(
+        project_copy, "onecurve/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device"
+    )
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1
     assert "image 359 was counted 25 times" in output  # 360 are 24 less than 3 x 128

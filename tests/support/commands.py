@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.system.cli import run_command
+from onecurve.system.cli import run_command
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from common.data.cache import prepare_data
-from common.data.images import Images, open_images
+from onecurve.data.cache import prepare_data
+from onecurve.data.images import Images, open_images
 
 
 def encode(image: Image.Image, format: str = "JPEG", **options) -> bytes:

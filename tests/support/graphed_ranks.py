@@ -27,13 +27,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from common.distributed import accelerator as accelerators
-from common.distributed import exact_sum, step_graph
-from common.distributed.accelerator import start, wrap
-from common.distributed.layout import to_local
-from common.distributed.process import run_process
-from common.order import reseed
-from common.recipe import Job
+from onecurve.distributed import accelerator as accelerators
+from onecurve.distributed import exact_sum, step_graph
+from onecurve.distributed.accelerator import start, wrap
+from onecurve.distributed.layout import to_local
+from onecurve.distributed.process import run_process
+from onecurve.order import reseed
+from onecurve.recipe import Job
 from tests.support.recorded_graph import aten, record
 
 SIZES, IMAGES, CLASSES = (8, 6), 4, 5

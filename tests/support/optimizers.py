@@ -17,12 +17,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.checkpoint import format as checkpoints
-from common.checkpoint.training import TrainingState
-from common.distributed.accelerator import prepare, start
-from common.distributed.process import run_process
-from common.recipe import Recipe, flag, parse
-from common.run.state import RunState
+from onecurve.checkpoint import format as checkpoints
+from onecurve.checkpoint.training import TrainingState
+from onecurve.distributed.accelerator import prepare, start
+from onecurve.distributed.process import run_process
+from onecurve.recipe import Recipe, flag, parse
+from onecurve.run.state import RunState
 
 BATCH = 8
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from common.distributed.step_graph import StepGraph
+from onecurve.distributed.step_graph import StepGraph
 
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")

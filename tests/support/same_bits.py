@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.augment import to_float
-from common.distributed.accelerator import prepare, start
-from common.distributed.process import run_process
-from common.distributed.strategy import plain_module
-from common.recipe import Batch, Job, parse
-from common.script import load_script, normalisation, recipe_class
-from common.system.paths import ROOT
+from onecurve.augment import to_float
+from onecurve.distributed.accelerator import prepare, start
+from onecurve.distributed.process import run_process
+from onecurve.distributed.strategy import plain_module
+from onecurve.recipe import Batch, Job, parse
+from onecurve.script import load_script, normalisation, recipe_class
+from onecurve.system.paths import ROOT
 
 STEPS, MICRO_BATCHES, CLASSES = 2, 6, 10
 

@@ -23,16 +23,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.data.images import Images
-from common.distributed import accelerator as accelerators
-from common.distributed.blocks import Compilation
-from common.distributed.precision import Precision
-from common.order import Steps
-from common.recipe import Recipe, share_out
-from common.run import ending
-from common.run.ranks import Meter, Ranks
-from common.run.run import Run
-from common.run.state import RunState
+from onecurve.data.images import Images
+from onecurve.distributed import accelerator as accelerators
+from onecurve.distributed.blocks import Compilation
+from onecurve.distributed.precision import Precision
+from onecurve.order import Steps
+from onecurve.recipe import Recipe, share_out
+from onecurve.run import ending
+from onecurve.run.ranks import Meter, Ranks
+from onecurve.run.run import Run
+from onecurve.run.state import RunState
 
 aten = torch.ops.aten
 STAGED_BYTES = 65536  # a copy of more, from memory that is not page-locked, waits even with non_blocking

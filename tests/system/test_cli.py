@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from common.system.cli import config_file, run_command
+from onecurve.system.cli import config_file, run_command
 from tests.conftest import ROOT, Job, python, run
 
 LAUNCH = ["launch.py", "--mode", "single-node", "--log_dir"]
@@ -41,7 +41,7 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
 
 @pytest.mark.parametrize("lines", [10, 100_000])  # that are written at the end, and before
 def test_a_reader_that_has_enough_is_no_error(lines):
-    code = "import sys; from common.system.cli import run_command\n"
+    code = "import sys; from onecurve.system.cli import run_command\n"
     code += f"sys.exit(run_command(lambda: print('x\\n' * {lines}) or 0))"
     shell = [*("bash", "-c", 'set -o pipefail; "$@" | true'), "bash", sys.executable, "-c", code]
     done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -1,7 +1,7 @@
 import io
 from types import SimpleNamespace
 
-from common.system.env import EVENTS_FILE, EventReader, report
+from onecurve.system.env import EVENTS_FILE, EventReader, report
 from tools.launch.agent import _pass_on
 from tools.launch.hosts import EVENT, Connection, event_line, requests
 

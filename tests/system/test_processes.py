@@ -8,8 +8,14 @@ import sys
 import psutil
 import pytest
 
-from common.system import processes
-from common.system.processes import adopt_orphans, allowed_cores, interface_problem, kill, running_descendants
+from onecurve.system import processes
+from onecurve.system.processes import (
+    adopt_orphans,
+    allowed_cores,
+    interface_problem,
+    kill,
+    running_descendants,
+)
 from tests.conftest import ROOT, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -30,7 +36,7 @@ def test_an_orphan_is_adopted_and_its_zombie_reaped():
 
 
 def test_a_process_ends_with_its_parent():
-    code = "from common.system.processes import end_with_parent; end_with_parent(); print(1, flush=True)"
+    code = "from onecurve.system.processes import end_with_parent; end_with_parent(); print(1, flush=True)"
     code += "; import time; time.sleep(60)"
     parent = f"import subprocess, time; c = subprocess.Popen([{sys.executable!r}, '-c', {code!r}]);"
     parent += " print(c.pid, flush=True); time.sleep(60)"
@@ -66,7 +72,7 @@ def test_what_was_typed(command, launchers, nodes):
 
 def test_the_launcher_above_and_its_config_file(tmp_path):
     """The file is found from the launcher's folder, and not where another program is above."""
-    code = "from common.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
+    code = "from onecurve.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
     start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
     (tmp_path / "a b.yaml").write_text("use_cpu: true")
     for name, said in (("accelerate", "{'use_cpu': True} accelerate"), ("other", "{}")):

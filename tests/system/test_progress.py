@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pexpect
 import pytest
 
-from common.system import progress
+from onecurve.system import progress
 from tests.conftest import CNN, ROOT, full, metrics, python, result, run
 
 ESCAPES = r"\x1b\[[0-9;?]*[a-zA-Z]"
@@ -65,11 +65,11 @@ def test_a_line_without_a_terminal_for_each_30_seconds_and_line_of_the_log(monke
 SLOW_START = """
 import sys, time
 from types import SimpleNamespace
-import common.run.ranks
+import onecurve.run.ranks
 import {script} as script
 
 now_s = 0.0
-common.run.ranks.time = SimpleNamespace(perf_counter=lambda: now_s, monotonic=time.monotonic)
+onecurve.run.ranks.time = SimpleNamespace(perf_counter=lambda: now_s, monotonic=time.monotonic)
 training_batches = script.training_batches
 
 def slow(*args):

@@ -14,9 +14,9 @@ import pytest
 from boto3.exceptions import S3UploadFailedError
 from botocore.exceptions import ClientError
 
-from common.system import s3 as object_store
-from common.system.s3 import CHECKSUMS_SENT, NOT_CONDITIONAL, ObjectStore, StoreError
-from common.system.text import redacted
+from onecurve.system import s3 as object_store
+from onecurve.system.s3 import CHECKSUMS_SENT, NOT_CONDITIONAL, ObjectStore, StoreError
+from onecurve.system.text import redacted
 from tests.conftest import ROOT, rows_of
 from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 
@@ -403,7 +403,7 @@ def test_deletes_one_by_one(store, proxy):
 
 def test_a_forked_process_makes_its_own_client(store):
     code = (
-        "import os, sys; from common.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
+        "import os, sys; from onecurve.system.s3 import ObjectStore; store = ObjectStore(sys.argv[1])\n"
         "store.write('a', b'content'); child = os.fork()\n"
         "for _ in range(20): assert store.read('a') == b'content'\n"
         "assert len(store._clients) == (1 if child else 2)\n"

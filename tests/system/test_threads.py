@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from common.system.threads import run_with_heartbeat
+from onecurve.system.threads import run_with_heartbeat
 
 
 def test_the_heartbeat_goes_on_and_the_result_or_error_comes():

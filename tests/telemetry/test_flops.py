@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from common.recipe import parse
-from common.script import load_script, recipe_class
-from common.telemetry import flops
-from common.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
+from onecurve.recipe import parse
+from onecurve.script import load_script, recipe_class
+from onecurve.telemetry import flops
+from onecurve.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
 from tests.conftest import ROOT, metrics, result, rows_of
 from tools.logbook.page import page
 from tools.logbook.record import RunRecord

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from common.order import Steps
-from common.telemetry.profiler import FOLDER, TABLE, TRACE, begin_profile
+from onecurve.order import Steps
+from onecurve.telemetry.profiler import FOLDER, TABLE, TRACE, begin_profile
 from tests.conftest import CNN, STRATEGIES, VIT, metrics, python, run
 from tests.support.compare import assert_same_tensors, without_times
 from tests.telemetry.conftest import DIGITS

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.telemetry import sampling
-from common.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
-from common.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
+from onecurve.telemetry import sampling
+from onecurve.telemetry.sampling import Gpu, ProcessInfo, Telemetry, sampled_hosts
+from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, energy_wh, summarize
 from tests.conftest import lines, metrics, result, wait_until
 from tests.distributed.test_agreement import two_hosts
 

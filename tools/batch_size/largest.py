@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from common.system.processes import (
+from onecurve.system.processes import (
     adopt_orphans,
     end_with_parent,
     kill,

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from common.system.gpus import Devices, driver_problem, runs_on
+from onecurve.system.gpus import Devices, driver_problem, runs_on
 from tools.launch.hosts import Connection, Host, master_address, start_on
 
 Facts = dict[str, dict[str, Any]]  # host's name -> its facts

@@ -24,10 +24,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from common.system.files import sha256_of
-from common.system.gpus import devices, torch_cuda, visible_devices
-from common.system.paths import ROOT
-from common.system.processes import interface_problem, interface_to, listening_process, use_interface
+from onecurve.system.files import sha256_of
+from onecurve.system.gpus import devices, torch_cuda, visible_devices
+from onecurve.system.paths import ROOT
+from onecurve.system.processes import interface_problem, interface_to, listening_process, use_interface
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
@@ -117,7 +117,7 @@ def remove_token(file: str) -> dict[str, Any]:
 
 def s3(url: str) -> dict[str, Any]:
     """Writes, reads and deletes an object, with this host's credentials."""
-    from common.system.s3 import ObjectStore
+    from onecurve.system.s3 import ObjectStore
 
     try:
         ObjectStore(url).probe()
@@ -218,7 +218,7 @@ def run_rank(within_s: float, gpu: bool) -> None:
 
 def code() -> dict[str, str]:
     """The first 12 digits of the SHA-256 of each file that a job uses."""
-    patterns = ("*.py", "common/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
+    patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
 
@@ -234,8 +234,8 @@ def _contents(data: str) -> dict[str, Any]:
     answer: dict[str, Any] = {"problem": None}
     try:
         if data.startswith("s3://"):
-            from common.data.shards import find_stored
-            from common.system.s3 import ObjectStore
+            from onecurve.data.shards import find_stored
+            from onecurve.system.s3 import ObjectStore
 
             return answer | {"digest": find_stored(ObjectStore(data))[0].sha256[:12]}
         root = Path(data)
@@ -248,7 +248,7 @@ def _contents(data: str) -> dict[str, Any]:
         lines = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
         answer["digest"] = _digest(lines.encode(errors="surrogateescape"))
         if (root / "manifest.json").is_file():
-            from common.data.shards import find_local
+            from onecurve.data.shards import find_local
 
             find_local(root)
     except ValueError as error:
@@ -258,7 +258,7 @@ def _contents(data: str) -> dict[str, Any]:
 
 def _files(root: Path) -> Iterator[Path]:
     """Files below a folder, but hidden ones, also behind links; not behind one to a folder above it."""
-    from common.data.class_folders import is_hidden, leads_above
+    from onecurve.data.class_folders import is_hidden, leads_above
 
     for folder, folders, names in os.walk(root, followlinks=True):
         yield from (Path(folder) / name for name in names if not is_hidden(name))

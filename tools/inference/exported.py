@@ -13,15 +13,15 @@ import torch
 from jinja2 import Template
 from torch import Tensor, nn
 
-from common.augment import to_float
-from common.checkpoint.weights import TrainedModel, find, load_weights, open_script
-from common.data.cache import prepare
-from common.data.class_names import match_classes
-from common.data.images import open_images
-from common.data.sources import KNOWN
-from common.preprocessing import DataConfig
-from common.recipe import ImageRecipe, recipe_part
-from common.script import MOVE, load_script, model_section
+from onecurve.augment import to_float
+from onecurve.checkpoint.weights import TrainedModel, find, load_weights, open_script
+from onecurve.data.cache import prepare
+from onecurve.data.class_names import match_classes
+from onecurve.data.images import open_images
+from onecurve.data.sources import KNOWN
+from onecurve.preprocessing import DataConfig
+from onecurve.recipe import ImageRecipe, recipe_part
+from onecurve.script import MOVE, load_script, model_section
 from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"

@@ -13,18 +13,18 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from common.checkpoint.published import download
-from common.checkpoint.weights import TrainedModel, find, of_model
-from common.data.splits import ArraySplit, CroppedSplit, Split
-from common.distributed.accelerator import start
-from common.distributed.agreement import once
-from common.distributed.watch import begin_exit
-from common.preprocessing import Crop, DataConfig, data_config
-from common.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
-from common.script import normalisation
-from common.system.env import world_size
-from common.system.threads import Heartbeat, run_with_heartbeat
-from common.timm_models import data_config_of
+from onecurve.checkpoint.published import download
+from onecurve.checkpoint.weights import TrainedModel, find, of_model
+from onecurve.data.splits import ArraySplit, CroppedSplit, Split
+from onecurve.distributed.accelerator import start
+from onecurve.distributed.agreement import once
+from onecurve.distributed.watch import begin_exit
+from onecurve.preprocessing import Crop, DataConfig, data_config
+from onecurve.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
+from onecurve.script import normalisation
+from onecurve.system.env import world_size
+from onecurve.system.threads import Heartbeat, run_with_heartbeat
+from onecurve.timm_models import data_config_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from common.data.names import NameOf
-from common.system.files import write_csv, write_text
-from common.system.paths import ROOT
+from onecurve.data.names import NameOf
+from onecurve.system.files import write_csv, write_text
+from onecurve.system.paths import ROOT
 
-METRICS = ("classification", "top_k", "calibration")  # modules in common/metrics/
+METRICS = ("classification", "top_k", "calibration")  # modules in onecurve/metrics/
 TOP, BINS, WORST = 5, 15, 24
 TIMED = 1000  # images: of fewer no speed is shown, as decoders start meanwhile
 PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confusion matrix, are printed
@@ -33,7 +33,7 @@ Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probabilit
 
 
 def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[str, Any]:
-    """The numbers of the report, computed by the modules in common/metrics/.
+    """The numbers of the report, computed by the modules in onecurve/metrics/.
 
     rows["id"]: the images' numbers in the stored split, of which name_of returns their files' names.
     """
@@ -42,7 +42,7 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
     by_class = classification.compute(**pairs, classes=classes)
     confusion = {"confusion": by_class["confusion"]} if "confusion" in by_class else {}
     if not confusion:
-        from common.evaluation import frequent_mistakes  # imports torch
+        from onecurve.evaluation import frequent_mistakes  # imports torch
 
         confusion = {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
     wrong = np.flatnonzero(rows["predicted"] != rows["label"])
@@ -76,7 +76,7 @@ def load_metrics(scratch: Path) -> list[Any]:
     if modules["transformers"] is None:
         del modules["transformers"]
     evaluate.config.HF_MODULES_CACHE = scratch
-    paths, options = (ROOT / "common" / "metrics" / name for name in METRICS), {"cache_dir": str(scratch)}
+    paths, options = (ROOT / "onecurve" / "metrics" / name for name in METRICS), {"cache_dir": str(scratch)}
     return [evaluate.load(str(path), keep_in_memory=True, **options) for path in paths]
 
 
@@ -84,7 +84,7 @@ def write(
     folder: Path, found: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
 ) -> None:
     """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
-    from common.run import plots
+    from onecurve.run import plots
 
     classes = found["classes"]
     captions = []

@@ -2,7 +2,7 @@
 
 launch.py starts it, over ssh or locally. The agent sends an event about this host. It is requested to `start`
 its part of the job, then to `stop` or `kill` it; `beat` is a heartbeat. It forwards the job's output, and
-events of its processes (common/system/env.py). The end of the input, or SILENCE_S without a heartbeat, acts
+events of its processes (onecurve/system/env.py). The end of the input, or SILENCE_S without a heartbeat, acts
 like `stop`: the launcher has ended, or the connection is lost.
 """
 
@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import psutil
 
-from common.system import processes
-from common.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
+from onecurve.system import processes
+from onecurve.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 BEAT_S = 5  # between heartbeats of the launcher

@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
-from common.system.text import plural
+from onecurve.system.env import MOST_HOSTS, PER_DEVICE, PREEMPTED, ROUND
+from onecurve.system.text import plural
 from tools.launch.agent import FENCE_S
 from tools.launch.hosts import SSH_FAILED, Host, is_this_host
 from tools.launch.job import LaunchPlan, fail, failure_cause

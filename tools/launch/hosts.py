@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.system.paths import ROOT
-from common.system.processes import own_addresses
+from onecurve.system.paths import ROOT
+from onecurve.system.processes import own_addresses
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

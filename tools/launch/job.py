@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.system.env import PREEMPTED, PROCESSES
-from common.system.paths import ROOT
+from onecurve.system.env import PREEMPTED, PROCESSES
+from onecurve.system.paths import ROOT
 from tools.launch.agent import SUSPENDED
 from tools.launch.hosts import SSH_FAILED, Host, master_address
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
@@ -61,12 +61,12 @@ class LaunchPlan:
         return self.master_addr or master_address(hellos)
 
     def remark(self, connections: Sequence[HostConnection]) -> str | None:
-        """What a script that imports nothing of common/ must set on hosts without a GPU; None for others.
+        """What a script that imports nothing of onecurve/ must set on hosts without a GPU; None for others.
 
         Accelerate by itself makes each process a job of its own there.
         """
         text = (ROOT / self.script[0]).read_text(errors="replace")
-        knows = re.search(rf"^\s*(from|import) common\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
+        knows = re.search(rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
         has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
         if self.processes == 1 or knows or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
             return None

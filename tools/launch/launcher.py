@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.system.env import PREEMPTED
-from common.system.gpus import visible_devices
-from common.system.phase import Evidence, hang_table
-from common.system.processes import is_under_nohup
+from onecurve.system.env import PREEMPTED
+from onecurve.system.gpus import visible_devices
+from onecurve.system.phase import Evidence, hang_table
+from onecurve.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S
 from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on
 
@@ -110,7 +110,7 @@ class Launcher(ABC):
         self._show(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handles an event of the agent, or of a process on the host (common/system/env.py)."""
+        """Handles an event of the agent, or of a process on the host (onecurve/system/env.py)."""
         if event["event"] == "hello":
             connection.hello = event
         elif event["event"] == "hang":

@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 from markupsafe import Markup
 
-from common.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
+from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code, render
 from tools.logbook.record import RunRecord, as_flag, recipe_change
 

@@ -7,10 +7,10 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from common.flags import without_left
-from common.system.files import fitting, read_json
-from common.system.paths import public_path
-from common.system.text import plural
+from onecurve.flags import without_left
+from onecurve.system.files import fitting, read_json
+from onecurve.system.paths import public_path
+from onecurve.system.text import plural
 from tools.logbook import seeds
 from tools.logbook.markdown import code, render
 from tools.logbook.record import KINDS, RunRecord, as_flag, complete, host_count

@@ -9,9 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from common.run.starts import MOST_IN_TURN, Start
-from common.system.paths import public_path
-from common.system.text import plural
+from onecurve.run.starts import MOST_IN_TURN, Start
+from onecurve.system.paths import public_path
+from onecurve.system.text import plural
 from tools.logbook.markdown import code, text
 from tools.logbook.record import RunRecord, as_flag, devices, mixed_precision, recipe_change, where
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from common.system.text import plural, printable, printable_lines
+from onecurve.system.text import plural, printable, printable_lines
 
 TEMPLATES = Path(__file__).with_name("templates")
 

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterator
 from operator import methodcaller
 from typing import Any
 
-from common.recipe import METRICS
-from common.system.files import own_files
-from common.system.paths import public_path
-from common.system.text import some_of
+from onecurve.recipe import METRICS
+from onecurve.system.files import own_files
+from onecurve.system.paths import public_path
+from onecurve.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code, each, formatted, render
 from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, host_count, stamped_files
@@ -28,7 +28,7 @@ INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "tes
 
 def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
-    from common.run.end_tables import early_end  # imports torch
+    from onecurve.run.end_tables import early_end  # imports torch
 
     facts, about = complete(run.facts, KINDS["result.json"]), complete(run.about, KINDS["recipe.json"])
     recipe = {name: [code(name), history.recipe_value(run, name)] for name in run.recipe}

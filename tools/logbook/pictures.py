@@ -5,9 +5,9 @@ from glob import escape
 from pathlib import Path
 from statistics import fmean
 
-from common.run.plots import Panel, confusion, panel, panels
-from common.system.files import discard, own_files
-from common.system.text import plural
+from onecurve.run.plots import Panel, confusion, panel, panels
+from onecurve.system.files import discard, own_files
+from onecurve.system.text import plural
 from tools.logbook.comparison import Comparison
 from tools.logbook.record import RunRecord, read_picture
 from tools.logbook.spent import MainProcess, main_processes

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from common.flags import without_left
-from common.recipe import METRICS, parse_fold
-from common.run.starts import STARTS, Start, in_order, in_turn, kept
-from common.system.files import Kind, fitting, parse_json, read_own, sha256_of
-from common.system.paths import public_path
-from common.system.text import plural
+from onecurve.flags import without_left
+from onecurve.recipe import METRICS, parse_fold
+from onecurve.run.starts import STARTS, Start, in_order, in_turn, kept
+from onecurve.system.files import Kind, fitting, parse_json, read_own, sha256_of
+from onecurve.system.paths import public_path
+from onecurve.system.text import plural
 
 PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
 VERIFIED = "verified.json"  # by verify.py
@@ -148,7 +148,7 @@ class RunRecord:
         """Summaries of the telemetry, as in the result.json of a finished run."""
         if "telemetry" in self.facts:
             return self.facts["telemetry"]
-        from common.telemetry.summary import summarize
+        from onecurve.telemetry.summary import summarize
 
         found = []
         for host in (host for host, lines in self.telemetry.items() if lines):

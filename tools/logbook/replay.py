@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import format as checkpoints
-from common.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
-from common.data.class_names import match_classes
-from common.evaluation import CONFUSED
-from common.recipe import METRICS
-from common.system.files import read_json
-from common.system.text import plural, some_of
+from onecurve.checkpoint import format as checkpoints
+from onecurve.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
+from onecurve.data.class_names import match_classes
+from onecurve.evaluation import CONFUSED
+from onecurve.recipe import METRICS
+from onecurve.system.files import read_json
+from onecurve.system.text import plural, some_of
 from tools.logbook.record import COMPARED, RunRecord
 
 # How many times 1 / (images of a class) the sum of a metric over the classes changes if one image's predicted

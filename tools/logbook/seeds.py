@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from common.system.text import natural
+from onecurve.system.text import natural
 from tools.logbook.record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # of the test

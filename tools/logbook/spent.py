@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.system.phase import (
+from onecurve.system.phase import (
     CAPTURE,
     CUDA,
     DATA,

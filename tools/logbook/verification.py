@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from common.checkpoint.format import step_name, step_of, steps_in, verify
-from common.flags import without_left
-from common.preprocessing import FLAGS, LEGACY
-from common.recipe import METRICS, recipe_part
-from common.script import load_script, own_script, recipe_class
-from common.system.files import read_yaml, write_json
-from common.system.paths import ROOT, shortest
-from common.system.text import plural, printable, some_of
+from onecurve.checkpoint.format import step_name, step_of, steps_in, verify
+from onecurve.flags import without_left
+from onecurve.preprocessing import FLAGS, LEGACY
+from onecurve.recipe import METRICS, recipe_part
+from onecurve.script import load_script, own_script, recipe_class
+from onecurve.system.files import read_yaml, write_json
+from onecurve.system.paths import ROOT, shortest
+from onecurve.system.text import plural, printable, some_of
 from tools.logbook import replay
 from tools.logbook.record import (
     BIT_FOR_BIT,

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.telemetry.flops import Device
+from onecurve.telemetry.flops import Device
 
 REACHED_FLOPS = 0.66  # of the peak, by large products in bf16: 675 to 740 of 990 TFLOP/s were measured
 REACHED_BANDWIDTH = 0.9  # of the memory's, by copies: 4.2 of 4.8 TB/s were measured

@@ -27,10 +27,10 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor import _sharding_prop
 from torch.nn.parallel import DistributedDataParallel, distributed
 
-from common.distributed.accelerator import make_accelerator
-from common.distributed.devices import keep_freed_memory, rehearse_on_cpu
-from common.distributed.launch_config import check_launch_config, disable_meaningless
-from common.recipe import Batch, Recipe
+from onecurve.distributed.accelerator import make_accelerator
+from onecurve.distributed.devices import keep_freed_memory, rehearse_on_cpu
+from onecurve.distributed.launch_config import check_launch_config, disable_meaningless
+from onecurve.recipe import Batch, Recipe
 from tools.plan.cost import Collective
 
 # What ranks compare with one another, which no fake collective can answer.

@@ -13,12 +13,12 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from common.data.shards import MANIFEST, parse_manifest
-from common.recipe import parse_fold, share_out
-from common.script import load_script, recipe_of, training_images
-from common.system.paths import ROOT
-from common.system.processes import allowed_cores
-from common.telemetry.flops import Device, find_device, known_devices
+from onecurve.data.shards import MANIFEST, parse_manifest
+from onecurve.recipe import parse_fold, share_out
+from onecurve.script import load_script, recipe_of, training_images
+from onecurve.system.paths import ROOT
+from onecurve.system.processes import allowed_cores
+from onecurve.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
 
@@ -220,7 +220,7 @@ class Planning:
         )
 
     def execution(self, strategy: str) -> Execution:
-        """Return how a step runs: as CUDA graphs where common/distributed/step_graph.py makes them."""
+        """Return how a step runs: as CUDA graphs where onecurve/distributed/step_graph.py makes them."""
         recipe = self.recipe
         fits = strategy in ("single", "ddp", "fsdp") and getattr(recipe, "step_graph", False) is not False
         fits &= self.precision != "fp16" and recipe.compile in (None, "no", "default")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from common.system.s3 import ObjectStore
+from onecurve.system.s3 import ObjectStore
 
 CHUNK_BYTES = 2**20  # one read; fits into the processor's cache
 HEADER_BYTES = 4096  # one read where only headers are

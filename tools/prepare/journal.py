@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.data.names import names_file
-from common.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
-from common.system.files import parse_json, read_json, try_lock, write_bytes
-from common.system.s3 import ObjectStore
+from onecurve.data.names import names_file
+from onecurve.data.shards import JOURNAL, MANIFEST, MANIFEST_LIMIT, index_name
+from onecurve.system.files import parse_json, read_json, try_lock, write_bytes
+from onecurve.system.s3 import ObjectStore
 from tools.prepare.originals import Originals
 
 WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")  # files of a preparation

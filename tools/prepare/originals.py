@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.data.class_folders import (
+from onecurve.data.class_folders import (
     DANGLING,
     LOOSE,
     LeftOut,
@@ -24,8 +24,8 @@ from common.data.class_folders import (
     used_splits,
     without_empty,
 )
-from common.data.decode import EXTENSIONS, SPLITS
-from common.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
+from onecurve.data.decode import EXTENSIONS, SPLITS
+from onecurve.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
 

@@ -13,13 +13,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from common.data.class_folders import split_folders, used_splits
-from common.data.decode import SPLITS
-from common.data.names import CollectedNames, names_file
-from common.data.shards import FORMAT, index_name
-from common.system.progress import ReadingProgress
-from common.system.s3 import ObjectStore
-from common.system.text import printable
+from onecurve.data.class_folders import split_folders, used_splits
+from onecurve.data.decode import SPLITS
+from onecurve.data.names import CollectedNames, names_file
+from onecurve.data.shards import FORMAT, index_name
+from onecurve.system.progress import ReadingProgress
+from onecurve.system.s3 import ObjectStore
+from onecurve.system.text import printable
 from tools.prepare.devkit import DEVKIT, TRAIN, VAL
 from tools.prepare.journal import Journal
 from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, batches

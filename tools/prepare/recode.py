@@ -6,8 +6,8 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 
-from common.data.decode import JPEG, damage, decode, jpeg_frame, open_image
-from common.system.processes import allowed_cores
+from onecurve.data.decode import JPEG, damage, decode, jpeg_frame, open_image
+from onecurve.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
 PNG = b"\x89PNG"
@@ -88,7 +88,7 @@ def _upright(data: bytes):
 
 
 def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
-    """Resizes to this shorter side, upright, with common.data.decode's filter; None for a small image."""
+    """Resizes to this shorter side, upright, with onecurve.data.decode's filter; None for a small image."""
     from PIL import Image
 
     picture = _upright(data)

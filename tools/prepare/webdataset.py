@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from common.data.decode import EXTENSIONS, SPLITS
-from common.system.files import parse_json
-from common.system.s3 import ObjectStore
+from onecurve.data.decode import EXTENSIONS, SPLITS
+from onecurve.system.files import parse_json
+from onecurve.system.s3 import ObjectStore
 from tools.prepare.archives import Member, members, open_stream
 from tools.prepare.originals import Originals, digest
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from common.data.names import CollectedNames
-from common.data.shards import index_name
-from common.system.files import allow_open_files, write_bytes
+from onecurve.data.names import CollectedNames
+from onecurve.data.shards import index_name
+from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
 WAITING = 8  # batches that may wait for the thread that writes and hashes

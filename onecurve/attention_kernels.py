@@ -1,0 +1,208 @@
+"""Triton kernels of attention for few tokens, as an operator: `torch.ops.onecurve.short_attention`.
+
+onecurve/attention.py says when they are used, and has the same function in plain torch. This file imports
+Triton, so only a training that uses the kernels imports it.
+
+A program computes one head of one sample, or some of its tokens. It reads query, key and value where the
+projection wrote them, in [B, N, 3, H, D], and writes their gradients to the same places of one packed tensor.
+No program reads or adds to what another one writes. So there are no atomics, and results do not depend on the
+order of the programs: they are the same bits in each run.
+
+- Up to 64 tokens a program holds its head in registers, and backward computes the softmax again.
+- From 65 to 256 tokens a program loops over tiles of keys (FlashAttention-2, arXiv 2307.08691). Forward
+  divides the queries among programs, and writes the logarithm of each softmax's sum. A program of backward
+  has all queries of its head, so that it can write the gradients of a tile's keys and values at once.
+
+All numbers are constants of the kernels (tl.constexpr), and their arguments are pointers alone. Inductor gave
+a Python float to a Triton kernel as fp64, where Triton itself gives fp32 (since pytorch #170289 of December
+2025; #190340 mends it, and torch 2.15 has that). A scale as an argument then makes a compiled step's softmax
+fp64: compiled for an H200, the prototype has 966 fp64 instructions in forward and 1,112 in backward instead
+of none, and 112 and 220 registers instead of 80 and 149. This is the likely cause of 0.32 ms for the two
+kernels in a compiled step, and 0.127 ms outside of one (torch 2.11). Inductor keeps the warps, the strides
+and the alignment: in its code for ViT-B/32, generated on a CPU, they are those of an eager launch.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import register_autograd, register_fake, triton_op, wrap_triton
+from torch.utils.flop_counter import register_flop_formula
+
+
+class Tiles(NamedTuple):
+    """The work of a program with more than WHOLE tokens. rows: its queries, 0 for all. keys: of a tile."""
+
+    rows: int
+    keys: int
+    warps: int
+
+
+WHOLE = 64  # tokens up to which a program holds a head in registers
+WHOLE_WARPS = 4  # of a program; on an H200 the fastest of 1, 2, 4 and 8 at 50 tokens
+# Chosen by the registers and shared memory of the compiled kernels. Not yet measured on a GPU.
+FORWARD, BACKWARD = Tiles(64, 32, 4), Tiles(0, 32, 8)
+LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs compute powers of 2
+
+
+@triton.jit
+def _rows(first, stride: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """The offsets of R tokens from `first` on in rows of this stride, and which of them exist: [R, P]."""
+    n, d = first + tl.arange(0, R), tl.arange(0, P)
+    return n[:, None] * stride + d[None, :], (n[:, None] < N) & (d[None, :] < D)
+
+
+@triton.jit
+def _scores(q, k, first, N: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr):
+    """Base-2 logarithms of the softmax's numerators for T keys from `first` on: [R, T]."""
+    scores = tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)
+    return tl.where((first + tl.arange(0, T))[None, :] < N, scores, float("-inf"))
+
+
+@triton.jit
+def _forward(
+    qkv, out, logs, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
+    T: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """A program computes R tokens of a head, from tiles of T keys."""
+    BLOCKS: tl.constexpr = (N + R - 1) // R
+    number, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * R
+    sample, head = (number // H).to(tl.int64), number % H
+    start = qkv + sample * (N * 3 * H * D) + head * D
+    rows, mask = _rows(first, 3 * H * D, N, D, R, P)
+    q = tl.load(start + rows, mask, 0.0)
+    if T >= N:
+        tile, exists = _rows(0, 3 * H * D, N, D, T, P)
+        k = tl.load(start + H * D + tile, exists, 0.0)
+        v = tl.load(start + 2 * H * D + tile, exists, 0.0)
+        scores = _scores(q, k, 0, N, T, SCALE)
+        p = tl.exp2(scores - tl.max(scores, 1)[:, None])
+        o, total = tl.dot(p.to(v.dtype), v), tl.sum(p, 1)
+    else:
+        largest = tl.full([R], float("-inf"), tl.float32)
+        o, total = tl.zeros([R, P], tl.float32), tl.zeros([R], tl.float32)
+        for key in range(0, N, T):
+            tile, exists = _rows(key, 3 * H * D, N, D, T, P)
+            k = tl.load(start + H * D + tile, exists, 0.0)
+            v = tl.load(start + 2 * H * D + tile, exists, 0.0)
+            scores = _scores(q, k, key, N, T, SCALE)
+            before, largest = largest, tl.maximum(largest, tl.max(scores, 1))
+            p, shrink = tl.exp2(scores - largest[:, None]), tl.exp2(before - largest)
+            o = tl.dot(p.to(v.dtype), v, o * shrink[:, None])
+            total = total * shrink + tl.sum(p, 1)
+        n = first + tl.arange(0, R)
+        tl.store(logs + number * N + n, largest + tl.log2(total), n < N)
+    rows, mask = _rows(first, H * D, N, D, R, P)
+    tl.store(out + sample * (N * H * D) + head * D + rows, (o / total[:, None]).to(q.dtype), mask)
+
+
+@triton.jit
+def _backward(
+    qkv, out, logs, gradient, packed, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """A program computes a head: R >= N. Rows that do not exist are 0, and so are their gradients."""
+    sample, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    rows, mask = _rows(0, H * D, N, D, R, P)
+    rows += sample * (N * H * D) + head * D
+    do = tl.load(gradient + rows, mask, 0.0)
+    if T < N:
+        n = tl.arange(0, R)
+        log = tl.load(logs + tl.program_id(0) * N + n, n < N, 0.0)
+        mean = tl.sum(do.to(tl.float32) * tl.load(out + rows, mask, 0.0).to(tl.float32), 1)
+    start = sample * (N * 3 * H * D) + head * D
+    rows, mask = _rows(0, 3 * H * D, N, D, R, P)
+    q = tl.load(qkv + start + rows, mask, 0.0)
+    dq = tl.zeros([R, P], tl.float32)
+    for key in range(0, N, T):
+        tile, exists = _rows(key, 3 * H * D, N, D, T, P)
+        tile += start
+        k = tl.load(qkv + tile + H * D, exists, 0.0)
+        v = tl.load(qkv + tile + 2 * H * D, exists, 0.0)
+        scores = _scores(q, k, key, N, T, SCALE)
+        if T < N:
+            p = tl.exp2(scores - log[:, None])
+        else:
+            p = tl.exp2(scores - tl.max(scores, 1)[:, None])
+            p = p / tl.sum(p, 1)[:, None]
+        dv = tl.dot(tl.trans(p.to(q.dtype)), do)
+        tl.store(packed + tile + 2 * H * D, dv.to(q.dtype), exists)
+        dp = tl.dot(do, tl.trans(v))
+        if T >= N:
+            mean = tl.sum(p * dp, 1)
+        ds = (p * (dp - mean[:, None]) * SCALE).to(q.dtype)
+        dq = tl.dot(ds, k, dq)
+        tl.store(packed + tile + H * D, tl.dot(tl.trans(ds), q).to(q.dtype), exists)
+    tl.store(packed + start + rows, dq.to(q.dtype), mask)
+
+
+@triton_op("onecurve::short_attention", mutates_args=())
+def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, N, 3, H, D] -> [B, N, H, D], and the logarithms of the softmax's sums: [B, H, N], or nothing."""
+    qkv = qkv.contiguous()
+    out, logs = _results(qkv)
+    programs, settings = _launch(qkv, FORWARD)
+    wrap_triton(_forward)[programs](qkv, out, logs, **settings)
+    return out, logs
+
+
+@triton_op("onecurve::short_attention_backward", mutates_args=())
+def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of qkv, in its order: [B, N, 3, H, D]. gradient: that of out."""
+    qkv, gradient = qkv.contiguous(), gradient.contiguous()
+    packed = qkv.new_empty(qkv.shape)
+    programs, settings = _launch(qkv, BACKWARD)
+    wrap_triton(_backward)[programs](qkv, out, logs, gradient, packed, **settings)
+    return packed
+
+
+def _results(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    samples, tokens, _, heads, size = qkv.shape
+    summed = (samples, heads, tokens) if tokens > WHOLE else (0,)
+    return qkv.new_empty(samples, tokens, heads, size), qkv.new_empty(summed, dtype=torch.float32)
+
+
+def _launch(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
+    """The number of programs, and a kernel's constants with the warps of each program."""
+    samples, tokens, _, heads, size = qkv.shape
+    edge = _padded(tokens)
+    rows, keys, warps = (edge, edge, WHOLE_WARPS) if tokens <= WHOLE else tiles
+    rows = rows or edge
+    settings = {"N": tokens, "H": heads, "D": size, "P": _padded(size), "R": rows, "T": keys}
+    settings |= {"SCALE": size**-0.5, "num_warps": warps}
+    return (samples * heads * triton.cdiv(tokens, rows),), settings
+
+
+def _padded(count: int) -> int:
+    """The edge of a block: a power of 2, and for products of matrices at least 16."""
+    return max(16, triton.next_power_of_2(count))
+
+
+# Shapes alone, which need no Triton: also those of plan.py, on other devices.
+register_fake(short_attention, _results)
+register_fake(short_attention_backward, lambda qkv, *_: qkv.new_empty(qkv.shape))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> Tensor:
+    return short_attention_backward(*ctx.saved_tensors, gradient)
+
+
+register_autograd(short_attention, _differentiate, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.onecurve.short_attention)
+def _forward_flops(qkv: Any, **_: Any) -> int:
+    samples, tokens, _, heads, size = qkv
+    return 4 * samples * heads * tokens**2 * size
+
+
+@register_flop_formula(torch.ops.onecurve.short_attention_backward)
+def _backward_flops(qkv: Any, *_: Any, **__: Any) -> int:
+    return 5 * _forward_flops(qkv) // 2  # as torch counts that of its own attention: the scores once more

@@ -1,0 +1,268 @@
+"""Copies a training's tensors into a snapshot, and a checkpoint's to all processes.
+
+take() copies what each process has into its own memory, and gather() brings it to the main process. So the
+extra memory is a process's own part on its host, and all of the snapshot on the main process's. restore()
+broadcasts one whole tensor at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import broadcast, broadcast_object_list
+from torch import Tensor, nn
+
+from onecurve.checkpoint import format as checkpoints
+from onecurve.checkpoint.format import Checkpoint, Snapshot, Specs, TensorFile
+from onecurve.checkpoint.gather import Gather
+from onecurve.checkpoint.optimizer_state import OptimizerState
+from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
+from onecurve.distributed.layout import layout_of
+from onecurve.system.text import some_of
+from onecurve.timm_models import head_layers
+
+if TYPE_CHECKING:
+    from onecurve.optim import EMA
+
+
+class TrainingState:
+    """Model, optimizer, EMA and loss scale of a prepared training. Create it before the first forward.
+
+    classes: their names; rows of a checkpoint's head are restored to the class of the same name.
+    Collective. ValueError for an optimizer whose state can't be saved, or whose update the strategy changes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: AcceleratedOptimizer,
+        ema: "EMA | None",
+        classes: Sequence[str] = (),
+    ):
+        self.accelerator, self.ema, self.classes = accelerator, ema, classes
+        self.layout = layout_of(model, optimizer)
+        same_bits = getattr(accelerator, "exact_sum", None) is not None  # as with --deterministic
+        self.optimizer = OptimizerState(self.layout, same_bits)
+        self.gathering = Gather(self.layout)
+        self.snapshots: dict[str, Snapshot] = {}
+        self.copied: torch.cuda.Event | None = None
+
+    # --- Save
+
+    def expected(self) -> dict[str, Specs]:
+        """Type and shape of every tensor, by file. Call it in the main thread, as modules may change."""
+        return self._specs(self.optimizer.expected())
+
+    def allocate(self, expected: dict[str, Specs]) -> None:
+        """Allocates the snapshots before the first take(), because that takes longer than the copy.
+
+        In any thread; the saver's begins with it.
+        """
+        if self.accelerator.device.type == "cuda":  # a thread begins with the host's first GPU
+            torch.cuda.set_device(self.accelerator.device.index or 0)  # accelerate's has none on one process
+        for file, specs in expected.items():
+            self._snapshot(file, specs).buffer.zero_()
+
+    @torch.no_grad()
+    def take(self) -> dict[str, Snapshot]:
+        """Copies what this process has into its snapshots, by file name. gather() completes them.
+
+        On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
+        """
+        layout = self.layout
+        optimizer_specs, optimizer_tensors = self.optimizer.tensors()
+        others = [*layout.buffers().items(), *layout.own_frozen()]
+        files = {
+            checkpoints.MODEL_FILE: chain(others, layout.own(layout.local)),
+            checkpoints.OPTIMIZER_FILE: optimizer_tensors,
+        }
+        if self.ema:
+            files[checkpoints.EMA_FILE] = chain(others, layout.own(self.ema.averages))
+        specs = self._specs(optimizer_specs)
+        for file, tensors in files.items():
+            own = self.gathering.own(self._snapshot(file, specs[file]))
+            for name, tensor in tensors:
+                if name in own:
+                    own[name].view(tensor.shape).copy_(tensor, non_blocking=True)
+        self.gathering.hurry.clear()
+        if self.accelerator.device.type == "cuda":
+            self.copied = torch.cuda.Event()
+            self.copied.record()
+        return self.snapshots
+
+    def gather(self) -> None:
+        """Completes the main process's snapshots. All processes call it, in a thread. Raises NotGathered."""
+        self.wait_until_copied()
+        self.gathering.run(self.snapshots)
+
+    def wait_until_copied(self) -> None:
+        if self.copied:
+            self.copied.synchronize()
+
+    def is_copied(self) -> bool:
+        """True when the copies are complete; False after a device error, too. Does not wait."""
+        try:
+            return self.copied is None or self.copied.query()
+        except RuntimeError:
+            return False
+
+    def scalars(self) -> dict[str, Any]:
+        """The optimizer's scalars and fp16's loss scale, for state.json. Collective."""
+        return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
+
+    def about(self) -> dict[str, Any]:
+        """The optimizer's class and state, for the manifest."""
+        return {"optimizer": self.optimizer.about()}
+
+    def _specs(self, optimizer: Specs) -> dict[str, Specs]:
+        """Type and shape of every tensor, by file. optimizer: those of its file."""
+        parameters = {name: (torch.float32, shape) for name, shape in self.gathering.shapes.items()}
+        buffers = {
+            name: (_stored(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in self.layout.buffers().items()
+        }
+        model = buffers | parameters
+        specs = {checkpoints.MODEL_FILE: model, checkpoints.OPTIMIZER_FILE: optimizer}
+        return specs | ({checkpoints.EMA_FILE: model} if self.ema else {})
+
+    def _snapshot(self, file: str, specs: Specs) -> Snapshot:
+        """The file's snapshot, of this process's part; a new one if types or shapes have changed."""
+        specs = self.gathering.held(specs)
+        if file not in self.snapshots or self.snapshots[file].specs != specs:
+            pinned = self.accelerator.device.type == "cuda"
+            self.snapshots[file] = Snapshot(specs, pinned, self.gathering.pause)
+        return self.snapshots[file]
+
+    # --- Restore
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise ValueError unless the weights have this training's classes, names and shapes."""
+        self.moved_rows(checkpoint)
+        shapes, folder = self.gathering.shapes, checkpoint.folder
+        buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
+        TensorFile(folder / checkpoints.MODEL_FILE).expect(shapes | buffers)
+        if (folder / checkpoints.EMA_FILE).exists() != (self.ema is not None):
+            raise ValueError(f"{folder} has {'no' if self.ema else 'an'} EMA, unlike this recipe")
+        if self.ema:
+            TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
+
+    def match(self, checkpoint: Checkpoint) -> ClassMatch:
+        """Find this training's classes among the checkpoint's. ValueError unless both have the same ones."""
+        names = checkpoint.manifest.get("classes") if self.classes else ()
+        match = match_classes(names or self.classes, self.classes)
+        if not match.is_permutation:
+            sides = {"new": match.unknown, "missing": match.absent}
+            differences = "; ".join(f"{side}: {some_of(its, SHOWN)}" for side, its in sides.items() if its)
+            raise ValueError(
+                f"{checkpoint.folder} was trained on other classes ({differences}). A resumed run keeps its"
+                " classes; train_vit.py --weights starts a new run and keeps the rows of those it knows"
+            )
+        return match
+
+    def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """Return for each parameter of the head the checkpoint's row of each class; {} if none has moved."""
+        if (match := self.match(checkpoint)).is_identity:
+            return {}
+        heads, shapes = head_layers(self.layout.module), self.gathering.shapes
+        names = [name for name in shapes if name.rpartition(".")[0] in heads]
+        if not names or any(shapes[name][:1] != (len(self.classes),) for name in names):
+            raise ValueError(
+                f"{checkpoint.folder} has the classes in another order, and its model has no head with a row"
+                " for each of them: give the data in that order"
+            )
+        return dict.fromkeys(names, torch.from_numpy(match.labels))
+
+    @torch.no_grad()
+    def restore(
+        self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
+    ) -> None:
+        """Restores what take() saved. Without the optimizer, its state starts at zero. Collective.
+
+        checkpoint: on the main process, which broadcasts its tensors. state: the scalars() saved with it.
+        """
+        if with_optimizer:
+            send, specs = self._sender(checkpoint, checkpoints.OPTIMIZER_FILE)
+            self.optimizer.restore(broadcast_object_list([specs])[0], state, send)
+        if self.ema:
+            send, _ = self._sender(checkpoint, checkpoints.EMA_FILE)
+            self.layout.fill(self.layout.own(self.ema.averages), send)
+        self._restore_model(checkpoint, checkpoints.MODEL_FILE)
+        self._set_loss_scale(state["loss_scale"])
+
+    @torch.no_grad()
+    def restore_evaluated(self, checkpoint: Checkpoint | None) -> None:
+        """Gives the model the checkpoint's weights, or their EMA if there is one. Collective.
+
+        For use after the last step: the optimizer and the EMA keep their state. checkpoint: as in restore().
+        """
+        self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
+
+    def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
+        """Restores the model's buffers, and its parameters from this file."""
+        layout, (send, _) = self.layout, self._sender(checkpoint, checkpoints.MODEL_FILE)
+        for name, buffer in layout.buffers().items():
+            buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
+        send, _ = self._sender(checkpoint, file)
+        layout.fill(chain(layout.own(layout.local), layout.own_frozen()), send)
+        layout.sync()
+
+    def _sender(
+        self, checkpoint: Checkpoint | None, file_name: str
+    ) -> tuple[Callable[..., Tensor], Specs | None]:
+        """Return send(name, shape, dtype), which broadcasts a tensor of the main process to each device, and
+        on the main process the file's types and shapes.
+
+        The default shape is the parameter's, the default type fp32. Rows of the head follow their classes.
+        """
+        shapes, device = self.gathering.shapes, self.accelerator.device
+        file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
+        rows = self.moved_rows(checkpoint) if checkpoint else {}
+
+        def send(
+            name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
+        ) -> Tensor:
+            if file:
+                tensor, parameter = file.tensor(name), name.partition("/")[0]
+                if parameter in rows and tensor.shape == shapes[parameter]:
+                    tensor = tensor[rows[parameter]]
+                tensor = tensor.to(device, dtype)
+            else:
+                tensor = torch.empty(shapes[name] if shape is None else shape, dtype=dtype, device=device)
+            return broadcast(tensor)
+
+        return send, file.specs() if file else None
+
+    # --- fp16
+
+    def _loss_scale(self) -> dict[str, float] | None:
+        """fp16's loss scale and the number of steps since an overflow; None in other precisions."""
+        if scaler := self._deepspeed_scaler():
+            return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
+        if self.accelerator.scaler is None:
+            return None
+        state = self.accelerator.scaler.state_dict()
+        return {"scale": state["scale"], "good_steps": state["_growth_tracker"]}
+
+    def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
+        """Restores the loss scale, also from another strategy: they differ only in how fast it grows."""
+        if saved is None:
+            return
+        if scaler := self._deepspeed_scaler():
+            scaler.cur_scale = saved["scale"]
+            scaler.cur_iter = scaler.last_overflow_iter + 1 + int(saved["good_steps"])
+        elif self.accelerator.scaler is not None:
+            scaler = self.accelerator.scaler
+            new = {"scale": saved["scale"], "_growth_tracker": int(saved["good_steps"])}
+            scaler.load_state_dict(scaler.state_dict() | new)
+
+    def _deepspeed_scaler(self) -> Any:
+        scaler = getattr(self.layout.optimizer, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.is_floating_point else dtype

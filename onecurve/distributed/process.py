@@ -1,0 +1,136 @@
+"""Start and end of a job's process: a train script's entry, errors in one line, exit statuses."""
+
+import contextlib
+import functools
+import io
+import itertools
+import multiprocessing.util
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO, TypeVar
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from onecurve.distributed.accelerator import start
+from onecurve.distributed.channel import first_to_report
+from onecurve.distributed.step_graph import free_graphs
+from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, begin_exit, report_failure
+from onecurve.recipe import Batch, Recipe, from_flags
+from onecurve.system.cli import settle_environment, tell_torchrun
+from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
+from onecurve.system.phase import STARTING, now
+from onecurve.system.text import message_text
+
+R = TypeVar("R", bound=Recipe)
+Main = Callable[[R, Accelerator, Batch], None]
+
+
+def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
+    """Decorates a train script's main(recipe, accelerator, batch).
+
+    The decorated function reads the recipe from the flags, starts the accelerator, trains, and ends the
+    process.
+    """
+
+    def decorate(main: Main[R]) -> Callable[[], None]:
+        def train() -> None:
+            now.enter(STARTING)  # the script has imported all
+            recipe = from_flags(kind).resolved()
+            accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
+            main(recipe, accelerator, batch)
+
+        @functools.wraps(main)
+        def started() -> None:
+            run_process(train)
+
+        return started
+
+    return decorate
+
+
+def run_process(main: Callable[[], None]) -> NoReturn:
+    """Calls main(), and ends the process with an exit status, or raises SystemExit in another program's.
+
+    1 after a mistake (printed in one line) or another error (with a traceback), 130 after Ctrl-C, 75 after a
+    preemption.
+    """
+    status, is_own = 0, _is_own_process()
+    settle_environment()
+    if is_own:
+        sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
+    handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
+    try:
+        main()
+    except KeyboardInterrupt as error:
+        status = 130
+        if is_hosts_first():
+            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+    except Preempted:
+        status = PREEMPTED
+        if first_to_report("preempted"):
+            print(f"preempted: the same command continues (exit status {PREEMPTED})")
+    except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
+        status = 1
+        begin_exit()
+        report_failure(error)
+        is_mistake = isinstance(error, MISTAKES)
+        message = message_text(error) if is_mistake else f"{type(error).__name__}: {error}"
+        tell_torchrun(message)
+        if not is_mistake and (not dist.is_initialized() or first_to_report(repr(error))):
+            traceback.print_exc()
+        elif is_mistake and first_to_report(message):
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        # So that the others print their errors, or read this one's from rank 0's store: a launcher kills all
+        # processes as soon as one has exited.
+        if world_size() > 1:
+            time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
+    begin_exit()
+    if dist.is_initialized() and status in (0, PREEMPTED):
+        free_graphs()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    report("exit", status=status)
+    if not is_own:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+        sys.exit(status)
+    # Of decoders' semaphores, of which Python would warn; typeshed lacks the name.
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads (pytorch
+    # #179291), and an upload to a silent store would delay the exit.
+    os._exit(status)
+
+
+def _is_own_process() -> bool:
+    """Return False where IPython's %run, a debugger, a profiler or `python -i` runs the script."""
+    words = list(itertools.dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
+    return launched() or (words == sys.argv and not sys.flags.inspect)
+
+
+class _Output(io.FileIO):
+    """A file that drops what it can't write, because a training must not fail in a print."""
+
+    def write(self, data: Any, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _ignoring_write_errors(stream: TextIO) -> TextIO:
+    """The stream without write errors, as from a `| tee` that ended first, or a full disk under a log."""
+    assert isinstance(stream, io.TextIOWrapper)
+    stream.flush()
+    output = _Output(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        output if stream.write_through else io.BufferedWriter(output),  # python -u has no buffer
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

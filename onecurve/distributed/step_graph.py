@@ -1,0 +1,386 @@
+"""Optimizer steps as CUDA graphs: the host launches a step once instead of each of its kernels.
+
+With gradient accumulation a step is up to three graphs: of its first micro-batch, of those in the middle, and
+of the last one, with the exchange of gradients and the optimizer's step. On several processes the collectives
+are in the graphs, so all ranks must replay the same graphs in the same order: which one, or none, follows
+from the shape of the inputs and the number of the micro-batch, and a capture counts only if it succeeded on
+all ranks.
+
+Replays read and write the memory that the capture saw. So whatever changes from step to step is a tensor at a
+fixed address: inputs, labels, learning rates; and the seed, which torch gives a graph before each replay.
+Whatever a step leaves for the next one is changed in place, never replaced.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType
+from torch import Tensor, nn
+
+from onecurve.distributed.channel import Poll
+from onecurve.distributed.layout import owner
+from onecurve.distributed.rendezvous import backend
+from onecurve.distributed.strategy import precision, sharding, strategy
+from onecurve.distributed.watch import stop
+from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
+
+# Steps of each shape before its capture: for compilation, cuDNN's autotuning and the optimizer's state. DDP
+# rebuilds its buckets after the first step, and measures the first ten.
+WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
+SPARE = 0.5  # of the graphs' memory: as much must be left, for evaluations, which can't use the graphs'
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # read the learning rate on the device
+
+Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, with the optimizer's step
+
+
+def chosen_step_graph(accelerator: Accelerator, wanted: bool | None) -> bool:
+    """Return True if steps become graphs. wanted: the flag; None makes graphs on a GPU where possible.
+
+    Raises ValueError where they are wanted, but impossible. Where only the flag is unset, one line says why.
+    """
+    problem = obstacle(accelerator)
+    if wanted and problem:
+        raise ValueError(f"--step_graph: {problem}. Remove the flag.")
+    is_on = accelerator.device.type == "cuda" if wanted is None else wanted
+    if is_on and problem:
+        accelerator.print(f"the step is no CUDA graph: {problem}")
+    return is_on and not problem
+
+
+def obstacle(accelerator: Accelerator) -> str:
+    """Return why a step can't be a CUDA graph; an empty string if it can."""
+    shards, ddp = sharding(accelerator), accelerator.ddp_handler
+    if strategy(accelerator).startswith("zero"):
+        return "ZeRO decides on the host which gradients to exchange"
+    if shards.get("offload_params"):
+        return "FSDP2 with offload steps on the CPU"
+    if shards.get("replicas", 1) > 1:
+        return "FSDP2's hybrid sharding in a graph is not tested"
+    if accelerator.grad_checkpointing:
+        return "--grad_checkpointing reads the generator's state on the host"
+    if precision(accelerator) == "fp16":
+        return "the loss scaling of fp16 decides on the host"
+    if str(accelerator.compilation) not in ("no", "default"):
+        return f"--compile {accelerator.compilation} may have graphs of its own"
+    if ddp and ddp.comm_hook != DDPCommunicationHookType.NO:
+        return "--grad_compression casts gradients from the host"
+    if accelerator.num_processes > 1 and accelerator.device.type == "cuda" and backend() != "nccl":
+        return f"collectives of {backend()} run on the host"
+    return ""
+
+
+def keep_segments_out_of_nccl() -> None:
+    """Keep NCCL from registering a graph's memory in expandable segments (pytorch #158029).
+
+    Call it before the process group is made.
+    """
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if any("expandable_segments:True" in setting for setting in settings):
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
+def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
+    """Decorate a step of one micro-batch, which becomes a StepGraph if the flags and the device say so.
+
+    Use it after Run.begin. The step must launch the same kernels each time, and read no number on the host
+    but the learning rates: fused SGD, Adam and AdamW read them on the device, with the same bits. With any
+    other optimizer the step stays as it is.
+    """
+    inner = optimizer.optimizer
+    if accelerator.step_graph and not _reads_on_device(accelerator, inner):
+        name = type(inner).__name__
+        accelerator.print(f"the step is no CUDA graph: {name} may read its numbers on the host")
+        accelerator.step_graph = False
+    return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
+
+
+def _reads_on_device(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> bool:
+    is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
+    is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"  # is never fused
+    return type(optimizer) in FUSED and owner(optimizer) is optimizer and is_fused and not is_sharded_sgd
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer count its steps on the device, also those that a checkpoint had on the CPU."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+            for p in group["params"]:
+                state = optimizer.state.get(p, {})
+                counts = {n: v for n, v in state.items() if isinstance(v, Tensor) and not v.ndim}
+                state |= {name: count.to(p.device) for name, count in counts.items()}
+
+
+@contextmanager
+def on_step_stream(accelerator: Accelerator) -> Iterator[None]:
+    """Run the block on the stream of the captures, after what is queued before it and before what follows.
+
+    Autograd and DDP keep the stream on which a gradient's accumulator was made, so a model must also be
+    wrapped there (Megatron-LM #6021).
+    """
+    stream = accelerator.step_stream
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def free_graphs() -> None:
+    """Free all graphs. A process group whose collectives are in a graph can't end (pytorch #115388)."""
+    for graph in list(_live):
+        graph.free()
+
+
+_live: "WeakSet[StepGraph]" = WeakSet()
+
+
+@dataclass
+class Part:
+    """One graph of a step, and its loss."""
+
+    replay: Callable[[], None] | None = None
+    loss: Tensor | None = None
+
+
+@dataclass
+class Shape:
+    """The tensors that the graphs of one shape read. parts: of the first, middle and last micro-batch, as
+    far as a step has them; empty before the capture."""
+
+    inputs: Tensor
+    labels: Tensor
+    steps: int = 0
+    parts: list[Part] = field(default_factory=list)
+
+
+class StepGraph:
+    """Calls the step for the first WARM_UP_STEPS of each shape, then captures it, and then replays it.
+
+    A step that can't be captured on all ranks is called as it is from then on, on all of them. On a CPU every
+    step is called, with the same buffers. The constructor is collective.
+    """
+
+    def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, step: Step):
+        self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
+        self.on_gpu = accelerator.device.type == "cuda"
+        # A fused optimizer on a GPU takes fp32; float64 is as exact as a number
+        dtype = torch.float32 if self.on_gpu else torch.float64
+        self.rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
+        if self.on_gpu:
+            make_capturable(optimizer.optimizer)
+        self.micro_batches = accelerator.gradient_accumulation_steps
+        self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
+        self.shape: Shape | None = None  # the current one: --train_sizes has each size once
+        self.replays = 0
+        self.poll = Poll(stop.timeout_s)
+        self.model: Any = accelerator.prepared
+        self.is_gathered = False  # FSDP2's modules may hold gathered parameters, of a forward without a graph
+        if strategy(accelerator) == "fsdp":
+            self.model.register_forward_hook(self._note_forward)
+        elif isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # no timing in a capture
+        _live.add(self)
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, valid until the next call."""
+        number = self.accelerator.step % self.micro_batches
+        if self.accelerator.step_graph and number == 0:
+            self._begin_step(inputs, labels)
+        if not self.accelerator.step_graph:
+            with on_step_stream(self.accelerator):
+                return self.step(inputs, labels)
+        assert self.shape
+        self.shape.inputs.copy_(inputs)
+        self.shape.labels.copy_(labels)
+        for rate, group in zip(self.rates, self.groups, strict=True):
+            rate.fill_(group["lr"])
+        if self.shape.parts:
+            is_last = number == self.micro_batches - 1
+            part = self.shape.parts[-1 if is_last else min(number, 1)]
+            self._replay(part)
+        else:
+            part = Part()
+            with spending(WARM_UP), on_step_stream(self.accelerator):
+                self._run(self.shape, part)
+        assert part.loss is not None
+        return part.loss
+
+    def free(self) -> None:
+        """Free the graphs and their memory."""
+        self.shape = None
+
+    def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
+        """Make the buffers of a new shape, and capture its step after the warm-up."""
+        if self.shape is None or self.shape.inputs.shape != inputs.shape:
+            self.free()  # before the next, as graphs hold memory
+            self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
+        self.shape.steps += 1
+        if self.shape.steps > self.warm_up_steps and not self.shape.parts:
+            with spending(CAPTURE):
+                self._capture_step(self.shape)
+
+    def _run(self, shape: Shape, part: Part) -> None:
+        """Call the step. The loss is detached, as its autograd graph would live on into the capture."""
+        numbers = [group["lr"] for group in self.groups]
+        for group, rate in zip(self.groups, self.rates, strict=True):
+            if self.on_gpu or not group.get("foreach"):  # these, on a CPU, take no tensor
+                group["lr"] = rate
+        try:
+            part.loss = self.step(shape.inputs, shape.labels).detach()
+        finally:
+            for group, number in zip(self.groups, numbers, strict=True):
+                group["lr"] = number
+
+    def _replay(self, part: Part) -> None:
+        """Replay a graph, as one micro-batch for Accelerate. The watch sees one that does not end."""
+        self._reshard()
+        self.replays += 1
+        step = self.accelerator.step
+        followed = now.replay if now.replay and not now.replay.is_done() else None
+        now.replay = replay = followed or Replay(self.replays)
+        replay.launched = self.replays
+        assert part.replay
+        part.replay()
+        if not followed:
+            replay.ended = _done_event() if self.on_gpu else lambda: True
+        self.accelerator.step = step + 1
+
+    def _capture_step(self, shape: Shape) -> None:
+        """Capture the step's graphs, if that succeeds on all ranks, or leave graphs. Collective."""
+        step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
+        parts, problem, pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self._reshard()
+        with exact_sum.uncounted() if exact_sum else nullcontext():
+            try:
+                before = _reserved() if self.on_gpu else 0
+                for number in sorted({0, min(1, self.micro_batches - 1), self.micro_batches - 1}):
+                    self.accelerator.step = step + number
+                    parts.append(part := Part())
+                    part.replay = self.capture(partial(self._run, shape, part), pool)
+                if self.on_gpu:
+                    _check_memory(before)
+            except Exception as error:
+                problem = _reason(error)
+        self.accelerator.step = step
+        problems = self.poll.gather(problem)
+        if any(problems):
+            parts.clear()
+            self._give_up(problems)
+        shape.parts = parts
+
+    def capture(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
+        """Record what run() launches, without computing it. Return what replays it.
+
+        Raises what the capture does. The process is then as before: torch leaves the stream, the generator
+        and the allocator in the state of a capture (pytorch #180395, #190348).
+        """
+        if not self.on_gpu:
+            return run
+        graph = torch.cuda.CUDAGraph()
+        device, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[device]
+        state = generator.clone_state()
+        try:
+            # Other threads, which write checkpoints and sample, may call CUDA meanwhile.
+            stream_of_steps = self.accelerator.step_stream
+            with torch.cuda.graph(graph, pool, stream_of_steps, capture_error_mode="thread_local"):
+                run()
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(state)
+            with suppress(RuntimeError):  # it has ended already
+                torch._C._cuda_endAllocateToPool(device, pool)
+                torch._C._cuda_releasePool(device, pool)
+            raise
+        return graph.replay
+
+    def _give_up(self, problems: list[str]) -> None:
+        """Leave the graphs, and the gradients of the capture, which were never computed. Collective.
+
+        problems: of each rank, empty where its capture succeeded.
+        """
+        self.accelerator.step_graph = False
+        self.free()
+        gc.collect()
+        for group in self.groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        rank = next(rank for rank, problem in enumerate(problems) if problem)
+        where = f" on rank {rank}" * (len(problems) > 1)
+        self.accelerator.print(
+            f"the step can't be one CUDA graph{where} ({problems[rank]}): its kernels are launched one by one"
+        )
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model.reducer._reset_state()  # of a backward pass that did not end
+        elif strategy(self.accelerator) == "fsdp":
+            _reset_shards(self.model)
+
+    def _note_forward(self, *_) -> None:
+        self.is_gathered = True
+
+    def _reshard(self) -> None:
+        """Shard FSDP2's parameters that a forward without backward has left gathered, as an evaluation's.
+
+        A capture would leave out their all-gather, and the next evaluation would use them after replays.
+        """
+        if self.is_gathered:
+            for module in self.model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+            self.is_gathered = False
+
+
+def _reset_shards(model: Any) -> None:
+    """Drop what a capture has left of FSDP2's state. ValueError where torch has no way to do so.
+
+    No stream can wait for the events of a capture. As it has computed nothing, nothing need be waited for.
+    """
+    if not hasattr(model, "reset_iter_state"):
+        raise ValueError(
+            f"torch {torch.__version__} can't continue under FSDP2 after a failed capture. Start again with"
+            " --no_step_graph."
+        )
+    context = model._get_fsdp_state()._comm_ctx
+    context.all_gather_state = None
+    context.reduce_scatter_states.clear()
+    context._last_post_reduce_events.clear()
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "unshard") else ():
+            group._all_gather_result = group._post_reduce_event = None
+            group._all_reduce_state = group._reshard_after_forward_event = None
+    model.reset_iter_state()
+
+
+def _reason(error: Exception) -> str:
+    cause = error.__context__ or error  # torch's own error about the broken capture hides the first one
+    return str(cause).partition("\n")[0] or type(cause).__name__
+
+
+def _done_event() -> Callable[[], bool]:
+    event = torch.cuda.Event()
+    event.record()
+    return event.query
+
+
+def _reserved() -> int:
+    torch.cuda.empty_cache()  # as the capture does
+    return torch.cuda.memory_reserved()
+
+
+def _check_memory(before: int) -> None:
+    """Raise MemoryError if the memory reserved since `before` leaves too little for evaluations."""
+    held = torch.cuda.memory_reserved() - before
+    if torch.cuda.mem_get_info()[0] < SPARE * held:
+        raise MemoryError(f"its {held / 2**30:.1f} GiB leave too little for evaluations")

@@ -1,0 +1,224 @@
+"""A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
+
+The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
+taken over at once. A record of another machine is watched for heartbeats first, because a lost machine could
+not remove it, unless it is of an earlier round of the same elastic job, which launch.py has ended.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onecurve.system.env import job_round
+from onecurve.system.files import parse_json, read_regular, write_text
+from onecurve.system.processes import is_running, start_ticks
+from onecurve.system.text import redacted
+
+if TYPE_CHECKING:  # imported where it is needed
+    from onecurve.system.s3 import ObjectStore
+
+HEARTBEAT_S = 20
+WATCH_S = 65  # without a heartbeat, after which the owner on another machine counts as dead
+RELEASE_S = 5
+RECORD = "owner.json"
+
+
+class AlreadyOwned(ValueError):
+    """Raised when another owner is alive. record: the content of its owner.json."""
+
+    def __init__(self, message: str, record: dict[str, Any]):
+        super().__init__(message)
+        self.record = record
+
+
+class FolderRecord:
+    """A record in a folder. A reader may see it before its text is written, as one of another machine.
+
+    flag: names another place.
+    """
+
+    flag = "--output_dir"
+
+    def __init__(self, folder: Path):
+        self.name, self.path = str(folder), folder / RECORD
+
+    def create(self, text: str) -> bool:
+        """Returns False if there is a record."""
+        try:
+            with open(self.path, "x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        except OSError:  # a full disk
+            self.path.unlink(missing_ok=True)
+            raise
+        return True
+
+    def read(self) -> str | None:
+        try:
+            return read_regular(self.path).decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def replace(self, text: str) -> None:
+        write_text(self.path, text)
+
+    def remove(self, text: str) -> None:
+        """Removes the record by a rename: only one process succeeds, and none removes a newer record."""
+        aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.rename(aside)
+            if (newer := aside.read_text()) != text:
+                self.create(newer)
+            aside.unlink()
+
+
+class PrefixRecord:
+    """A record under a prefix in S3, as FolderRecord."""
+
+    flag = "--s3"
+
+    def __init__(self, store: "ObjectStore"):
+        self.name, self.store = store.url, store
+
+    def create(self, text: str) -> bool:
+        return self.store.create(RECORD, text.encode())
+
+    def read(self) -> str | None:
+        content = self.store.read(RECORD)
+        return None if content is None else content.decode(errors="replace")
+
+    def replace(self, text: str) -> None:
+        self.store.write(RECORD, text.encode())
+
+    def remove(self, text: str) -> None:
+        if self.read() == text:
+            self.store.delete([RECORD])
+
+
+Record = FolderRecord | PrefixRecord
+
+
+class Lease:
+    """Owns the record from here to release(). Raises AlreadyOwned, with the owner's host, process and time.
+
+    heartbeat() is called about every second while another machine's record is watched. details: further
+    content of the record.
+    """
+
+    def __init__(self, store: Record, heartbeat: Callable[[], None], details: dict[str, Any] | None = None):
+        self.store = store
+        self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
+        self.lost: str | None = None  # the message, once another run has taken over
+        while not store.create(json.dumps(self.record)):
+            _wait_for_end(store, heartbeat)
+        self.released = threading.Event()
+        self.thread = threading.Thread(target=self._keep_alive, daemon=True)
+        self.thread.start()
+
+    def check(self) -> str | None:
+        """Reads the record again. Returns the message once another run has taken over, before that None."""
+        text = self.store.read()
+        if text is None:  # by hand, or by a run that took over while this one was stopped, and has ended
+            self.lost = f"{self.store.name} has no {RECORD} any more: somebody removed it, or used the folder"
+        elif (theirs := _parsed(text)).get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_who(theirs)}"
+        return self.lost
+
+    def release(self) -> None:
+        """Stops the heartbeats and removes the record, waiting RELEASE_S at most."""
+        self.released.set()
+        self.thread.join(RELEASE_S)
+
+    def _keep_alive(self) -> None:
+        # The checkpoints report a full disk, and the mirror a store's error (StoreError, a ValueError).
+        while not self.released.wait(HEARTBEAT_S) and not self.lost:
+            with contextlib.suppress(OSError, ValueError):
+                if not self.check():
+                    self.record["beat"] += 1
+                    self.store.replace(json.dumps(self.record))
+        with contextlib.suppress(OSError, ValueError):
+            if not self.check():
+                self.store.remove(json.dumps(self.record))
+
+
+def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
+    """Return True for a run folder whose owner is alive, as far as its record says; it is not watched.
+
+    silent_s: seconds without a heartbeat after which an owner on another machine counts as dead.
+    """
+    with contextlib.suppress(OSError):
+        record, (job, number) = _parsed(FolderRecord(folder).read()), job_round()
+        if record.get("machine") == _machine():
+            return is_running(record.get("pid", 0), record.get("start_ticks"))
+        is_earlier_round = record.get("job") == job and record.get("round") in range(number)
+        return not is_earlier_round and time.time() - (folder / RECORD).stat().st_mtime < silent_s
+    return False
+
+
+def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
+    """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
+    text = store.read()
+    if text is None:
+        return
+    theirs, (job, number) = _parsed(text), job_round()
+    who = _who(theirs)
+    refusal = AlreadyOwned(
+        f"{store.name} is in use by {who}. Stop that run, or choose another {store.flag}", theirs
+    )
+    if theirs.get("machine") == _machine():
+        if is_running(theirs.get("pid", 0), theirs.get("start_ticks")):
+            raise refusal
+    elif theirs.get("job") != job or theirs.get("round") not in range(number):
+        print(f"{store.name} is leased by {who}: waiting {WATCH_S} s for its next heartbeat", flush=True)
+        until = time.monotonic() + WATCH_S
+        while time.monotonic() < until:
+            heartbeat()
+            time.sleep(1)
+            now = store.read()
+            if now is None:
+                return
+            if now != text:
+                raise refusal
+    print(f"{store.name} was left by {who}, which is dead: taken over", flush=True)
+    store.remove(text)
+
+
+def _this_process() -> dict[str, Any]:
+    job, number = job_round()
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "start_ticks": start_ticks(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "job": job,
+        "round": number,
+    }
+
+
+def _machine() -> str:
+    """Identifies this boot of this machine, and this container's pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    booted = boot.read_text().strip() if boot.exists() else ""
+    return f"{booted} {os.readlink(space) if space.exists() else ''}"
+
+
+def _who(record: dict[str, Any]) -> str:
+    host, pid, since = (redacted(str(record.get(key, "unknown"))) for key in ("host", "pid", "since"))
+    return f"process {pid} on host {host} since {since}"
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    try:
+        return parse_json(text or "{}", RECORD)
+    except ValueError:
+        return {}

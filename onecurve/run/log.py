@@ -1,0 +1,248 @@
+"""The log of a running training: metrics.jsonl, samples.jsonl, the trackers, the line on the terminal; the
+predictions of the last evaluation."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from torch import Tensor
+
+from onecurve.distributed.channel import Poll
+from onecurve.order import Steps
+from onecurve.recipe import Recipe
+from onecurve.run.state import RunState
+from onecurve.system.env import EVENTS_FILE, report
+from onecurve.system.files import check_regular, read_lines, write_json, write_text
+from onecurve.system.progress import TrainingProgress
+from onecurve.system.text import shortened
+
+if TYPE_CHECKING:  # imported where they are needed
+    from onecurve.evaluation import Mistake, Predicted
+    from onecurve.run.trackers import Trackers
+
+
+class Predictions:
+    """The newest evaluation's predictions: keep() holds them, accept() takes them when metrics are logged.
+
+    With an EMA two evaluations precede a log line; the last one, of the averaged weights, counts.
+    """
+
+    def __init__(self, classes: tuple[str, ...]) -> None:
+        self.classes = classes
+        self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
+        self.what = ""  # what was evaluated, for a title
+        # int64 [classes, classes], a row per true class; of many classes the most frequent mistakes
+        self.confusion: Tensor | list[Mistake] | None = None
+        self.examples: list[Predicted] = []  # this process's; after gather() all processes'
+
+    def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
+        self.kept = (confusion, examples)
+
+    def accept(self, what: str) -> None:
+        self.what = what
+        self.confusion, self.examples = self.kept
+
+    def gather(self, poll: Poll) -> None:
+        """Gathers all processes' examples on the CPU of each. Collective."""
+        everyones = poll.gather([part.to("cpu") for part in self.examples])
+        self.examples = [part for parts in everyones for part in parts]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return `classes` with `confusion`, or of many classes with `mistakes`; empty without classes."""
+        if self.confusion is None:
+            return {}
+        if isinstance(self.confusion, Tensor):
+            return {"classes": self.classes, "confusion": self.confusion.tolist()}
+        return {"classes": self.classes, "mistakes": self.confusion}
+
+    def draw(self, folder: Path) -> list[Path]:
+        """Write confusion.png and predictions.png, and return them. Nothing is drawn without classes, or
+        without an evaluation in this process."""
+        if self.confusion is None:
+            return []
+        from onecurve.run import plots
+
+        classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
+        plots.confusion(files[0], self.as_json(), self.what)
+        names = ("pixels", "labels", "logits")
+        pixels, labels, logits = (torch.cat([getattr(p, name) for p in self.examples]) for name in names)
+        probabilities, predicted = logits.softmax(1).max(1)
+        captions = [
+            plots.prediction_caption(classes[label], classes[guess], float(probability))
+            for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
+        ]
+        title = f"{self.what}: the true class, another predicted one, and the prediction's probability"
+        plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
+        return files
+
+
+class RunLog:
+    """The log of the main process. After a failed write `problem` has the message, for all processes.
+
+    Lines after the run's step are removed. about: the content of recipe.json, without the trackers' ids.
+    """
+
+    trackers: "Trackers | None" = None
+
+    def __init__(self, folder: Path, recipe: Recipe, about: dict[str, Any], state: RunState, steps: Steps):
+        self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
+        self.problem: str | None = None
+        self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
+        self.val_images: list[int] = []  # of each class, in the last evaluation
+        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
+        metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
+        kept = _keep_lines(metrics, state)
+        if samples.is_symlink():  # to a file that is not the run's
+            samples.unlink()
+        if recipe.log_samples and samples.exists():
+            _cut(samples, state.step)
+        marks = [line for line in kept if {"interrupted_at", "resumed_at"} & set(line)]
+        self.was_interrupted = bool(marks) and "interrupted_at" in marks[-1]
+        if "none" not in recipe.trackers:
+            from onecurve.run.trackers import Trackers
+
+            self.trackers = Trackers(recipe.trackers, folder, about, state)
+        write_json(folder / "recipe.json", about | self.tracker_ids())
+        self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
+        self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
+        val_name = "holdout" if about["recipe"].get("holdout") else "val"
+        self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
+
+    def tracker_ids(self) -> dict[str, str]:
+        return self.trackers.ids() if self.trackers else {}
+
+    def end_step(self) -> None:
+        """Reports the step to launch.py, at most once a second, and the end of an interruption."""
+        if time.monotonic() > self.report_at:
+            self.report_at = time.monotonic() + 1
+            report("step", step=self.state.step)
+        if self.was_interrupted:
+            self.write_mark({"resumed_at": time.time()})
+            self.was_interrupted = False
+
+    def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
+        """Writes a line, with the script's scalars that are finite. telemetry: for the trackers only."""
+        own, self.scalars = self.scalars, {}
+        values = {name: float(value) for name, value in own.items() if math.isfinite(value)} | values
+        line = self.write_mark(values)
+        step = int(line.pop("step"))
+        try:
+            if self.trackers:
+                self.trackers.log({**line, **(telemetry or {})}, step)
+        except OSError as error:
+            self._set_problem("the trackers' files", error)
+        self.progress.show(step, line["epoch"], values)
+
+    def write_metrics(
+        self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
+    ) -> None:
+        """Writes a line of `val/` or `test/` metrics and, with classes, confusion.json.
+        With the matrix of the test split it has the number of evaluated images of each class beside.
+
+        subject: what was evaluated. The best weights on the test split stand in a line of the last step.
+        """
+        self.write({f"{kind}/{name}": v for name, v in metrics.items() if name != "images"})
+        if not (confusion := predictions.as_json()):
+            return
+        if "confusion" in confusion:
+            counts = [sum(row) for row in confusion["confusion"]]
+            if kind == "val":
+                self.val_images = counts
+            elif self.val_images:
+                confusion["val_images"] = self.val_images
+        try:
+            write_text(self.folder / "confusion.json", json.dumps(subject | confusion) + "\n")
+        except OSError as error:
+            self._set_problem("confusion.json", error)
+
+    def write_samples(self, per_rank: list[list[int]], share: int) -> None:
+        """Writes a line for each of the last steps, with its ids in the order of the whole batch.
+
+        per_rank: each process's ids of all these steps. share: number of ids of a process in a step.
+        """
+        assert self.samples
+        count = len(per_rank[0]) // share
+        for i in range(count):
+            ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
+            self._write_line(self.samples, {"step": self.state.step - count + i + 1, "samples": ids})
+
+    def close(self, failed: bool) -> None:
+        """Closes files and trackers. Ignores a full disk. A second call does nothing."""
+        for file in (self.metrics, self.samples):
+            with contextlib.suppress(OSError):
+                if file:
+                    file.close()
+        with contextlib.suppress(OSError):
+            trackers, self.trackers = self.trackers, None
+            if trackers:
+                trackers.finish(failed)
+
+    def write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Writes a line, which it returns, only into metrics.jsonl."""
+        step = self.state.step
+        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": self.state.wall_now_s()}
+        self._write_line(self.metrics, line | values)
+        return line | values
+
+    def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
+        if file.closed:  # told to stop during the upload at the run's end
+            return
+        try:
+            file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._set_problem(file.name, error)
+
+    def _set_problem(self, what: str, error: OSError) -> None:
+        self.problem = self.problem or (
+            f"{what} can't be written: {error.strerror or error}. Make room: the same command continues with"
+            " the newest checkpoint"
+        )
+
+
+def change_of_hosts(writer: dict[str, Any], about: dict[str, Any]) -> dict[str, int]:
+    """Numbers of hosts and processes, before and now; {} if they are the same or unknown.
+
+    writer: `written_by` of the manifest of the checkpoint that the run resumes from.
+    """
+    before = len(writer.get("hosts", ())), writer.get("processes", 0)
+    now = len(about["hosts"]), len(about["devices"])
+    if before == now or not all(before):
+        return {}
+    return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}
+
+
+def _keep_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
+    """Removes the lines that were written after the state was saved. Returns the others."""
+    kept = [line for line in read_lines(file) if _was_before(line, state)]
+    write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
+
+
+def _cut(file: Path, step: int) -> None:
+    """Ends a file of lines, in the order of their steps, after those of this step. It may have gigabytes."""
+    check_regular(file)
+    with open(file, "r+b") as lines:
+        end = 0
+        for line in lines:
+            begin = re.match(rb'{"step": (\d+),', line)
+            if not (begin and int(begin[1]) <= step and line.endswith(b"\n")):
+                lines.truncate(end)
+                break
+            end += len(line)
+
+
+def _was_before(line: dict[str, Any], state: RunState) -> bool:
+    """True when the line was written before the state was saved. Changes of hosts at that step, and
+    evaluations that will be repeated, count as later: they are written again."""
+    step = line.get("step", math.inf)
+    if type(step) not in (int, float):
+        raise ValueError(f"metrics.jsonl has a line with the step {shortened(repr(step))}. Remove that line")
+    is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
+    again = step == state.step and is_repeated
+    return step <= state.step and not again

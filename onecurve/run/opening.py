@@ -1,0 +1,402 @@
+"""Opens a run: its folder, the state it resumes from, its records, its log, its saver and its telemetry."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from onecurve.checkpoint.format import Checkpoint, remove_temporary, steps_in
+from onecurve.checkpoint.saver import Saver
+from onecurve.checkpoint.training import TrainingState
+from onecurve.distributed import strategy as job
+from onecurve.distributed.agreement import once
+from onecurve.distributed.rendezvous import most_hosts, most_processes
+from onecurve.order import Steps
+from onecurve.preprocessing import DataConfig, data_config
+from onecurve.recipe import Batch, ImageRecipe, Recipe, recipe_part
+from onecurve.run.folder import RunFolder, count_restarts, model_part, script_name
+from onecurve.run.log import Predictions, RunLog, change_of_hosts
+from onecurve.run.main_record import MainRecord
+from onecurve.run.ranks import Exchange, Ids, Meter, Ranks
+from onecurve.run.starts import add_start
+from onecurve.run.state import RunState
+from onecurve.system.env import EVENTS_FILE, report
+from onecurve.system.files import writing
+from onecurve.system.paths import ROOT, project_version
+from onecurve.system.processes import parents
+from onecurve.system.text import some_of
+from onecurve.system.threads import Heartbeat
+
+VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
+MEASURED = ("best_by", "holdout", "max_val_images")  # flags: what the best evaluation is measured by and on
+
+
+@dataclass
+class Opening:
+    """Opens a run: restores the training from the newest checkpoint, if there is one, and makes the parts."""
+
+    accelerator: Accelerator
+    recipe: Recipe
+    batch: Batch
+    steps: Steps
+    training: TrainingState
+    source: str  # a name that changes with the data's content
+    classes: tuple[str, ...]
+    cropped: bool | None = None  # images are cropped, as they stay encoded
+    # The model's own, and after open() the run's; None: the script decides
+    preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
+    place: RunFolder | None = None  # on the main process, as the next
+    record: MainRecord | None = None
+
+    def open(self) -> Ranks:
+        """On an error the run's folder is released. Collective."""
+        from onecurve.telemetry.sampling import Telemetry, this_process
+
+        accelerator, recipe, training = self.accelerator, self.recipe, self.training
+        processes = gather_object([this_process(accelerator)])
+        try:
+            found = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
+            self._refuse_older(found[3], found[4], [process.host for process in processes])
+            place, state, saved_step = self.place, RunState(**found[0]), found[1]
+            self.preprocessing = found[5] and data_config(found[5])
+            path, mirror = (place.path, place.mirror) if place else (None, None)
+            steps = dataclasses.replace(self.steps, first=state.step)
+            if state.step:  # of a checkpoint
+                training.restore(place.checkpoint if place else None, state.scalars(), found[2])
+            hosts = list(dict.fromkeys(process.host for process in processes))
+            about = self._about(hosts, [process.device for process in processes])
+            manifest, lost = self._manifest(about), place.leases[0].check if place else lambda: None
+            saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
+            start = about | self._start_facts(steps, state, has_optimizer=found[2])
+            begin_log = partial(self._start_log, about, start, steps, state, saver)
+            once(accelerator, "log", begin_log, recipe.timeout_s)
+            rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
+            telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
+            skipped: Ids = list
+            if isinstance(recipe, ImageRecipe):
+                from onecurve.data.workers import skipped
+            exchange = Exchange(self.record, telemetry, recipe.timeout_s, skipped)
+            self._report_start(exchange, state.step)
+            meter = Meter(accelerator, self.batch, recipe.log_samples)
+            meter.resume(state, rank)
+            parts = meter, Predictions(self.classes), saver, exchange
+            return Ranks(recipe, steps, state, *parts, self.record, saved_step)
+        except BaseException:
+            if self.place:
+                self.place.release()
+            raise
+
+    def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
+        """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
+        this run's own; if the optimizer's state is restored; the folder and its steps. Main process only.
+
+        ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
+        and after too many restarts without a new checkpoint.
+        """
+        name = run_name(self.accelerator, self.recipe, self.batch)
+        self.place = place = RunFolder(self.recipe, name, self.steps.last, heartbeat)
+        state, has_optimizer, checkpoint = RunState(), False, place.checkpoint
+        if checkpoint:
+            state, has_optimizer = self._from_checkpoint(checkpoint, place.is_new)
+        count_restarts(place.path, state.step)
+        if checkpoint:
+            print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
+        preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
+        own_step, steps = 0 if place.is_new else state.step, steps_in(place.path / "checkpoints")
+        return [state.to_json(), own_step, has_optimizer, str(place.path), steps, preprocessing]
+
+    def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
+        """How images become inputs: as in the checkpoint unless flags change it, else the model's own way.
+
+        A checkpoint of an earlier version records nothing: its script decided.
+        """
+        own = self.preprocessing
+        if own is None or manifest is None:
+            return own and own.to_json()
+        before = {"mean": own.mean, "std": own.std} | manifest.get("preprocessing", {})
+        kept = data_config(before, self.recipe)
+        if kept != own:
+            print(f"preprocessing as the run began: {kept}; now the model's own is {own}", flush=True)
+        return kept.to_json()
+
+    def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
+        """ValueError where another host's disk has newer checkpoints. hosts: of the ranks. Collective.
+
+        With c10d the host whose name sorts first has rank 0, so a host that joins may take it over.
+        """
+        others = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
+        newest = gather_object([max(others, default=-1)])
+        if (step := max(newest)) > max(steps, default=-1) and not self.recipe.s3:
+            raise ValueError(
+                f"{hosts[newest.index(step)]} has the run's checkpoint of step {step:,} in {folder}, and"
+                f" {hosts[0]}, with rank 0, lacks it: copy the folder there, share it, or give --s3; a new"
+                " run needs another --output_dir"
+            )
+
+    def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
+        """The checkpoint's state, and if its optimizer fits. is_new: it is another run's."""
+        recipe, steps, about = self.recipe, self.steps, checkpoint.manifest
+        before, was_cropped = about.get("data"), about.get("cropped", self.cropped)
+        is_other = before != self.source or was_cropped != self.cropped
+        if before != self.source and "data" not in recipe.allow_changed:  # ids must mean the same images
+            raise ValueError(
+                f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {self.source}:"
+                " give what it was, or --allow_changed data"
+            )
+        if is_other and "data" not in recipe.allow_changed:
+            kinds = ("cropped", "whole") if was_cropped else ("whole", "cropped")
+            raise ValueError(
+                f"{checkpoint.folder} was trained on images that were {kinds[0]}, as an earlier version chose"
+                f" by the free memory. Now they are {kinds[1]}: give --allow_changed data to go on with these"
+            )
+        self.training.check(checkpoint)
+        if line := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
+            print(f"{line} The head's rows and their state follow the names", flush=True)
+        state = RunState.read(checkpoint)
+        has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
+        if (at := checkpoint.step) > steps.last:
+            raise ValueError(
+                f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already; give more"
+            )
+        for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
+            print(change, flush=True)
+        ours = recipe_part(recipe)
+        is_other = is_other or any(about["recipe"].get(n, ours.get(n)) != ours.get(n) for n in MEASURED)
+        if is_new or is_other:  # the best evaluation is another run's, or not comparable
+            anew: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
+            state = dataclasses.replace(state, evaluated=False, **anew)
+        if is_new:
+            state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
+        elif is_other:
+            print("the best evaluation counts anew: its data or flags were others", flush=True)
+        if at == steps.last or state.is_over(recipe.patience):
+            # Only the run's end is missing, whose pictures need an evaluation.
+            state = dataclasses.replace(state, evaluated=False)
+        return state, has_optimizer
+
+    def _about(self, hosts: list[str], devices: list[str]) -> dict[str, Any]:
+        """The content of recipe.json. devices: of all ranks."""
+        accelerator, recipe = self.accelerator, self.recipe
+        return {
+            "script": script_name(),
+            "strategy": job.strategy(accelerator),
+            "sharding": job.sharding(accelerator),
+            **dataclasses.asdict(accelerator.precision),
+            "compile": str(accelerator.compilation),
+            "grad_checkpointing": accelerator.grad_checkpointing,
+            "step_graph": accelerator.step_graph,
+            "threads": torch.get_num_threads(),
+            "recipe": dataclasses.asdict(recipe),
+            **({"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}),
+            "defaults": _defaults(recipe),
+            "source": self.source,
+            "unit": recipe.unit,
+            "val_chosen": VAL_CHOSEN,
+            "resumed_from": self.place and self.place.began_at,
+            "command": _command(),
+            "argv": sys.argv,
+            "version": project_version(),
+            "git_commit": _git_commit(),
+            "versions": job.versions(accelerator),
+            "hosts": hosts,
+            "devices": devices,
+        }
+
+    def _manifest(self, about: dict[str, Any]) -> dict[str, Any]:
+        """The part of a checkpoint's manifest about the run that writes it. about: content of recipe.json."""
+        names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
+        writer = {name: about[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
+        writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
+        manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
+        manifest |= {"classes": self.classes} | ({} if self.cropped is None else {"cropped": self.cropped})
+        manifest |= {"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}
+        return manifest | {"written_by": writer} | self.training.about()
+
+    def _start_facts(self, steps: Steps, state: RunState, has_optimizer: bool) -> dict[str, Any]:
+        """The part of a line of starts.jsonl that recipe.json lacks."""
+        return {
+            "step": state.step,
+            "at": time.time(),
+            "per_device_batch_size": self.batch.per_device,
+            "accumulation_steps": self.batch.accumulations,
+            "steps_per_epoch": steps.per_epoch,
+            "cropped": self.cropped,
+            "has_optimizer": has_optimizer,
+        }
+
+    def _start_log(
+        self,
+        about: dict[str, Any],
+        start: dict[str, Any],
+        steps: Steps,
+        state: RunState,
+        saver: Saver,
+        _: Heartbeat,
+    ) -> None:
+        """Makes the main process's record, with a log that begins at the state. start: of starts.jsonl."""
+        place = self.place
+        assert place
+        own = None if place.is_new else place.checkpoint
+        with writing("the log", place.path):
+            remove_temporary(place.path / "checkpoints")  # a downloaded one of another run
+            add_start(place.path, start, own.manifest if own else None)
+            (place.path / "result.json").unlink(missing_ok=True)
+            log = RunLog(place.path, self.recipe, about, state, steps)
+            if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):
+                log.write_mark(change)
+        if place.mirror and own:  # its upload may have been interrupted
+            place.mirror.offer(own.step, state.best_step)
+        print(f"run folder {place.path}", flush=True)
+        used = None
+        if isinstance(self.recipe, ImageRecipe):
+            from onecurve.telemetry.flops import utilisation
+
+            used = utilisation(self.recipe, len(self.classes), about["devices"], about["mixed_precision"])
+            self._warn_of_export()
+        final = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
+        run = self.accelerator, self.recipe, self.batch
+        self.record = MainRecord(*run, steps, state, place, saver, log, used, final)
+
+    def _warn_of_export(self) -> None:
+        """Prints what export.py would refuse after the training: code of the model that is outside of it."""
+        from onecurve.script import MOVE, model_section, names_from_above
+
+        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # none in a notebook
+        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm builds it again
+            return
+        section = model_section(Path(file).read_text())
+        if section and (names := names_from_above(section)):
+            lines = f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}"
+            print(lines, flush=True)
+
+    def _report_start(self, exchange: Exchange, step: int) -> None:
+        """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
+        if EVENTS_FILE not in os.environ:
+            return
+        file = self.place.path.resolve() / "recipe.json" if self.place else None
+        mains = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
+        is_shared = all(exchange.poll.gather(_holds(*mains)))
+        if file:
+            facts = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
+            report("began", step=step, processes=self.batch.processes, **facts)
+
+
+def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
+    """--name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>, after the model of a script
+    that has --model; hosts that are away count, too."""
+    if name := recipe.filled_name():
+        return name
+    hosts, processes = most_hosts(), most_processes()
+    strategy = job.strategy(accelerator)
+    strategy = "ddp" if strategy == "single" and processes > 1 else strategy
+    return f"{model_part(recipe)}{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
+
+
+def _holds(file: Path, content: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return file.read_bytes() == content
+    return False
+
+
+def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
+    """False when the optimizer differs from the checkpoint's and --allow_changed permits it."""
+    try:
+        training.optimizer.check(checkpoint, state.scalars(), training.moved_rows(checkpoint))
+    except ValueError as problem:
+        if "optimizer" not in recipe.allow_changed:
+            raise ValueError(
+                f"{problem}: give that optimizer, or --allow_changed optimizer to start its state afresh"
+            ) from None
+        print(f"the optimizer's state starts afresh: {problem}", flush=True)
+        return False
+    return True
+
+
+def _changes(
+    checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe, per_epoch: int
+) -> Iterator[str]:
+    """Yields a remark for each change that the flags permit, and that changes numbers."""
+    writer = checkpoint.manifest.get("written_by", {})
+    if types := changed_types(writer, vars(training.accelerator.precision)):
+        yield f"the checkpoint was computed with other types: from here on {types}; losses differ by rounding"
+    if packages := changed_packages(writer.get("versions"), job.versions(training.accelerator)):
+        yield f"from here on the run uses {packages}; losses differ by rounding"
+    if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
+        now = "deterministic, but" if recipe.deterministic else "not deterministic:"
+        yield f"from here on the run is {now} it cannot be reproduced bit for bit"
+    size, unit = recipe.batch_size, recipe.unit
+    old_size = checkpoint.manifest["recipe"].get("batch_size", size)
+    if old_size != size and state.epoch:
+        # Steps keep their numbers. state.epoch is the step divided by the checkpoint's steps per epoch.
+        old_epoch, old_step = divmod(state.step, round(state.step / state.epoch))
+        epoch, step = divmod(state.step, per_epoch)
+        old, new = old_step * old_size, step * size
+        between = f"{abs(old - new):,} {unit}" if epoch == old_epoch else f"the {unit} between"
+        yield (
+            f"--batch_size {size} (it was {old_size}): step {state.step:,} came after {old:,} {unit} of epoch"
+            f" {old_epoch + 1}, and comes after {new:,} of epoch {epoch + 1} now: {between} are"
+            f" {'trained twice' if (epoch, new) < (old_epoch, old) else 'not trained'}"
+        )
+
+
+def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
+    """The types of the computation that differ from the checkpoint's, whose weights are always fp32."""
+    changed = (name for name, now in types.items() if writer.get(name, now) != now)
+    return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
+
+
+def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
+    """The packages that differ from the checkpoint's, and the attention kernel. before: None if unknown."""
+    before = now if before is None else before
+    pairs = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
+    return ", ".join(f"{name} {new} (it was {old})" for name, (old, new) in pairs.items() if old != new)
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    """The script's default recipe; fields that others decide have the values of this recipe."""
+    own = type(recipe)()
+    deciding = {
+        name: getattr(recipe, name) for name in ("batch_size", "model", "weights") if hasattr(own, name)
+    }
+    with_derived = dataclasses.asdict(type(recipe)(**deciding).resolved())
+    return with_derived | {name: getattr(own, name) for name in deciding}
+
+
+def _command() -> list[str]:
+    """The command as typed: that of the outermost launcher of this script, else this process's.
+
+    Words before the launcher (sudo, env, a shell) are left out: pages show the command, and they may be
+    secret.
+    """
+    own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    command = ["python", sys.argv[0], *own]
+    for parent in parents():
+        words = parent.words[1:]
+        names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
+        if names_script and words[len(words) - len(own) :] == own and parent.launcher(within=3):
+            is_program = parent.launcher(within=2) not in ("", "launch.py")
+            command = [Path(words[0]).name, *words[1:]] if is_program else ["python", *words]
+    return command
+
+
+def _git_commit() -> str | None:
+    """The commit of the code, followed by + if files differ from it; None outside of a repository."""
+    try:
+        git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
+        commit = git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
+        changed = git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.strip() + ("+" if changed.strip() else "")

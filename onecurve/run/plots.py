@@ -1,0 +1,212 @@
+"""Draws figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
+
+import io
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from onecurve.system.files import write_bytes
+from onecurve.system.text import ending, printable, printable_lines
+
+DPI = 100
+NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # most classes with readable names and counts
+NAMED_CURVES = 16
+NAME = 28  # characters in a line of a class's name
+# A sheet of images: characters in a caption's line and in an inch of the title; height of a line, edge of an
+# image, width of a column, and the least width of the sheet, in inches
+CAPTION, TITLE_PER_IN = 22, 11
+LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
+POINTS = 500  # in a curve; longer curves are averaged
+
+
+@dataclass
+class Panel:
+    """Curves and points {name: ([x], [y])}, or bars {name: value} along x."""
+
+    x: str
+    y: str
+    curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
+    bars: dict[str, float] = field(default_factory=dict)
+    from_zero: bool = False  # the y axis
+    is_log: bool = False  # the y axis
+
+
+def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
+    """Curves of the named values in the lines of a log, against their value `x`."""
+    curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    for name in names:
+        points = [(line[x], line[name]) for line in lines if name in line]
+        if points:
+            curves[name] = ([point[0] for point in points], [point[1] for point in points])
+    return Panel(x, y, curves)
+
+
+def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
+    """Draws loss and, where there is one, accuracy against epochs. lines: of metrics.jsonl."""
+    best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
+    row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
+    row[0].is_log = best is None  # without classes: the loss falls over several orders of magnitude
+    if best is not None:
+        row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
+        title = f"{title}: best accuracy {best:.4f}"
+    panels(folder / "plots" / "curves.png", [row], title)
+
+
+def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
+    """A figure of rows of panels; all rows have the same number."""
+    columns = max(map(len, rows))
+    with _figure(path, (4.5 * columns, 0.4 + 2.7 * len(rows))) as figure:
+        grid = figure.subplots(len(rows), columns, squeeze=False)
+        figure.suptitle(_plain(title))
+        for axes, panel in zip(grid.flat, (panel for row in rows for panel in row), strict=True):
+            names = [_short(name) for name in panel.bars]
+            axes.barh(names, list(panel.bars.values()), height=0.6)
+            for name, (x, y) in panel.curves.items():
+                style = {"marker": "o" if len(x) < 40 else None, "markersize": 3, "linewidth": 1.2}
+                axes.plot(*_averaged(x, y), label=_short(name), **style)
+            if panel.bars:
+                axes.invert_yaxis()
+            if 1 < len(panel.curves) <= NAMED_CURVES:
+                axes.legend(fontsize=8)
+            axes.set(xlabel=_plain(panel.x), ylabel=_plain(panel.y))
+            if panel.is_log:
+                axes.set_yscale("log")
+            if panel.from_zero:
+                axes.set_ylim(0, 1.05 * axes.dataLim.ymax or 1)
+            axes.grid(alpha=0.3)
+
+
+def confusion(path: Path, found: dict[str, Any], title: str) -> None:
+    """Draw the `confusion` matrix of `classes`, or bars of the most frequent `mistakes`."""
+    classes = found["classes"]
+    if "confusion" in found:
+        confusion_matrix(path, found["confusion"], classes, title)
+    else:
+        bars = {
+            f"{printable(classes[k])}, taken for {classes[guess]}": n for k, guess, n in found["mistakes"]
+        }
+        panels(path, [[Panel("images", "", bars=bars)]], f"{title}: the most frequent mistakes")
+
+
+def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
+    """Draws counts, a row per true class; the shade is the share of the row. 2 to 1,000 classes."""
+    counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
+    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    few = len(classes) <= NUMBERED_CLASSES
+    edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
+    # Names are not cut: long ones are small, and wrapped to the height of a row.
+    longest = max(map(len, classes))
+    size = 10 if longest <= NAME else 6
+    line = max(NAME, longest // max(1, int(edge_in / LINE_IN / len(classes))) + 8)
+    room_in = 0.045 * max(0, min(line, longest) - NAME) if len(classes) <= NAMED_CLASSES else 0
+    with _figure(path, (edge_in + room_in + 1.2, edge_in + room_in + 0.6)) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        axes.set(title=_plain(title), xlabel="predicted", ylabel="true")
+        if len(classes) <= NAMED_CLASSES:
+            names = [_wrapped(name, line) for name in classes]
+            upright = 90 if max(map(len, names)) > 2 else 0
+            axes.set_xticks(range(len(names)), names, rotation=upright, fontsize=size)
+            axes.set_yticks(range(len(names)), names, fontsize=size)
+        if few:
+            for (row, column), count in np.ndenumerate(counts):
+                color = "white" if shares[row, column] > 0.5 else "black"
+                axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
+        figure.colorbar(image, label="share of the true class", shrink=0.8)
+
+
+def prediction_caption(label: str, guess: str, probability: float) -> str:
+    """Return the caption of an evaluated image: its class, the predicted one if it is another, how sure."""
+    return "\n".join([label, *([f"not {guess}"] if guess != label else []), f"{probability:.3f}"])
+
+
+def image_sheet(
+    path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
+) -> None:
+    """Draws images, uint8 [n, H, W, 3], with captions below; captions of `wrong` ones are red."""
+    columns = min(8, max(1, len(images)))
+    wrapped = [_wrapped(caption, CAPTION) for caption in captions]
+    width_in = max(MIN_SHEET_IN, CELL_IN * columns)
+    title = _wrapped(title, int(TITLE_PER_IN * width_in))
+    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # of each row of images
+    for row in range(0, len(images), columns):
+        tops_in.append(end_in)
+        lines = max(caption.count("\n") + 1 for caption in wrapped[row : row + columns])
+        end_in += CELL_IN + LINE_IN * lines + 0.1
+    height_in, breadth_in = (EDGE_IN * n / max(images.shape[1:3]) for n in images.shape[1:3])
+    with _figure(path, (width_in, end_in), layout=None) as figure:
+        figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
+        axes = figure.add_axes((0, 0, 1, 1))  # one for all images: each costs more than its image
+        for i, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
+            x_in, bottom_in = (i % columns + 0.5) * CELL_IN, end_in - tops_in[i // columns] - EDGE_IN
+            y_in = bottom_in + EDGE_IN / 2
+            box = (x_in - breadth_in / 2, x_in + breadth_in / 2, y_in - height_in / 2, y_in + height_in / 2)
+            axes.imshow(image, extent=box, interpolation="nearest")
+            color = "firebrick" if len(wrong) > i and wrong[i] else "black"
+            axes.text(x_in, bottom_in - 0.05, caption, ha="center", va="top", fontsize=7, color=color)
+        axes.set(xlim=(0, width_in), ylim=(0, end_in), aspect="auto")
+        axes.axis("off")
+
+
+@contextmanager
+def _figure(
+    path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
+) -> Iterator[Any]:
+    """A figure that is written to `path` at the end. It does not use pyplot's global state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_in, layout=layout, facecolor="white")
+    yield figure
+    if engine := figure.get_layout_engine():  # once: savefig would draw everything before, for its sake
+        engine.execute(figure)
+        figure.set_layout_engine(None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=DPI)
+    write_bytes(path, content.getvalue())
+
+
+def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Averages a long curve over parts with equal numbers of points."""
+    if len(x) <= 2 * POINTS:
+        return list(x), list(y)
+    means_x, means_y = (
+        [float(part.mean()) for part in np.array_split(np.asarray(v, float), POINTS)] for v in (x, y)
+    )
+    return means_x, means_y
+
+
+def file_caption(name: str) -> str:
+    """Return a file's name for two lines of a caption: of a long name the end, which tells most."""
+    return ending(_drawable(name), 2 * CAPTION)
+
+
+def _drawable(text: str) -> str:
+    """Return the text in characters that matplotlib's font has, with \\u732b for others."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    known = get_font(findfont(FontProperties())).get_charmap()
+    shown = (c if ord(c) in known or c in "\n\t" else f"\\u{ord(c):04x}" for c in printable_lines(text))
+    return "".join(shown)
+
+
+def _plain(text: str) -> str:
+    """Return the text in drawable characters, with dollar signs escaped: they begin formulas."""
+    return _drawable(text).replace("$", r"\$")
+
+
+def _wrapped(text: str, width: int) -> str:
+    """The whole text in lines of so many characters at most."""
+    lines = _drawable(text).splitlines()
+    return _plain("\n".join(part for line in lines for part in textwrap.wrap(line, width)))
+
+
+def _short(name: str, length: int = 28) -> str:
+    """A name for legends and bars; the page has it in full."""
+    name = printable(name)
+    return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

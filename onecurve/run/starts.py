@@ -1,0 +1,121 @@
+"""starts.jsonl: a line for each start of a run's main process. A start appends a line and changes no other.
+
+A line has the content of recipe.json at that start (without `argv` and `defaults`), and:
+
+    at                     time.time() of the start
+    step                   the step at which it began
+    changed                what differs from the checkpoint that it continues: {"lr": [0.01, 0.001], ...}
+    has_optimizer          the state of the optimizer was restored from that checkpoint
+    per_device_batch_size, accumulation_steps, steps_per_epoch, cropped
+
+Where an earlier version trained before the first recorded start, the first line is made from the checkpoint's
+manifest, and has no `step`.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from onecurve.system.files import fitting, open_to_append, read_lines
+
+STARTS = "starts.jsonl"
+PATHS = ("data", "weights")  # flags of a recipe that may be local paths
+LEFT_OUT = ("argv", "defaults")
+MOST_IN_TURN = 4  # values that in_turn() names
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run. The run's result includes its steps first + 1 ... last; none if both are equal."""
+
+    about: dict[str, Any]  # its line
+    first: int
+    last: int
+
+    @property
+    def is_recorded(self) -> bool:
+        """False for the line about what an earlier version trained."""
+        return "step" in self.about
+
+
+def add_start(folder: Path, start: dict[str, Any], continued: dict[str, Any] | None) -> None:
+    """Appends a start. OSError if it can't be written.
+
+    continued: the manifest of the run's own checkpoint from which it resumes.
+    """
+    file, line = folder / STARTS, {name: value for name, value in start.items() if name not in LEFT_OUT}
+    if file.is_symlink():  # to a file that is not the run's
+        file.unlink()
+    changed = changes(continued, start) if continued else {}
+    lines = [line | {"changed": changed}]
+    if continued and not file.exists():
+        earlier = {"recipe": continued.get("recipe"), "source": continued.get("data")}
+        lines.insert(0, continued.get("written_by", {}) | earlier)
+    with open_to_append(file) as opened:
+        if opened.seek(0, os.SEEK_END):
+            opened.seek(-1, os.SEEK_END)
+            opened.write(b"" if opened.read(1) == b"\n" else b"\n")  # a kill may have cut the last line
+        opened.write("".join(json.dumps(one) + "\n" for one in lines).encode())
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def changes(manifest: dict[str, Any], start: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return how a start's recipe differs from that of its checkpoint: {name: [before, now]}."""
+    before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
+    pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
+    pairs = {name: pair for name, pair in pairs.items() if len({repr(comparable(name, v)) for v in pair}) > 1}
+    pairs["content of the data"] = [manifest.get("data"), start["source"]]
+    pairs["cropped images"] = [manifest.get("cropped", start["cropped"]), start["cropped"]]
+    pairs["state of the optimizer"] = ["restored", "restored" if start["has_optimizer"] else "zero"]
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def comparable(key: str, value: Any) -> Any:
+    """Return a local path as an absolute, normalised one; other values, names and addresses as they are."""
+    is_path = key in PATHS and isinstance(value, str) and ":" not in value
+    return os.path.abspath(os.path.expanduser(value)) if is_path else value
+
+
+def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
+    """The starts, with the steps of each that the result includes. last_step: of the run."""
+    begins = [line.get("step", 0) for line in lines]
+    return [
+        Start(line, begins[k], max(begins[k], min([*begins[k + 1 :], last_step])))
+        for k, line in enumerate(lines)
+    ]
+
+
+def kept(starts: Sequence[Start]) -> list[Start]:
+    """The starts with steps in the run's result; before the first of these steps the last start."""
+    return [start for start in starts if start.last > start.first] or [*starts[-1:]]
+
+
+def where_trained(folder: Path, result: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the strategy and the devices of each start with steps in the result.
+
+    result: the content of result.json, which tells of the last start alone.
+    """
+    kinds = {"step": int, "strategy": str, "devices": [str]}
+    lines = [fitting(line, kinds)[0] for line in read_lines(folder / STARTS)]
+    starts = [start.about for start in kept(in_order(lines, result["steps"]))]
+    found = [(about.get("strategy", "?"), tuple(about.get("devices") or "?")) for about in starts]
+    return found or [(result["strategy"], (result["device"],) * result["processes"])]
+
+
+def where_in_words(folder: Path, result: dict[str, Any]) -> str:
+    """Return `ddp on 2 x CPU, then single on 1 x CPU`."""
+    jobs = where_trained(folder, result)
+    return in_turn(f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in jobs)
+
+
+def in_turn(values: Iterable[str]) -> str:
+    """`a`, or of values that change `a, then b, then c`."""
+    found = [value for value, _ in groupby(values)]
+    if len(found) > MOST_IN_TURN:
+        found = [*found[: MOST_IN_TURN - 2], f"{len(found) - MOST_IN_TURN + 1} others", found[-1]]
+    return ", then ".join(found)

@@ -1,0 +1,206 @@
+"""Metrics in TensorBoard, Weights & Biases and trackio, with Accelerate's trackers."""
+
+import hashlib
+import os
+import secrets
+import shlex
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+
+from onecurve.run.state import RunState
+from onecurve.system.text import printable
+
+HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
+INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
+
+
+class Trackers:
+    """The trackers that --trackers names, in the run's folder. Of the main process only.
+
+    The recipe, the strategy and the number of processes are the hyper-parameters. about: of recipe.json.
+    """
+
+    def __init__(self, names: tuple[str, ...], folder: Path, about: dict[str, Any], state: RunState):
+        self.started: list[GeneralTracker] = []
+        if "tensorboard" in names:
+            threading.excepthook = _without_full_disks
+            self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
+            self.started[-1].start()
+        if "wandb" in names and (wandb := _start_wandb(folder, about["script"], state.wandb_id)):
+            self.started.append(wandb)
+        if "trackio" in names:
+            # Runs of one name may be of different folders.
+            name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
+            options = {"name": name, "resume": "allow", "embed": False}
+            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry-<host>.jsonl has them
+            self.started.append(_Trackio(about["script"], **options, **measured))
+            self.started[-1].start()
+            print(f"trackio run {name}: trackio show --project {about['script']}", flush=True)
+        values = about["recipe"] | {"strategy": about["strategy"], "processes": len(about["devices"])}
+        for key, value in values.items():
+            values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
+        for tracker in self.started:
+            tracker.store_init_configuration(values)
+
+    def ids(self) -> dict[str, str]:
+        """The W&B run's id and address, for recipe.json; empty without W&B."""
+        runs = [tracker.run for tracker in self.started if isinstance(tracker, _WandB)]
+        ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
+        return {name: value for name, value in ids.items() if value}  # an offline run has no address
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for tracker in self.started:
+            tracker.log(values, step=step)
+
+    def show(self, files: list[Path], step: int) -> None:
+        """Sends PNG files as `plots/<name>`. An error is printed, and does not end the training."""
+        from PIL import Image
+
+        for tracker in self.started:
+            # TensorBoard needs the layout, [1, H, W, 3]; the others take the images one by one.
+            layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
+            try:
+                for file in files:
+                    with Image.open(file) as image:
+                        pixels = np.asarray(image.convert("RGB"))[None]
+                    tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
+            except Exception as error:  # libraries and disks raise many kinds
+                print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
+
+    def finish(self, failed: bool) -> None:
+        for tracker in self.started:
+            tracker.finish(failed)
+
+
+def _without_full_disks(args: threading.ExceptHookArgs) -> None:
+    """Hides the traceback of TensorBoard's thread, whose error is raised again in the main thread."""
+    if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(args)
+
+
+class _TensorBoard(TensorBoardTracker):
+    """TensorBoard with the hyper-parameters in the run itself: Accelerate's tracker adds a second run, by
+    torch's add_hparams (pytorch/pytorch#32651)."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        # TensorBoard shows the values of the curves with these names.
+        *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
+        for summary in start:
+            self.writer.file_writer.add_summary(summary)
+        self.writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        if not failed:
+            self.writer.file_writer.add_summary(self.success)
+        super().finish()
+
+
+class _Trackio(TrackioTracker):
+    """trackio, whose own errors are warnings. It has no hook for the end of a failed run."""
+
+    def log_images(self, values: dict[str, np.ndarray], step: int) -> None:
+        import trackio
+
+        self.run.log({name: trackio.Image(images[0]) for name, images in values.items()}, step=step)
+
+    def finish(self, failed: bool) -> None:
+        super().finish()
+
+
+class _WandB(WandBTracker):
+    """W&B with the optimizer step as the axis of all curves: its own counter accepts no step twice.
+
+    An error is printed once and ends the logging to W&B, not the training.
+    """
+
+    ended = False
+
+    def start(self) -> None:
+        super().start()
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, values: dict[str, float], step: int, **_: Any) -> None:
+        if self.ended:
+            return
+        try:
+            super().log(values | {"step": step})
+        except Exception as error:
+            self.ended = True
+            print(f"W&B has stopped ({error}); metrics.jsonl has everything", flush=True)
+
+    def finish(self, failed: bool) -> None:
+        if self.ended:
+            return
+        if not self.run.offline:
+            print(f"sending what is left to W&B, {FINISH_S} s at most", flush=True)
+        try:
+            self.run.finish(exit_code=int(failed))
+        except Exception as error:
+            print(
+                f"W&B does not have everything ({error}); {_send_later(Path(self.run.dir).parents[2])}",
+                flush=True,
+            )
+
+
+def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
+    """Starts or continues a run; offline without a key, or if no server accepts it. None: it is disabled.
+
+    W&B's variables win over the names of run and project; docs/launching.md lists some.
+    """
+    # Otherwise W&B's error reports would wait for the same server at the end.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    settings = wandb.Settings(
+        init_timeout=INIT_S,
+        finish_timeout=FINISH_S,
+        finish_timeout_raises=True,
+        console="off",
+        silent=True,
+        stop_fn=_save_and_stop,
+    )
+    if wandb.setup(settings).settings.mode == "disabled":
+        print("W&B is off (WANDB_MODE=disabled)", flush=True)
+        return None
+    options = {
+        "dir": folder,
+        "name": os.environ.get("WANDB_NAME", folder.name),
+        "id": os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4),
+        "resume": "allow",
+        "settings": settings,
+    }
+    tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
+    offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
+    try:
+        # Without a key wandb.init would prompt for one.
+        if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
+            print(
+                f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}", flush=True
+            )
+            tracker = offline
+        tracker.start()
+    except Exception as error:  # as for a wrong key, no server, no service process
+        print(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}", flush=True)
+        wandb.teardown()  # otherwise the offline start would wait for the same server
+        tracker = offline
+        tracker.start()
+    print(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}", flush=True)
+    return tracker
+
+
+def _save_and_stop() -> None:
+    """Stop as after SIGTERM, with a checkpoint. W&B's own way is SIGINT, which saves nothing."""
+    print("W&B's Stop button was pressed: saving a checkpoint", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _send_later(folder: Path | str) -> str:
+    return f"send it later by: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"

@@ -1,0 +1,158 @@
+"""Loads a train script as a module, for its recipe and its model, without training.
+
+`python -m onecurve.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of parameters and
+images, the data and the batch size. It neither trains nor downloads.
+"""
+
+import builtins
+import dataclasses
+import dis
+import importlib.util
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecurve.flags import LEFT
+from onecurve.recipe import Recipe, parse, recipe_part
+from onecurve.system.paths import ROOT
+from onecurve.timm_models import data_config_of
+
+IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
+TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them
+# Names that the head of an exported model.py imports for the Model section
+MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
+MOVE = "Move its import or definition into that section: the exported model.py has torch, but not our code"
+CLASSES = 10  # more classes change the size little
+# Flags that start from trained weights, and their values for new weights
+AFRESH: dict[str, Any] = {"pretrained": False, "weights": None, "freeze": False}
+NOT_OF_THE_MODEL = (*AFRESH, "max_val_images")  # flags that do not change the trained model's structure
+
+
+def own_script(name: str | None) -> Path:
+    """The project's train script of this name, as in a checkpoint's manifest. ValueError for other names.
+
+    A checkpoint can't name a path, because loading a script runs its code.
+    """
+    scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
+    if name not in scripts:
+        raise ValueError(
+            f"it was trained by {name!r}, which is none of {', '.join(scripts)}: if you trust that script,"
+            " give its file as --script"
+        )
+    return scripts[name]
+
+
+def load_script(path: Path) -> ModuleType:
+    """Imports the script without running its main()."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = script
+    spec.loader.exec_module(script)
+    return script
+
+
+def model_section(text: str) -> str | None:
+    """Return the code of a script's section `# --- Model`, of which export.py makes model.py."""
+    section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
+    return section[1].strip() if section else None
+
+
+def names_from_above(section: str) -> list[str]:
+    """Return the names that a Model section uses and has neither from itself nor from the head of model.py.
+
+    The section is compiled, not run. Its annotations are not evaluated in model.py.
+    """
+    used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
+    codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                used.add(instruction.argval)
+            elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
+                defined.add(instruction.argval)
+    return sorted(name for name in used - defined if not name.startswith("__"))  # these each module has
+
+
+def recipe_class(script: ModuleType) -> type[Recipe]:
+    """The recipe that the script itself declares. ValueError when it has none."""
+    own = (kind for kind in vars(script).values() if getattr(kind, "__module__", None) == script.__name__)
+    recipes = [kind for kind in own if isinstance(kind, type) and issubclass(kind, Recipe)]
+    if not recipes:
+        raise ValueError(f"{script.__file__} declares no recipe: it is no train script")
+    return recipes[0]
+
+
+def recipe_of(script: ModuleType, words: list[str]) -> Any:
+    """The script's recipe by these flags, with what its model decides."""
+    return parse(recipe_class(script), words).resolved()
+
+
+def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
+    """A manifest's recipe as flags of its script, to be checked like a user's.
+
+    It leaves out the initial weights, the number of evaluated images, and flags that have left, which changed
+    no weight's name or shape. ValueError for a key that is no part of the recipe.
+    """
+    recipe = {name: value for name, value in recipe.items() if name not in LEFT}
+    if unknown := recipe.keys() - recipe_part(kind()).keys():
+        raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
+    words = []
+    for name, value in recipe.items():
+        if name in NOT_OF_THE_MODEL or value is None or value == []:  # an empty list is the default
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"--{name}={text}")
+    return words
+
+
+def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of the pixels in [0, 1] that the script normalises with."""
+    if hasattr(script, "MEAN"):
+        return script.MEAN, script.STD
+    return data_config_of(model)[:2]
+
+
+def main() -> None:
+    del sys.argv[0]  # so that errors name the script
+    script = load_script(Path(sys.argv[0]))
+    recipe = recipe_of(script, sys.argv[1:])
+    names = {field.name for field in dataclasses.fields(recipe)}
+    recipe = dataclasses.replace(recipe, **{k: v for k, v in AFRESH.items() if k in names})
+    with torch.device("meta"):
+        model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
+    size = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "data": recipe.data,
+        "images": training_images(recipe.data),
+        "batch_size": recipe.batch_size,
+    }
+    print(json.dumps(size))
+
+
+def training_images(data: str) -> int | None:
+    """The number of training images, if it can be found quickly; else None."""
+    folder = Path(data)
+    if tables := sorted(folder.rglob("train-*.parquet")):
+        import pyarrow.parquet
+
+        return sum(pyarrow.parquet.ParquetFile(table).metadata.num_rows for table in tables)
+    files = (file for file in (folder / "train").rglob("*") if file.suffix not in TABLES and file.is_file())
+    return sum(1 for _ in files) or IMAGES.get(data)
+
+
+if __name__ == "__main__":
+    main()

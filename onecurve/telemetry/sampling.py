@@ -1,0 +1,331 @@
+"""Samples of each host during a training: processor, memory, network, disk, and the GPUs of the job.
+
+A thread in the first process of each host takes a sample every --telemetry_s seconds. In the run's folder:
+
+    telemetry-<host>.jsonl     a header at each start of the run, then the samples, an object a line; the
+                               main process's headers also have its age_s, and the run's wall_s before it
+    nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, where there is one
+
+The main process alone writes. Samples of its own host are written at once; those of other hosts come to it
+with each checkpoint and at the end, so a lost host loses its samples since the last checkpoint. All samples
+count, also those of steps that a restart repeated. An error here is printed once and ends no training.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from accelerate import Accelerator
+
+from onecurve.distributed.strategy import device_name
+from onecurve.system.env import local_rank
+from onecurve.system.files import open_to_append
+from onecurve.system.processes import own_age_s
+from onecurve.system.text import numbered
+from onecurve.system.threads import lower_priority
+from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize
+
+Item = TypeVar("Item")
+STOP_S = 2  # how long a run waits at its end for a sampler that is busy
+NVIDIA_SMI_S = 30  # how long nvidia-smi may take
+SHORTEST_S = 0.1  # a share of the processor's time over less is meaningless
+MIB, GIB = 2**20, 2**30
+# nvidia-smi's names; an idle GPU's reason is left out
+THROTTLE = (
+    "applications_clocks_setting",
+    "sw_power_cap",
+    "hw_slowdown",
+    "sync_boost",
+    "sw_thermal_slowdown",
+    "hw_thermal_slowdown",
+    "hw_power_brake_slowdown",
+)
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Host and device of one process."""
+
+    host: str
+    local_rank: int
+    device: str
+    gpu_uuid: str | None  # None on CPU
+
+
+def this_process(accelerator: Accelerator) -> ProcessInfo:
+    on_gpu = accelerator.device.type == "cuda"
+    uuid = str(torch.cuda.get_device_properties(accelerator.device).uuid) if on_gpu else None
+    return ProcessInfo(socket.gethostname(), local_rank(), device_name(accelerator), uuid)
+
+
+@dataclass
+class SampledHost:
+    name: str  # unique, and safe in file names
+    first_rank: int
+    gpus: dict[str, str] = field(default_factory=dict)  # UUID -> name; only GPUs that the job uses
+
+
+def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
+    """The hosts in the order of the ranks. Each local rank 0 begins a host, whatever its name is."""
+    hosts: list[SampledHost] = []
+    for rank, process in enumerate(processes):
+        if process.local_rank == 0:
+            taken = {host.name for host in hosts}
+            names = numbered(re.sub(r"[^A-Za-z0-9._-]", "_", process.host))
+            hosts.append(SampledHost(next(name for name in names if name not in taken), rank))
+        if process.gpu_uuid:
+            hosts[-1].gpus[process.gpu_uuid] = process.device
+    return hosts
+
+
+class Telemetry:
+    """Telemetry of one process: the first process of each host samples in a thread, the main process writes.
+
+    processes: of all ranks. folder: the run's on the main process, None elsewhere. step: returns the current
+    step of the training. steps: of the whole run. before_s: its wall_s before this process.
+    """
+
+    def __init__(
+        self,
+        processes: list[ProcessInfo],
+        rank: int,
+        folder: Path | None,
+        interval_s: float,
+        step: Callable[[], int],
+        steps: int,
+        before_s: float = 0.0,
+    ):
+        self.folder, self.interval_s, self.step, self.before_s = folder, interval_s, step, before_s
+        self.middle = steps // 2
+        self.reported: set[str] = set()
+        self.unsent: deque[tuple[str, str]] = deque()  # not on the main process: file name and text
+        self.unlogged: deque[dict[str, Any]] = deque()  # on the main process: for the trackers
+        self.stopped, self.thread = threading.Event(), None
+        host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
+        if host and interval_s:
+            self.thread = threading.Thread(target=self._work, args=(host,), daemon=True)
+            self.thread.start()
+
+    def stop(self) -> None:
+        """Takes a last sample and ends the thread."""
+        self.stopped.set()
+        if self.thread:
+            self.thread.join(STOP_S)
+
+    def take(self) -> list[tuple[str, str]]:
+        """The text since the last call for the main process to write, as (file name, text)."""
+        return _drained(self.unsent)
+
+    def append(self, pieces: list[tuple[str, str]]) -> None:
+        """Writes what the other processes took. Called by the main process."""
+        try:
+            for name, text in pieces:
+                self._keep(name, text)
+        except OSError as error:
+            self._complain(str(error))
+
+    def means(self) -> dict[str, float]:
+        """Means over the main process's host since the last call: `telemetry/<name>`."""
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for sample in _drained(self.unlogged):
+            parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
+            parts += [(f"gpu{gpu['index']}_", GPU_NUMBERS, gpu) for gpu in sample.get("gpus", [])]
+            for prefix, names, part in parts:
+                for name in names:
+                    if part[name] is not None:
+                        values[f"telemetry/{prefix}{name}"].append(part[name])
+        return {name: fmean(measured) for name, measured in values.items()}
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """A summary for each host that the run has had. Called by the main process."""
+        assert self.folder
+        summaries = []
+        for file in sorted(self.folder.glob("telemetry-*.jsonl")):
+            try:
+                summaries.append(summarize(file))
+            except (OSError, ValueError) as error:
+                self._complain(str(error))
+        return summaries
+
+    def _work(self, host: SampledHost) -> None:
+        """The thread: a header, a sample each interval_s, and a last one."""
+        lower_priority()
+        try:
+            meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._complain)
+            self._write_header(host)
+            self._ask_nvidia_smi(host)
+            asked_again = self.step() >= self.middle
+            while not (last := self.stopped.wait(self.interval_s)) or meter.age_s() > SHORTEST_S:
+                sample = {"t": round(time.time(), 3), "step": self.step(), **meter.sample()}
+                self._write(host, sample | ({"gpus": [gpu.sample() for gpu in gpus]} if gpus else {}))
+                if last:
+                    break
+                if not asked_again and self.step() >= self.middle:
+                    asked_again = True
+                    self._ask_nvidia_smi(host)
+        except Exception as error:  # of any kind: no training ends because its telemetry does
+            self._complain(f"no more samples of host {host.name} ({error})")
+
+    def _write_header(self, host: SampledHost) -> None:
+        header = {
+            "host": host.name,
+            "t": round(time.time(), 3),
+            "interval_s": self.interval_s,
+            "devices": list(host.gpus.values()),
+            "cpus": psutil.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / GIB, 3),
+        }
+        if self.folder:
+            header |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
+        self._write(host, header)
+
+    def _ask_nvidia_smi(self, host: SampledHost) -> None:
+        if shutil.which("nvidia-smi") is None:
+            return
+        step, when = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        try:
+            answer = subprocess.run(
+                ["nvidia-smi", "-q"], capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._complain(f"no answer of nvidia-smi on host {host.name} ({error})")
+            return
+        text = f"# nvidia-smi -q, step {step}, {when}\n{answer.stdout}{answer.stderr}\n"
+        self._keep(f"nvidia-smi-{host.name}.txt", text)
+
+    def _write(self, host: SampledHost, line: dict[str, Any]) -> None:
+        self._keep(f"telemetry-{host.name}.jsonl", json.dumps(line) + "\n")
+        if self.folder and "step" in line:
+            self.unlogged.append(line)
+
+    def _keep(self, name: str, text: str) -> None:
+        """Writes the text into the run's folder, or keeps it for the main process."""
+        if not self.folder:
+            self.unsent.append((name, text))
+            return
+        with open_to_append(self.folder / name) as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a full disk has cut it
+                    file.write(b"\n")
+            file.write(text.encode())
+
+    def _complain(self, problem: str) -> None:
+        if problem not in self.reported:
+            self.reported.add(problem)
+            print(f"telemetry is not complete: {problem}", flush=True)
+
+
+def _drained(queue: deque[Item]) -> list[Item]:
+    """Empties the queue, to which another thread may append meanwhile."""
+    return [queue.popleft() for _ in range(len(queue))]
+
+
+class HostMeter:
+    """Use of the whole host by all processes; rates are means since the last sample."""
+
+    def __init__(self) -> None:
+        psutil.cpu_percent()  # the first answer in a thread is meaningless
+        self.sampled_at, self.totals = time.monotonic(), _totals_mib()
+
+    def age_s(self) -> float:
+        """Seconds since the last sample."""
+        return time.monotonic() - self.sampled_at
+
+    def sample(self) -> dict[str, float | None]:
+        elapsed_s, totals, memory = self.age_s(), _totals_mib(), psutil.virtual_memory()
+        rates = {
+            f"{name}_mib_s": now and round(max(0, now - (self.totals[name] or 0)) / elapsed_s, 3)
+            for name, now in totals.items()
+        }
+        self.sampled_at, self.totals = self.sampled_at + elapsed_s, totals
+        used_gib = round((memory.total - memory.available) / GIB, 3)
+        return {"cpu_pct": psutil.cpu_percent(), "memory_gib": used_gib, **rates}
+
+
+def _totals_mib() -> dict[str, float | None]:
+    """Totals since the host's start, over all network interfaces but the loopback. RDMA is not counted."""
+    network = [counted for name, counted in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    try:
+        disk = psutil.disk_io_counters()
+    except NotImplementedError:  # some containers have no /proc/diskstats
+        disk = None
+    return {
+        "net_sent": sum(counted.bytes_sent for counted in network) / MIB,
+        "net_received": sum(counted.bytes_recv for counted in network) / MIB,
+        "disk_read": disk and disk.read_bytes / MIB,
+        "disk_written": disk and disk.write_bytes / MIB,
+    }
+
+
+def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
+    """The job's GPUs; an empty list without NVML, or where it does not know one of them."""
+    if not uuids:
+        return []
+    try:
+        import pynvml
+    except ImportError:
+        complain("nvidia-ml-py is not installed: the GPUs are not in the telemetry")
+        return []
+    try:
+        pynvml.nvmlInit()
+        return [Gpu(pynvml, index, uuid, complain) for index, uuid in enumerate(uuids)]
+    except pynvml.NVMLError as error:
+        complain(f"NVML does not know the job's GPUs ({error})")
+        return []
+
+
+class Gpu:
+    """A GPU, or a part of one (MIG). A value that it does not support is None. Not yet measured on a GPU.
+
+    index: among the job's GPUs of this host. complain: takes errors, but not values that are not supported.
+    """
+
+    def __init__(self, nvml: Any, index: int, uuid: str, complain: Callable[[str], None]):
+        self.nvml, self.index, self.complain = nvml, index, complain
+        try:
+            self.handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except nvml.NVMLError_NotFound:
+            self.handle = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
+        constants = {name: name.title().replace("_", "") for name in THROTTLE}
+        self.reasons = {n: getattr(nvml, f"nvmlClocksEventReason{c}") for n, c in constants.items()}
+        self.first_mj = self._get("TotalEnergyConsumption")
+
+    def sample(self) -> dict[str, Any]:
+        """energy_wh: since this object was made, by the GPU's own counter."""
+        get = self._get
+        rates, memory, power_mw = map(get, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
+        energy_mj, reasons = map(get, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
+        counted = energy_mj is not None and self.first_mj is not None
+        return {
+            "index": self.index,
+            "utilisation_pct": rates and rates.gpu,
+            "memory_gib": memory and round(memory.used / GIB, 3),
+            "power_w": None if power_mw is None else power_mw / 1e3,
+            "temperature_c": get("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
+            "sm_clock_mhz": get("ClockInfo", self.nvml.NVML_CLOCK_SM),
+            "throttle": None if reasons is None else [n for n, bit in self.reasons.items() if reasons & bit],
+            "energy_wh": round((energy_mj - self.first_mj) / 3.6e6, 4) if counted else None,
+        }
+
+    def _get(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.nvml, f"nvmlDeviceGet{name}")(self.handle, *arguments)
+        except self.nvml.NVMLError_NotSupported:
+            return None
+        except self.nvml.NVMLError as error:
+            self.complain(f"{name} of GPU {self.index} failed ({error})")
+            return None
