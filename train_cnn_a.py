@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from onecurve import check_early
 from onecurve.recipe import Batch, ImageRecipe, flag, setting
+from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
-from onecurve import check_early
 from onecurve.recipe import Batch, ImageRecipe, flag, setting
+from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

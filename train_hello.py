@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from onecurve import check_early
 from onecurve.recipe import Batch, Recipe, flag, setting
+from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 

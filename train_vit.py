@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onecurve import check_early
 from onecurve.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
 from onecurve.recipe import Batch, ImageRecipe, flag, setting, timm_name
+from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------
 
