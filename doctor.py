@@ -70,8 +70,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def _model(script: list[str]) -> dict[str, Any]:
     """Size, data and batch of the script with these flags, from a subprocess that imports torch."""
     file = ROOT / script[0]
-    if file.is_file() and "onecurve.recipe" not in file.read_text(errors="replace"):  # is not run
-        return {"unchecked": f"{script[0]} declares no recipe of onecurve.recipe"}
+    if file.is_file() and "onecurve.flags.recipe" not in file.read_text(errors="replace"):  # is not run
+        return {"unchecked": f"{script[0]} declares no recipe of onecurve.flags.recipe"}
     words = [sys.executable, "-m", "onecurve.script", *script]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     try:

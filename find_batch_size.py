@@ -35,9 +35,9 @@ from typing import Any
 
 import psutil
 
-from onecurve.flags import without
-from onecurve.recipe import ImageRecipe, recipe_part
-from onecurve.recipe import parse as parse_recipe
+from onecurve.flags.fields import without
+from onecurve.flags.recipe import ImageRecipe, recipe_part
+from onecurve.flags.recipe import parse as parse_recipe
 from onecurve.system.cli import check_positive, command_parser, config_file, run_command, split_at_script
 from onecurve.system.files import read_json, read_lines, read_yaml, write_json
 from onecurve.system.paths import ROOT

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onecurve.recipe import Job
+from onecurve.flags.recipe import Job
 from onecurve.system.cli import (
     check_positive,
     command_parser,

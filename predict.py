@@ -44,7 +44,7 @@ from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
 from onecurve.distributed.process import run_process
 from onecurve.distributed.watch import Preempted, wanted
-from onecurve.recipe import parse, setting
+from onecurve.flags.recipe import parse, setting
 from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
 from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from onecurve.recipe import Batch, ImageRecipe, flag, setting
+from onecurve.flags.recipe import Batch, ImageRecipe, flag, setting
 from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------

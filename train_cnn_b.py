@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
-from onecurve.recipe import Batch, ImageRecipe, flag, setting
+from onecurve.flags.recipe import Batch, ImageRecipe, flag, setting
 from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from onecurve.recipe import Batch, Recipe, flag, setting
+from onecurve.flags.recipe import Batch, Recipe, flag, setting
 from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------

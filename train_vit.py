@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onecurve.flags.recipe import Batch, ImageRecipe, flag, setting, timm_name
 from onecurve.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
-from onecurve.recipe import Batch, ImageRecipe, flag, setting, timm_name
 from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------

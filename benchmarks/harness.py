@@ -102,7 +102,7 @@ def train_watched(
     from accelerate.state import AcceleratorState, GradientState
 
     from onecurve.distributed.accelerator import start
-    from onecurve.recipe import parse
+    from onecurve.flags.recipe import parse
     from onecurve.run.run import Run
     from onecurve.script import recipe_class
 

@@ -44,7 +44,7 @@ from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.splits import ArraySplit
 from onecurve.distributed.strategy import device_name, precision
-from onecurve.recipe import parse
+from onecurve.flags.recipe import parse
 from onecurve.run.run import Run
 from onecurve.script import load_script, recipe_class, recipe_of
 from onecurve.system.cli import run_command, split_at_script

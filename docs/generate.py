@@ -11,8 +11,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from onecurve.flags import as_text, help_of
-from onecurve.recipe import ImageRecipe, Recipe
+from onecurve.flags.fields import as_text, help_of
+from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.script import load_script, recipe_class
 from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS

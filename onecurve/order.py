@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onecurve.recipe import Batch, Recipe
+from onecurve.flags.recipe import Batch, Recipe
 
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecurve.flags import LEFT
-from onecurve.recipe import Recipe, parse, recipe_part
+from onecurve.flags.fields import LEFT
+from onecurve.flags.recipe import Recipe, parse, recipe_part
 from onecurve.system.paths import ROOT
 from onecurve.timm_models import data_config_of
 

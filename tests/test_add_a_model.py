@@ -88,7 +88,7 @@ NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1)
 def test_a_flag_a_metric_and_scripts_pass_the_tests_of_the_house(project):
     """By the steps of CONTRIBUTING.md."""
     for before, new in (("    image_column: str", NEW_FLAG), ('    "loss": Metric("loss"', NEW_METRIC)):
-        mutate(project, "onecurve/recipe.py", before, new + before)
+        mutate(project, "onecurve/flags/recipe.py", before, new + before)
     run([*python(), "-m", "docs.generate"], cwd=project)
     words = ["-m", "pytest", "-q", "-m", "not full", *HOUSE]
     status, output = Job([sys.executable, *words], cwd=project).wait(300)

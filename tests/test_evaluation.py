@@ -12,7 +12,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from onecurve.data.images import Images
 from onecurve.data.splits import ArraySplit, Part
 from onecurve.evaluation import evaluated_ids, mean_of_classes
-from onecurve.recipe import METRICS, ImageRecipe
+from onecurve.flags.recipe import METRICS, ImageRecipe
 from tests.conftest import CNN, Job, full, metrics, mutate, python, result, run, torchrun
 from tests.support.data_sets import class_folders
 
@@ -66,7 +66,7 @@ NEW = {  # a metric of images and one by class
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, same):
     """It chooses the best, stands on the page for each split, and is verified as a share of images."""
     first = "METRICS = {\n"
-    mutate(project_copy, "onecurve/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
+    mutate(project_copy, "onecurve/flags/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
     folder, held_out = tmp_path / "run", ["--holdout", "12", "--per_device_batch_size", "6"]
     run([*words, *held_out, "--best_by", metric, "--output_dir", folder], cwd=project_copy)
     run([*words, *held_out, "--best_by", same, "--output_dir", tmp_path / "same"], cwd=project_copy)

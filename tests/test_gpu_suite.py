@@ -21,7 +21,7 @@ from benchmarks import gpu_suite, peers
 from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
 from onecurve.distributed import accelerator, rendezvous, step_graph
-from onecurve.recipe import parse
+from onecurve.flags.recipe import parse
 from onecurve.script import load_script, recipe_class
 from onecurve.system.env import LOCAL_NUMBER
 from onecurve.system.processes import is_alive

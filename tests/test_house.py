@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from tests.conftest import BIN, ROOT, Job, full, python
 
 # Statements of each layer, with a tenth of slack over what there was when they were set: a change that needs

@@ -14,7 +14,7 @@ import yaml
 from onecurve.data.cache import prepare_data
 from onecurve.data.decode import decode
 from onecurve.data.sources import find_source
-from onecurve.recipe import ImageRecipe, parse, share_out
+from onecurve.flags.recipe import ImageRecipe, parse, share_out
 from tests.conftest import ROOT
 from tools.prepare.archives import open_stream
 from train_cnn_a import CnnA

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onecurve.flags.recipe import Batch, share_out
 from onecurve.order import (
     Samples,
     Shuffled,
@@ -18,7 +19,6 @@ from onecurve.order import (
     training_plan,
     uniforms,
 )
-from onecurve.recipe import Batch, share_out
 
 
 def test_orders_never_change():

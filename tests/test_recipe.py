@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, share_out
+from onecurve.flags.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, share_out
 from onecurve.run.folder import differences
 from tests.conftest import ROOT
 from train_cnn_a import CnnA
@@ -181,7 +181,7 @@ def test_help_begins_with_the_scripts_own_flags(capsys):
 def test_one_process_per_host_prints(monkeypatch, capsys):
     slept = []
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("onecurve.flags.time.sleep", slept.append)
+    monkeypatch.setattr("onecurve.flags.fields.time.sleep", slept.append)
     with pytest.raises(SystemExit):
         parse(Sample, ["--epoch", "3"])
     assert (capsys.readouterr().err, slept) == ("", [5])  # a launcher kills all when one ends

@@ -112,7 +112,7 @@ def consistent(size: int) -> Result:
     """Steps go on right after each snapshot. A copy that is overtaken by one would have its numbers."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.distributed.accelerator import prepare, start
-    from onecurve.recipe import Job
+    from onecurve.flags.recipe import Job
 
     accelerator, _ = start(Job(batch_size=8, mixed_precision="no"))
     model = nn.Linear(size, size)

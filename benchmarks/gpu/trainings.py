@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.step_graph import free_graphs
-from onecurve.recipe import parse
+from onecurve.flags.recipe import parse
 from onecurve.script import load_script, recipe_class
 
 

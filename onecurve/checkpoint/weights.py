@@ -47,8 +47,8 @@ from onecurve.checkpoint.published import (
 )
 from onecurve.data.class_names import NEW, match_classes
 from onecurve.distributed.agreement import once
+from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.preprocessing import LEGACY
-from onecurve.recipe import ImageRecipe, parse
 from onecurve.script import as_flags, load_script, own_script, recipe_class
 from onecurve.system.env import hub_problem, rank
 from onecurve.system.files import read_json

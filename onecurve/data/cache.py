@@ -27,7 +27,7 @@ from onecurve.data.decode import FILES, SPLITS, STORED, CachedImages, Damaged, E
 from onecurve.data.equal import EqualImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_file
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import discard, read_json, retried, sha256_of, size_limit, sync, try_lock
 from onecurve.system.processes import allowed_cores
 from onecurve.system.progress import Display

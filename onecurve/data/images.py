@@ -19,7 +19,7 @@ from onecurve.data.cache import prepare
 from onecurve.data.decode import SPLITS, STORED, torchcodec_decoder
 from onecurve.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
 from onecurve.distributed.agreement import agree, once
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import read_json
 from onecurve.system.phase import DATA, MODEL, now
 from onecurve.system.text import printable, some_of

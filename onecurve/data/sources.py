@@ -27,7 +27,7 @@ from onecurve.data.tables import (
     saved_files,
     write_tables,
 )
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import read_regular, retried
 from onecurve.system.text import did_you_mean, some_of
 from onecurve.system.threads import Heartbeat, run_with_heartbeat, start_daemon

@@ -73,7 +73,7 @@ from onecurve.distributed.strategy import (
     versions,
 )
 from onecurve.distributed.watch import stop, watch, watch_ranks
-from onecurve.recipe import Batch, Job, recipe_part
+from onecurve.flags.recipe import Batch, Job, recipe_part
 from onecurve.system.env import is_hosts_first, rank, world_size
 from onecurve.system.paths import ROOT
 from onecurve.system.phase import CUDA, GROUP, STARTING, now, record_collectives, spending

@@ -20,7 +20,7 @@ from onecurve.distributed.accelerator import start
 from onecurve.distributed.channel import first_to_report
 from onecurve.distributed.step_graph import free_graphs
 from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, begin_exit, report_failure
-from onecurve.recipe import Batch, Recipe, from_flags
+from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_torchrun
 from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
 from onecurve.system.phase import STARTING, now

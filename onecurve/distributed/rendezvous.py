@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from onecurve.recipe import Batch, Job, share_out, usable_processes
+from onecurve.flags.recipe import Batch, Job, share_out, usable_processes
 from onecurve.system.env import (
     MOST_HOSTS,
     PER_DEVICE,

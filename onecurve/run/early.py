@@ -12,7 +12,7 @@ def check_early(kind: Kind) -> Kind:
     Does nothing where the script is imported. Checks the data of a job on one host only: others would wait.
     """
     if kind.__module__ == "__main__":
-        from onecurve.recipe import ImageRecipe, from_flags
+        from onecurve.flags.recipe import ImageRecipe, from_flags
         from onecurve.system.cli import run_command, say_loading
         from onecurve.system.env import is_hosts_first, launched, processes_per_host, world_size
         from onecurve.system.processes import end_with_parent

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
-from onecurve.recipe import METRICS
+from onecurve.flags.recipe import METRICS
 from onecurve.run.starts import where_in_words
 from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT, python_command, shortest

@@ -13,7 +13,7 @@ from onecurve.checkpoint.format import steps_in
 from onecurve.distributed.channel import let_main_close_first
 from onecurve.distributed.strategy import device_name, unused_parameters, without_gradient
 from onecurve.distributed.watch import begin_exit, report_failure, stop
-from onecurve.recipe import Batch, Recipe
+from onecurve.flags.recipe import Batch, Recipe
 from onecurve.run.folder import folders
 from onecurve.run.lease import RECORD
 from onecurve.run.main_record import WRITING_GRACE_S

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
-from onecurve.flags import LEFT, without_left
-from onecurve.recipe import Recipe, recipe_part
+from onecurve.flags.fields import LEFT, without_left
+from onecurve.flags.recipe import Recipe, recipe_part
 from onecurve.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
 from onecurve.run.starts import STARTS, comparable
 from onecurve.system.env import job_round

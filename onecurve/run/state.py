@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from onecurve.checkpoint.format import STATE_FILE, Checkpoint, OptimizerScalars
-from onecurve.recipe import METRICS
+from onecurve.flags.recipe import METRICS
 from onecurve.system.files import fitting, read_json
 from onecurve.system.phase import now
 from onecurve.system.processes import own_age_s

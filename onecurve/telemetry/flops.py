@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from onecurve.recipe import ImageRecipe, Recipe
+from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.script import AFRESH
 from onecurve.system.paths import shortest
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onecurve.checkpoint import weights
 from onecurve.checkpoint.format import Snapshot, commit, remove, write_index
-from onecurve.recipe import parse
+from onecurve.flags.recipe import parse
 from onecurve.script import as_flags
 from onecurve.timm_models import data_config_of
 from tests.conftest import full

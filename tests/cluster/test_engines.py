@@ -13,7 +13,7 @@ import pytest
 import yaml
 from torch.distributed.run import parse_args
 
-from onecurve.recipe import Recipe, parse
+from onecurve.flags.recipe import Recipe, parse
 from onecurve.script import load_script, recipe_class
 from tests.conftest import BIN, ROOT, needs
 

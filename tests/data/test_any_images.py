@@ -22,7 +22,7 @@ from onecurve.data.decode import EXTENSIONS, FORMATS, decode
 from onecurve.data.images import load, open_images, summary, warnings
 from onecurve.data.splits import FileSplit
 from onecurve.data.tables import parquet_files
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import read_json
 from tests.conftest import CNN, full, lines, metrics, python, run, torchrun
 from tests.data.test_decode import header_alone

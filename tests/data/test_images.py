@@ -30,7 +30,7 @@ from onecurve.data.decode import CachedImages, decode
 from onecurve.data.images import open_images
 from onecurve.data.sources import find_source
 from onecurve.data.splits import ArraySplit, FileSplit, Part
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.run.opening import Opening
 from onecurve.system import files
 from onecurve.system.processes import is_running, start_ticks

@@ -8,7 +8,7 @@ import pytest
 import prep_imagenet
 from onecurve.data.cache import prepare
 from onecurve.data.images import open_images
-from onecurve.recipe import ImageRecipe, parse
+from onecurve.flags.recipe import ImageRecipe, parse
 from tests.conftest import ROOT
 from tests.support.commands import call
 from tests.support.data_sets import data_set, png, tar, write, write_parquet

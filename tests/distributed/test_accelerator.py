@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from onecurve.distributed import accelerator, devices, precision
 from onecurve.distributed.devices import check_devices
-from onecurve.recipe import share_out
+from onecurve.flags.recipe import share_out
 from onecurve.run.ending import is_out_of_memory, out_of_memory
 from onecurve.system.processes import Parent
 

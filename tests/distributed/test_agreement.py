@@ -122,7 +122,7 @@ import sys, time
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.process import run_process
 from onecurve.distributed.agreement import once
-from onecurve.recipe import Recipe, parse
+from onecurve.flags.recipe import Recipe, parse
 
 def alive(beat):  # twice as long as the limit
     for _ in range(30):

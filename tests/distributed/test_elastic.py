@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from onecurve.distributed import rendezvous
 from onecurve.distributed.accelerator import start
-from onecurve.recipe import Recipe, usable_processes
+from onecurve.flags.recipe import Recipe, usable_processes
 from onecurve.run.folder import count_restarts
 from onecurve.system.files import write_json
 from onecurve.system.processes import Parent

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onecurve.distributed import exact_sum
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe
 from tests.conftest import (
     CNN,
     RESNET,

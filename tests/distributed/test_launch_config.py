@@ -19,7 +19,7 @@ from torch import nn
 from onecurve.distributed import launch_config
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.devices import check_devices
-from onecurve.recipe import Recipe
+from onecurve.flags.recipe import Recipe
 from tests.conftest import CNN, RESNET, ROOT, accelerate, deepspeed, free_port, result, rows_of, run, torchrun
 from tools.launch.hosts import Host
 from tools.launch.job import LaunchPlan

@@ -146,7 +146,7 @@ ACCELERATOR, VIT_SCRIPT, CNN_SCRIPT = "onecurve/distributed/accelerator.py", "tr
 MUTANTS = {  # script, strategy, file, code and its replacement
     "clipping at 1.0": ("vit", "zero2", ACCELERATOR, 'clipping": clip_norm', 'clipping": 1.0'),  # DeepSpeed's
     "one rank's samples dropped": (
-        *("cnn_a", "ddp", "onecurve/recipe.py"),
+        *("cnn_a", "ddp", "onecurve/flags/recipe.py"),
         "return range(rank * self.accumulations, (rank + 1) * self.accumulations)",
         "return range(self.accumulations)",
     ),

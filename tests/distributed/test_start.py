@@ -18,7 +18,7 @@ from torch import nn
 from onecurve.distributed.accelerator import prepare, start
 from onecurve.distributed.layout import layout_of
 from onecurve.distributed.process import run_process
-from onecurve.recipe import Recipe, parse
+from onecurve.flags.recipe import Recipe, parse
 
 class Net(nn.Sequential):
     _no_split_modules = ("Linear",)

@@ -23,8 +23,8 @@ from onecurve.distributed import accelerator as accelerators
 from onecurve.distributed import step_graph
 from onecurve.distributed.blocks import Compilation
 from onecurve.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
+from onecurve.flags.recipe import parse
 from onecurve.order import reseed
-from onecurve.recipe import parse
 from tests.conftest import (
     CNN,
     RESNET,

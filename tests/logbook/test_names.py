@@ -12,8 +12,8 @@ from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.shards import parse_manifest
 from onecurve.distributed.launch_config import _read_deepspeed
-from onecurve.flags import read_config
-from onecurve.recipe import ImageRecipe
+from onecurve.flags.fields import read_config
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.run import plots
 from onecurve.run.folder import _why_not_ours, count_restarts
 from onecurve.run.lease import _parsed

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from onecurve.recipe import Recipe, flag, recipe_part
+from onecurve.flags.recipe import Recipe, flag, recipe_part
 from onecurve.run import folder as folder_module
 from onecurve.run import lease as lease_module
 from onecurve.run.folder import RunFolder, folders, model_part, script_name

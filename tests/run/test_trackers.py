@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 
 from export import write_curves
-from onecurve.recipe import Recipe
+from onecurve.flags.recipe import Recipe
 from onecurve.run.run import Run
 from onecurve.telemetry.summary import HOST_NUMBERS
 from tests.cluster.test_engines_on_virtual_hosts import environment

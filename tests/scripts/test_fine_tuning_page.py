@@ -7,7 +7,7 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
-from onecurve.recipe import parse
+from onecurve.flags.recipe import parse
 from tests.conftest import ROOT, full, latest, python, result, run, tensors
 from tests.scripts.test_launchers import SMALL
 from train_vit import Vit

@@ -12,7 +12,7 @@ import pytest
 
 from onecurve.data import sources
 from onecurve.data.sources import Source
-from onecurve.recipe import ImageRecipe, from_flags
+from onecurve.flags.recipe import ImageRecipe, from_flags
 from tests.conftest import ROOT, accelerate
 
 COMMANDS = ("launch.py", "doctor.py", "find_batch_size.py", "logbook.py", "plan.py", "prep_imagenet.py")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import verify
 from onecurve.evaluation import mean_of_classes
-from onecurve.recipe import METRICS
+from onecurve.flags.recipe import METRICS
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.support.commands import call

@@ -32,8 +32,8 @@ from onecurve.distributed import exact_sum, step_graph
 from onecurve.distributed.accelerator import start, wrap
 from onecurve.distributed.layout import to_local
 from onecurve.distributed.process import run_process
+from onecurve.flags.recipe import Job
 from onecurve.order import reseed
-from onecurve.recipe import Job
 from tests.support.recorded_graph import aten, record
 
 SIZES, IMAGES, CLASSES = (8, 6), 4, 5

@@ -21,7 +21,7 @@ from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.training import TrainingState
 from onecurve.distributed.accelerator import prepare, start
 from onecurve.distributed.process import run_process
-from onecurve.recipe import Recipe, flag, parse
+from onecurve.flags.recipe import Recipe, flag, parse
 from onecurve.run.state import RunState
 
 BATCH = 8

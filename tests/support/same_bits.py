@@ -20,7 +20,7 @@ from onecurve.augment import to_float
 from onecurve.distributed.accelerator import prepare, start
 from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import plain_module
-from onecurve.recipe import Batch, Job, parse
+from onecurve.flags.recipe import Batch, Job, parse
 from onecurve.script import load_script, normalisation, recipe_class
 from onecurve.system.paths import ROOT
 

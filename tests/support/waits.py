@@ -27,8 +27,8 @@ from onecurve.data.images import Images
 from onecurve.distributed import accelerator as accelerators
 from onecurve.distributed.blocks import Compilation
 from onecurve.distributed.precision import Precision
+from onecurve.flags.recipe import Recipe, share_out
 from onecurve.order import Steps
-from onecurve.recipe import Recipe, share_out
 from onecurve.run import ending
 from onecurve.run.ranks import Meter, Ranks
 from onecurve.run.run import Run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from onecurve.recipe import parse
+from onecurve.flags.recipe import parse
 from onecurve.script import load_script, recipe_class
 from onecurve.telemetry import flops
 from onecurve.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops

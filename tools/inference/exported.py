@@ -19,8 +19,8 @@ from onecurve.data.cache import prepare
 from onecurve.data.class_names import match_classes
 from onecurve.data.images import open_images
 from onecurve.data.sources import KNOWN
+from onecurve.flags.recipe import ImageRecipe, recipe_part
 from onecurve.preprocessing import DataConfig
-from onecurve.recipe import ImageRecipe, recipe_part
 from onecurve.script import MOVE, load_script, model_section
 from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
 

@@ -19,8 +19,8 @@ from onecurve.data.splits import ArraySplit, CroppedSplit, Split
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.agreement import once
 from onecurve.distributed.watch import begin_exit
+from onecurve.flags.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
 from onecurve.preprocessing import Crop, DataConfig, data_config
-from onecurve.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
 from onecurve.script import normalisation
 from onecurve.system.env import world_size
 from onecurve.system.threads import Heartbeat, run_with_heartbeat

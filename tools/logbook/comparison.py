@@ -7,7 +7,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from onecurve.flags import without_left
+from onecurve.flags.fields import without_left
 from onecurve.system.files import fitting, read_json
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural

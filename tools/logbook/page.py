@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from operator import methodcaller
 from typing import Any
 
-from onecurve.recipe import METRICS
+from onecurve.flags.recipe import METRICS
 from onecurve.system.files import own_files
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of

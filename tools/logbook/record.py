@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from onecurve.flags import without_left
-from onecurve.recipe import METRICS, parse_fold
+from onecurve.flags.fields import without_left
+from onecurve.flags.recipe import METRICS, parse_fold
 from onecurve.run.starts import STARTS, Start, in_order, in_turn, kept
 from onecurve.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from onecurve.system.paths import public_path

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel, distributed
 from onecurve.distributed.accelerator import make_accelerator
 from onecurve.distributed.devices import keep_freed_memory, rehearse_on_cpu
 from onecurve.distributed.launch_config import check_launch_config, disable_meaningless
-from onecurve.recipe import Batch, Recipe
+from onecurve.flags.recipe import Batch, Recipe
 from tools.plan.cost import Collective
 
 # What ranks compare with one another, which no fake collective can answer.

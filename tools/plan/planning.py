@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.data.shards import MANIFEST, parse_manifest
-from onecurve.recipe import parse_fold, share_out
+from onecurve.flags.recipe import parse_fold, share_out
 from onecurve.script import load_script, recipe_of, training_images
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import allowed_cores

@@ -33,9 +33,9 @@ from torch.utils.flop_counter import flop_registry
 from onecurve.distributed.accelerator import wrap
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
+from onecurve.flags.recipe import Batch, ImageRecipe
 from onecurve.optim import EMA
 from onecurve.order import reseed
-from onecurve.recipe import Batch, ImageRecipe
 from onecurve.script import AFRESH, CLASSES, load_script, recipe_of
 from onecurve.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onecurve.flags import Parser, add_flag, as_text, flag, read_config, setting, typed
+from onecurve.flags.fields import Parser, add_flag, as_text, flag, read_config, setting, typed
 from onecurve.system.env import is_under_deepspeed
 from onecurve.system.paths import ROOT
 from onecurve.system.text import plural
