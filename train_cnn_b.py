@@ -59,14 +59,14 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onecurve.augment import to_float
 from onecurve.data.images import Images, load
 from onecurve.distributed.accelerator import prepare
 from onecurve.distributed.process import entry
 from onecurve.distributed.step_graph import step_graph
 from onecurve.evaluation import evaluate
+from onecurve.numerics.augment import to_float
+from onecurve.numerics.order import Plan, Steps, reseed
 from onecurve.optim import can_fuse_sgd
-from onecurve.order import Plan, Steps, reseed
 from onecurve.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------

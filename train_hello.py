@@ -41,11 +41,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onecurve.augment import send
 from onecurve.distributed.accelerator import prepare
 from onecurve.distributed.exact_sum import exact_sum
 from onecurve.distributed.process import entry
-from onecurve.order import Shuffled, Steps, evaluation_plan, reseed
+from onecurve.numerics.augment import send
+from onecurve.numerics.order import Shuffled, Steps, evaluation_plan, reseed
 from onecurve.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------

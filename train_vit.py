@@ -99,7 +99,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onecurve import augment
 from onecurve.checkpoint.weights import model_with_weights, own_image_size, pretrained_model
 from onecurve.data.images import Images, load
 from onecurve.distributed.accelerator import prepare
@@ -107,9 +106,10 @@ from onecurve.distributed.precision import input_dtype
 from onecurve.distributed.process import entry
 from onecurve.distributed.step_graph import step_graph
 from onecurve.evaluation import evaluate
+from onecurve.numerics import augment
+from onecurve.numerics.order import Plan, Steps, reseed, uniforms
+from onecurve.numerics.rand_augment import rand_augment
 from onecurve.optim import EMA, named_optimizer
-from onecurve.order import Plan, Steps, reseed, uniforms
-from onecurve.rand_augment import rand_augment
 from onecurve.run.run import Run
 from onecurve.timm_models import block_classes, data_config_of, fitting, head_names, registered, speed_up
 

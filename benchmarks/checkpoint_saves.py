@@ -34,7 +34,7 @@ from onecurve.checkpoint.training import TrainingState
 from onecurve.distributed.accelerator import prepare, start
 from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import device_name, strategy
-from onecurve.order import reseed
+from onecurve.numerics.order import reseed
 from onecurve.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
 

@@ -25,7 +25,7 @@ from torchvision import transforms
 from benchmarks.harness import benchmark_parser, in_turn, report
 from onecurve.data.crops import random_resized_crop
 from onecurve.data.decode import decode
-from onecurve.order import uniforms
+from onecurve.numerics.order import uniforms
 from onecurve.system.cli import run_command
 from tools.prepare.recode import smaller
 

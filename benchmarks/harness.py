@@ -23,7 +23,7 @@ from onecurve.system.cli import command_parser
 from onecurve.system.env import rank
 
 if TYPE_CHECKING:  # what trains is imported by train_watched alone
-    from onecurve.order import Steps
+    from onecurve.numerics.order import Steps
     from onecurve.run.run import Run
 
 Rounds = list[dict[str, float]]  # each arm's number, by round

@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 
-from onecurve.augment import send, to_float
 from onecurve.data.splits import Split
 from onecurve.distributed.exact_sum import exact_sum
 from onecurve.flags.recipe import METRICS, Batch, ImageRecipe, Metric
-from onecurve.order import chosen_by_hash, evaluation_plan
+from onecurve.numerics.augment import send, to_float
+from onecurve.numerics.order import chosen_by_hash, evaluation_plan
 from onecurve.preprocessing import IMAGENET_CROP, Crop
 
 SHOWN = 16  # sample predictions for plots/

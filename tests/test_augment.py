@@ -11,7 +11,9 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from onecurve.augment import (
+from onecurve.data.crops import _resize
+from onecurve.distributed.precision import input_dtype
+from onecurve.numerics.augment import (
     COLOR,
     DRAWS,
     ERASING,
@@ -25,10 +27,8 @@ from onecurve.augment import (
     random_erasing,
     to_float,
 )
-from onecurve.data.crops import _resize
-from onecurve.distributed.precision import input_dtype
-from onecurve.order import reseed, uniforms
-from onecurve.rand_augment import DRAWN, rand_augment
+from onecurve.numerics.order import reseed, uniforms
+from onecurve.numerics.rand_augment import DRAWN, rand_augment
 from tests.conftest import ROOT, VIT, full, python, real_data, run
 from tests.support.data_sets import write_shards
 

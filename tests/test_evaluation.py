@@ -100,7 +100,10 @@ def test_a_part_of_the_images_is_of_all_classes():
 
 def test_counting_the_filling_is_found(words, tmp_path, project_copy):
     mutate(
-        project_copy, "onecurve/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device"
+        project_copy,
+        "onecurve/numerics/order.py",
+        "valid = int(np.count_nonzero(ids < end))",
+        "valid = per_device",
     )
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy).wait()
     assert status != 0

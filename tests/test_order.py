@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onecurve.flags.recipe import Batch, share_out
-from onecurve.order import (
+from onecurve.numerics.order import (
     Samples,
     Shuffled,
     Streamed,

@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from onecurve.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.flags.recipe import share_out
-from onecurve.order import training_plan, uniforms
+from onecurve.numerics.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
+from onecurve.numerics.order import training_plan, uniforms
+from onecurve.numerics.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
 from onecurve.preprocessing import DataConfig
-from onecurve.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
 from tests.conftest import real_data
 from train_vit import Vit, training_batches
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from onecurve.data.shards import Shard
 from onecurve.distributed.watch import Preempted, wanted
-from onecurve.order import Plan
+from onecurve.numerics.order import Plan
 from onecurve.system.env import processes_per_host
 from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
 from onecurve.system.s3 import ObjectStore

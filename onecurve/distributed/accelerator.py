@@ -246,7 +246,7 @@ def prepare(
 
     The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are
     checkpointed, and compiled unless the model is one graph, if the flags say so. BatchNorm gets the running
-    statistics of onecurve.batch_norm.
+    statistics of onecurve.numerics.batch_norm.
     """
     share_initial_weights(accelerator, model)
     wrapped = wrap(accelerator, model, optimizer)
@@ -274,8 +274,8 @@ def _wrap(
     (exact sums, running statistics, hooks, checks).
     """
     from onecurve.attention import kernel_failure, prefer_cudnn, use_kernel
-    from onecurve.batch_norm import RunningStatistics
     from onecurve.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
+    from onecurve.numerics.batch_norm import RunningStatistics
 
     check_wrapped_classes(model)
     if accelerator.short_attention:

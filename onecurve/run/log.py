@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onecurve.distributed.channel import Poll
 from onecurve.flags.recipe import Recipe
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE, report
 from onecurve.system.files import check_regular, read_lines, write_json, write_text

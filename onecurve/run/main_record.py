@@ -17,7 +17,7 @@ from onecurve.checkpoint.saver import Saver
 from onecurve.distributed import strategy as job
 from onecurve.distributed.rendezvous import hosts
 from onecurve.flags.recipe import Batch, Recipe
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.run.end_tables import show
 from onecurve.run.folder import RunFolder, script_name
 from onecurve.run.log import Predictions, RunLog

@@ -24,7 +24,7 @@ from onecurve.distributed import strategy as job
 from onecurve.distributed.agreement import once
 from onecurve.distributed.rendezvous import most_hosts, most_processes
 from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.preprocessing import DataConfig, data_config
 from onecurve.run.folder import RunFolder, count_restarts, model_part, script_name
 from onecurve.run.log import Predictions, RunLog, change_of_hosts

@@ -17,7 +17,7 @@ from onecurve.distributed.channel import Poll, Reason
 from onecurve.distributed.exact_sum import exact_sum
 from onecurve.distributed.watch import Preempted, wanted
 from onecurve.flags.recipe import Batch, Recipe
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.run.log import Predictions
 from onecurve.run.main_record import MainRecord
 from onecurve.run.state import RunState

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from onecurve.distributed.agreement import once
 from onecurve.distributed.watch import Preempted, begin_exit, stop
 from onecurve.flags.recipe import Batch, Recipe
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.system.env import report
 from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.system.files import discard, write_text
 
 STEPS = 3  # that are profiled

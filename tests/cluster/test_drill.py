@@ -28,7 +28,9 @@ MUTANTS = {
         ("tools/launch/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
         ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
-    "power-off": [("onecurve/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")],
+    "power-off": [
+        ("onecurve/numerics/order.py", "samples.order(seed,", "samples.order(seed + batch.processes,")
+    ],
     "stop-rank": [("onecurve/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [
         ("onecurve/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),

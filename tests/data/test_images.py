@@ -445,7 +445,7 @@ def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
     from torchvision.transforms import RandomResizedCrop
 
     from onecurve.data import crops as module
-    from onecurve.order import uniforms
+    from onecurve.numerics.order import uniforms
 
     boxes = []
     monkeypatch.setattr(module, "_resize", lambda image, h, w, _: boxes.append(image.shape[:2]))

@@ -21,7 +21,7 @@ from onecurve.data.images import open_images
 from onecurve.data.splits import ShardSplit
 from onecurve.distributed.watch import Preempted
 from onecurve.flags.recipe import ImageRecipe, share_out
-from onecurve.order import evaluation_plan, stream_order, training_plan
+from onecurve.numerics.order import evaluation_plan, stream_order, training_plan
 from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, accelerate, full, lines, python, result, run, small_disk, wait_until
 from tests.data.test_shards import NO_WORKERS, VIT, break_image, read, samples
@@ -279,7 +279,7 @@ from pathlib import Path
 from onecurve.distributed.process import run_process
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
-from onecurve.order import training_plan
+from onecurve.numerics.order import training_plan
 from onecurve.flags.recipe import ImageRecipe, share_out
 url, cache, gib, then = sys.argv[1:]
 recipe = ImageRecipe(streams=4, shuffle_window=4, cache_gib=float(gib))

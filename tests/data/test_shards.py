@@ -33,7 +33,7 @@ from onecurve.data.shards import Manifest, Shard, SplitManifest, parse_index
 from onecurve.data.splits import ShardSplit
 from onecurve.data.workers import decoded
 from onecurve.flags.recipe import ImageRecipe, share_out
-from onecurve.order import stream_order, training_plan
+from onecurve.numerics.order import stream_order, training_plan
 from onecurve.run.ending import explained
 from tests.conftest import ROOT, Job, accelerate, lines, python, result, rows_of, run
 from tests.support.data_sets import CLASSES, class_folders, jpeg, opened, png, write_manifest, write_shards

@@ -24,7 +24,7 @@ from onecurve.distributed import step_graph
 from onecurve.distributed.blocks import Compilation
 from onecurve.distributed.step_graph import WARM_UP_STEPS, StepGraph, chosen_step_graph, make_capturable
 from onecurve.flags.recipe import parse
-from onecurve.order import reseed
+from onecurve.numerics.order import reseed
 from tests.conftest import (
     CNN,
     RESNET,

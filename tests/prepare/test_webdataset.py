@@ -13,7 +13,7 @@ from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.splits import ShardSplit
 from onecurve.flags.recipe import share_out
-from onecurve.order import training_plan
+from onecurve.numerics.order import training_plan
 from onecurve.system.s3 import ObjectStore
 from tests.conftest import lines, python, run, torchrun
 from tests.data.test_shard_stream import RECIPE, SHARD_GIB, STEPS, TRAIN, VAL, expected

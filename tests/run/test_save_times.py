@@ -11,7 +11,7 @@ import pytest
 
 from onecurve.checkpoint import saver as saver_module
 from onecurve.checkpoint.saver import Saver
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.run import ranks as ranks_module
 from onecurve.run.ranks import Ranks
 from onecurve.run.run import Run

@@ -11,7 +11,7 @@ import train_cnn_b
 from onecurve.data.images import Images
 from onecurve.data.splits import ArraySplit, Part
 from onecurve.flags.recipe import parse, share_out
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from tests.conftest import ROOT, python, result, run
 from train_cnn_b import BlurredConv2d, CnnB, ResNet18, build_optimizer, training_batches, training_size
 

@@ -13,7 +13,7 @@ import pytest
 from cluster import virtual_cluster as hosts
 from cluster.drill import ranks_on
 from onecurve.checkpoint.format import step_name, step_of, steps_in
-from onecurve.order import order
+from onecurve.numerics.order import order
 from tests.conftest import ROOT, Job, latest, lines, metrics, result, run, wait_until
 from tests.scripts.test_launch import OTHER_CODE, launcher_of, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import predict
-from onecurve.augment import to_float
 from onecurve.checkpoint.weights import find
 from onecurve.data.cache import prepare_data
 from onecurve.data.class_folders import find_pictures
@@ -26,6 +25,7 @@ from onecurve.data.conversions import conversion_warnings
 from onecurve.data.crops import evaluation_crop
 from onecurve.data.images import open_images
 from onecurve.data.workers import Pictures, Preprocessing, picture_batches
+from onecurve.numerics.augment import to_float
 from tests.conftest import Job, full, lines, python, result, run, torchrun
 from tools.inference.inference import keep_features
 

@@ -292,7 +292,10 @@ def test_calibration_error_bin_by_bin(modules):
 
 def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path):
     mutate(
-        project_copy, "onecurve/order.py", "valid = int(np.count_nonzero(ids < end))", "valid = per_device"
+        project_copy,
+        "onecurve/numerics/order.py",
+        "valid = int(np.count_nonzero(ids < end))",
+        "valid = per_device",
     )
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1

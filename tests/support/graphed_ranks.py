@@ -33,7 +33,7 @@ from onecurve.distributed.accelerator import start, wrap
 from onecurve.distributed.layout import to_local
 from onecurve.distributed.process import run_process
 from onecurve.flags.recipe import Job
-from onecurve.order import reseed
+from onecurve.numerics.order import reseed
 from tests.support.recorded_graph import aten, record
 
 SIZES, IMAGES, CLASSES = (8, 6), 4, 5

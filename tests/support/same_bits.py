@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from onecurve.augment import to_float
 from onecurve.distributed.accelerator import prepare, start
 from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import plain_module
 from onecurve.flags.recipe import Batch, Job, parse
+from onecurve.numerics.augment import to_float
 from onecurve.script import load_script, normalisation, recipe_class
 from onecurve.system.paths import ROOT
 

@@ -28,7 +28,7 @@ from onecurve.distributed import accelerator as accelerators
 from onecurve.distributed.blocks import Compilation
 from onecurve.distributed.precision import Precision
 from onecurve.flags.recipe import Recipe, share_out
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.run import ending
 from onecurve.run.ranks import Meter, Ranks
 from onecurve.run.run import Run

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from onecurve.order import Steps
+from onecurve.numerics.order import Steps
 from onecurve.telemetry.profiler import FOLDER, TABLE, TRACE, begin_profile
 from tests.conftest import CNN, STRATEGIES, VIT, metrics, python, run
 from tests.support.compare import assert_same_tensors, without_times

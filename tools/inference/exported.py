@@ -13,13 +13,13 @@ import torch
 from jinja2 import Template
 from torch import Tensor, nn
 
-from onecurve.augment import to_float
 from onecurve.checkpoint.weights import TrainedModel, find, load_weights, open_script
 from onecurve.data.cache import prepare
 from onecurve.data.class_names import match_classes
 from onecurve.data.images import open_images
 from onecurve.data.sources import KNOWN
 from onecurve.flags.recipe import ImageRecipe, recipe_part
+from onecurve.numerics.augment import to_float
 from onecurve.preprocessing import DataConfig
 from onecurve.script import MOVE, load_script, model_section
 from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of

@@ -34,8 +34,8 @@ from onecurve.distributed.accelerator import wrap
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
 from onecurve.flags.recipe import Batch, ImageRecipe
+from onecurve.numerics.order import reseed
 from onecurve.optim import EMA
-from onecurve.order import reseed
 from onecurve.script import AFRESH, CLASSES, load_script, recipe_of
 from onecurve.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
@@ -175,7 +175,7 @@ def trace(
             gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
 
         def step(size: int) -> None:
-            # In the memory format that onecurve.augment gives
+            # In the memory format that onecurve.numerics.augment gives
             images = torch.empty(training.shape(size), memory_format=torch.channels_last)
             training.step(images, torch.empty(size, dtype=torch.int64), count_gradients)
             tracker.reset_mod_stats()
