@@ -72,7 +72,7 @@ def _model(script: list[str]) -> dict[str, Any]:
     file = ROOT / script[0]
     if file.is_file() and "onecurve.flags.recipe" not in file.read_text(errors="replace"):  # is not run
         return {"unchecked": f"{script[0]} declares no recipe of onecurve.flags.recipe"}
-    words = [sys.executable, "-m", "onecurve.script", *script]
+    words = [sys.executable, "-m", "onecurve.models.script", *script]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     try:
         return json.loads(done.stdout.splitlines()[-1])

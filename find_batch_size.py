@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 class Search:
     def __init__(self, flags: argparse.Namespace):
         """Checks the flags before anything is launched. ValueError for a mistake."""
-        from onecurve.script import load_script, recipe_class  # imports torch
+        from onecurve.models.script import load_script, recipe_class  # imports torch
 
         self.flags = flags
         config = read_yaml("--config_file", flags.config_file)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.flags.recipe import Batch, ImageRecipe, flag, setting, timm_name
-from onecurve.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
+from onecurve.models.preprocessing import CROP_MODES, INTERPOLATIONS, LEGACY, DataConfig
 from onecurve.run.early import check_early
 
 # --- Recipe -----------------------------------------------------------------------------------------------
@@ -106,12 +106,19 @@ from onecurve.distributed.precision import input_dtype
 from onecurve.distributed.process import entry
 from onecurve.distributed.step_graph import step_graph
 from onecurve.evaluation import evaluate
+from onecurve.models.timm_models import (
+    block_classes,
+    data_config_of,
+    fitting,
+    head_names,
+    registered,
+    speed_up,
+)
 from onecurve.numerics import augment
 from onecurve.numerics.order import Plan, Steps, reseed, uniforms
 from onecurve.numerics.rand_augment import rand_augment
 from onecurve.optim import EMA, named_optimizer
 from onecurve.run.run import Run
-from onecurve.timm_models import block_classes, data_config_of, fitting, head_names, registered, speed_up
 
 # --- Model ------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ from onecurve.distributed.strategy import device_name, precision, strategy
 from onecurve.distributed.watch import Preempted, wanted
 from onecurve.evaluation import counted, evaluated_ids, predictions
 from onecurve.flags.recipe import Batch, ImageRecipe, parse, recipe_part, setting
-from onecurve.preprocessing import DataConfig
+from onecurve.models.preprocessing import DataConfig
 from onecurve.system.cli import underscores
 from onecurve.system.files import refuse_link, sha256_of
 from tools.inference import report as reports

@@ -103,8 +103,8 @@ def train_watched(
 
     from onecurve.distributed.accelerator import start
     from onecurve.flags.recipe import parse
+    from onecurve.models.script import recipe_class
     from onecurve.run.run import Run
-    from onecurve.script import recipe_class
 
     class WatchedRun(Run):
         def begin(self, *words: Any, **named: Any) -> "Steps":

@@ -34,7 +34,7 @@ from benchmarks.train_speed import Arm
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.splits import ArraySplit
-from onecurve.script import load_script, recipe_of
+from onecurve.models.script import load_script, recipe_of
 from onecurve.system.cli import command_parser, run_command
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import kill

@@ -30,7 +30,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import train_watched
-from onecurve.script import load_script
+from onecurve.models.script import load_script
 from onecurve.system.cli import command_parser
 from onecurve.system.env import rank
 from onecurve.system.files import write_json

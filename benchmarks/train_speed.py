@@ -45,8 +45,8 @@ from onecurve.data.images import open_images
 from onecurve.data.splits import ArraySplit
 from onecurve.distributed.strategy import device_name, precision
 from onecurve.flags.recipe import parse
+from onecurve.models.script import load_script, recipe_class, recipe_of
 from onecurve.run.run import Run
-from onecurve.script import load_script, recipe_class, recipe_of
 from onecurve.system.cli import run_command, split_at_script
 from onecurve.system.env import rank, world_size
 from onecurve.system.processes import kill, running_descendants

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onecurve.flags.fields import as_text, help_of
 from onecurve.flags.recipe import ImageRecipe, Recipe
-from onecurve.script import load_script, recipe_class
+from onecurve.models.script import load_script, recipe_class
 from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS
 

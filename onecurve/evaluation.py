@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from onecurve.data.splits import Split
 from onecurve.distributed.exact_sum import exact_sum
 from onecurve.flags.recipe import METRICS, Batch, ImageRecipe, Metric
+from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, to_float
 from onecurve.numerics.order import chosen_by_hash, evaluation_plan
-from onecurve.preprocessing import IMAGENET_CROP, Crop
 
 SHOWN = 16  # sample predictions for plots/
 CONFUSED = 1000  # the most classes with a confusion matrix; with more the most frequent mistakes are listed

@@ -16,10 +16,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from onecurve.attention import Attention, has_kernel, kernel_failure, kernel_version, prefer_cudnn, use_kernel
 from onecurve.distributed.strategy import versions
+from onecurve.models.attention import (
+    Attention,
+    has_kernel,
+    kernel_failure,
+    kernel_version,
+    prefer_cudnn,
+    use_kernel,
+)
+from onecurve.models.timm_models import speed_up
 from onecurve.run.opening import changed_packages
-from onecurve.timm_models import speed_up
 from tests.conftest import ROOT, STRATEGIES, VIT, Job, latest, python
 from tests.test_timm_models import Operators
 from tools.logbook.replay import why_not_exact
@@ -300,7 +307,7 @@ def test_the_kernels_fit_every_gpu(capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from onecurve import attention_kernels as kernels
+    from onecurve.models import attention_kernels as kernels
 
     most = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024
     for tokens, function in itertools.product((50, 65, 197), (kernels._forward, kernels._backward)):
@@ -326,7 +333,7 @@ def test_a_script_imports_no_triton_and_its_model_no_kernels():
     code = "import sys, train_vit\n"
     code += "print('triton' in sys.modules)\n"
     code += "train_vit.build_model(train_vit.Vit(model='test_vit', image_size=32, patch_size=8), 10)\n"
-    code += "print('onecurve.attention_kernels' in sys.modules)"
+    code += "print('onecurve.models.attention_kernels' in sys.modules)"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["False", "False"], done.stderr

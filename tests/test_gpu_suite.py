@@ -22,7 +22,7 @@ from benchmarks.gpu import checks, probe, shared_gpu, speed
 from benchmarks.gpu.rows import Result, Setting, Skip, command, on_gpu, once, row, run_flags, run_rows
 from onecurve.distributed import accelerator, rendezvous, step_graph
 from onecurve.flags.recipe import parse
-from onecurve.script import load_script, recipe_class
+from onecurve.models.script import load_script, recipe_class
 from onecurve.system.env import LOCAL_NUMBER
 from onecurve.system.processes import is_alive
 from tests.conftest import ROOT, Job, full, wait_until

@@ -8,10 +8,10 @@ from PIL import Image, ImageEnhance, ImageOps
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.flags.recipe import share_out
+from onecurve.models.preprocessing import DataConfig
 from onecurve.numerics.augment import DRAWS, RAND_AUGMENT, gather, moved_pixels, moves, to_float
 from onecurve.numerics.order import training_plan, uniforms
 from onecurve.numerics.rand_augment import DRAWN, GREY, OPERATIONS, rand_augment
-from onecurve.preprocessing import DataConfig
 from tests.conftest import real_data
 from train_vit import Vit, training_batches
 

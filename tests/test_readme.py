@@ -8,7 +8,7 @@ import pytest
 from docs import generate
 from docs.generate import FLAGS, train_scripts
 from onecurve.flags.recipe import parse
-from onecurve.script import load_script, recipe_class
+from onecurve.models.script import load_script, recipe_class
 from tests.conftest import ROOT
 from validate import Validation
 

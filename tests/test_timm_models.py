@@ -11,8 +11,8 @@ from timm.layers import Attention, PatchEmbed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onecurve.models.timm_models import PatchConv2d, speed_up
 from onecurve.telemetry.flops import flops_per_image
-from onecurve.timm_models import PatchConv2d, speed_up
 from train_vit import Vit, build_model
 
 MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224", "visformer_tiny")

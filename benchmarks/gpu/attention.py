@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.rows import Result, check
-from onecurve.attention import has_kernel, plain_attention
+from onecurve.models.attention import has_kernel, plain_attention
 
 REPEATED = 10  # layers in a CUDA graph
 BACKENDS = {
@@ -71,8 +71,8 @@ def attention(device: torch.device) -> dict[str, Result]:
 
 
 def tiles(device: torch.device) -> dict[str, Result]:
-    """Milliseconds of the kernel with other tiles than onecurve/attention_kernels.py has."""
-    from onecurve import attention_kernels as kernels
+    """Milliseconds of the kernel with other tiles than onecurve/models/attention_kernels.py has."""
+    from onecurve.models import attention_kernels as kernels
 
     found, usual = {}, (kernels.FORWARD, kernels.BACKWARD)
     pairs = [(kernels.Tiles(*tile), usual[1]) for tile in TILES]
@@ -99,7 +99,7 @@ def arms(device: torch.device) -> dict[str, Arm]:
     if device.type == "cuda":
         found = {name: partial(torchs, backend) for name, backend in BACKENDS.items()}
     if has_kernel(device, "bf16"):
-        import onecurve.attention_kernels  # noqa: F401
+        import onecurve.models.attention_kernels  # noqa: F401
 
         found = {"kernel": kernel} | found
     return found

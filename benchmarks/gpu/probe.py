@@ -35,8 +35,8 @@ import torch
 from benchmarks.gpu.device import product_flops
 from benchmarks.harness import Enough, train_watched, wait_for_device
 from onecurve.distributed.strategy import device_name
+from onecurve.models.script import load_script
 from onecurve.run.run import Run
-from onecurve.script import load_script
 from onecurve.system.cli import split_at_script
 from onecurve.telemetry import flops
 

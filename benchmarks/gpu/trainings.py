@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.step_graph import free_graphs
 from onecurve.flags.recipe import parse
-from onecurve.script import load_script, recipe_class
+from onecurve.models.script import load_script, recipe_class
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.checkpoint.format import MODEL_FILE
-from onecurve.preprocessing import data_config
+from onecurve.models.preprocessing import data_config
+from onecurve.models.timm_models import registered
 from onecurve.system.env import hub_problem
 from onecurve.system.files import read_json
 from onecurve.system.text import printable
-from onecurve.timm_models import registered
 
 CONFIG = "config.json"
 # Keys of config.json that describe the preparation of images, as timm names them

@@ -21,8 +21,8 @@ from onecurve.checkpoint.gather import Gather
 from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
 from onecurve.distributed.layout import layout_of
+from onecurve.models.timm_models import head_layers
 from onecurve.system.text import some_of
-from onecurve.timm_models import head_layers
 
 if TYPE_CHECKING:
     from onecurve.optim import EMA

@@ -48,14 +48,14 @@ from onecurve.checkpoint.published import (
 from onecurve.data.class_names import NEW, match_classes
 from onecurve.distributed.agreement import once
 from onecurve.flags.recipe import ImageRecipe, parse
-from onecurve.preprocessing import LEGACY
-from onecurve.script import as_flags, load_script, own_script, recipe_class
+from onecurve.models.preprocessing import LEGACY
+from onecurve.models.script import as_flags, load_script, own_script, recipe_class
+from onecurve.models.timm_models import head_names, registered
 from onecurve.system.env import hub_problem, rank
 from onecurve.system.files import read_json
 from onecurve.system.paths import shortest
 from onecurve.system.text import plural, printable
 from onecurve.system.threads import Heartbeat
-from onecurve.timm_models import head_names, registered
 
 if TYPE_CHECKING:  # imported where it is needed
     from onecurve.system.s3 import ObjectStore

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from onecurve.preprocessing import IMAGENET_CROP, Crop
+from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 
 LONGEST = 64  # a longer image, as a multiple of its shorter side, is cut before it is scaled
 

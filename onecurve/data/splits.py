@@ -21,9 +21,9 @@ from onecurve.data.decode import ArrayImages, CachedImages, Encoded
 from onecurve.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_names, read_names
 from onecurve.data.workers import MicroBatch, decoded, in_flight
 from onecurve.flags.recipe import Batch, ImageRecipe, parse_fold
+from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import gather, moved_pixels, moves, send
 from onecurve.numerics.order import Plan, Shuffled, Streamed, hashes, uniforms
-from onecurve.preprocessing import IMAGENET_CROP, Crop
 from onecurve.system.env import processes_per_host
 
 if TYPE_CHECKING:  # for shards

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from onecurve.data.crops import evaluation_crop, random_resized_crop
 from onecurve.data.decode import Encoded, decode, torchcodec_decoder
+from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms
-from onecurve.preprocessing import IMAGENET_CROP, Crop
 from onecurve.system.files import first_retry, note_retry, retried
 from onecurve.system.text import printable
 

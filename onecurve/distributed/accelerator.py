@@ -92,9 +92,9 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
     torch, Accelerate and DeepSpeed read at import, or when the group is made; the group; what needs its
     device or strategy; agree() on all that was chosen; the watch.
     """
-    from onecurve.attention import has_kernel, kernel_version
     from onecurve.distributed.blocks import chosen_compilation, postpone_compiler
     from onecurve.distributed.step_graph import chosen_step_graph, keep_segments_out_of_nccl
+    from onecurve.models.attention import has_kernel, kernel_version
 
     wanted = job.mixed_precision or typed_precision()
     deepspeed = check_launch_config(
@@ -188,7 +188,7 @@ def make_accelerator(
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one. Attributes of ours: precision
     (precision.Precision), compilation (blocks.Compilation or None), step_graph, deterministic,
     grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None), short_attention (bool): the device has
-    the kernel of onecurve.attention, and after wrap() also the model uses it, prepared (the wrapped model, once
+    the kernel of onecurve.models.attention, and after wrap() also the model uses it, prepared (the wrapped model, once
     there is one), step_stream (the stream of the step's graphs, or None).
     """
     # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
@@ -273,8 +273,8 @@ def _wrap(
     that are compiled, then checkpointed, autocast); the strategy; what needs its parameters or its wrapper
     (exact sums, running statistics, hooks, checks).
     """
-    from onecurve.attention import kernel_failure, prefer_cudnn, use_kernel
     from onecurve.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
+    from onecurve.models.attention import kernel_failure, prefer_cudnn, use_kernel
     from onecurve.numerics.batch_norm import RunningStatistics
 
     check_wrapped_classes(model)

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast, gather_object, recursively_apply
 from torch import Tensor, nn
 
-from onecurve.attention import kernel_version
 from onecurve.distributed.agreement import agree
+from onecurve.models.attention import kernel_version
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -69,7 +69,7 @@ def device_name(accelerator: Accelerator) -> str:
 
 def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
     """Versions of the packages that affect results or communication. accelerator: that of a wrapped model,
-    whose training uses the attention of onecurve.attention_kernels or not."""
+    whose training uses the attention of onecurve.models.attention_kernels or not."""
     found = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is needed for ZeRO alone

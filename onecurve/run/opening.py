@@ -24,8 +24,8 @@ from onecurve.distributed import strategy as job
 from onecurve.distributed.agreement import once
 from onecurve.distributed.rendezvous import most_hosts, most_processes
 from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part
+from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.numerics.order import Steps
-from onecurve.preprocessing import DataConfig, data_config
 from onecurve.run.folder import RunFolder, count_restarts, model_part, script_name
 from onecurve.run.log import Predictions, RunLog, change_of_hosts
 from onecurve.run.main_record import MainRecord
@@ -271,7 +271,7 @@ class Opening:
 
     def _warn_of_export(self) -> None:
         """Prints what export.py would refuse after the training: code of the model that is outside of it."""
-        from onecurve.script import MOVE, model_section, names_from_above
+        from onecurve.models.script import MOVE, model_section, names_from_above
 
         file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # none in a notebook
         if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm builds it again

@@ -21,8 +21,8 @@ from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING,
 
 if TYPE_CHECKING:  # imported where they are needed
     from onecurve.evaluation import Mistake, Predicted
+    from onecurve.models.preprocessing import DataConfig
     from onecurve.optim import EMA
-    from onecurve.preprocessing import DataConfig
     from onecurve.run.main_record import MainRecord
     from onecurve.run.ranks import Ranks
     from onecurve.telemetry.profiler import Profile

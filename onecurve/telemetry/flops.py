@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from onecurve.flags.recipe import ImageRecipe, Recipe
-from onecurve.script import AFRESH
+from onecurve.models.script import AFRESH
 from onecurve.system.paths import shortest
 
 TABLE = Path(__file__).with_name("devices.yaml")

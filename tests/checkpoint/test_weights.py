@@ -16,8 +16,8 @@ from torch import Tensor
 from onecurve.checkpoint import weights
 from onecurve.checkpoint.format import Snapshot, commit, remove, write_index
 from onecurve.flags.recipe import parse
-from onecurve.script import as_flags
-from onecurve.timm_models import data_config_of
+from onecurve.models.script import as_flags
+from onecurve.models.timm_models import data_config_of
 from tests.conftest import full
 from train_vit import Vit, build_model, build_optimizer
 

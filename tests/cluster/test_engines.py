@@ -14,7 +14,7 @@ import yaml
 from torch.distributed.run import parse_args
 
 from onecurve.flags.recipe import Recipe, parse
-from onecurve.script import load_script, recipe_class
+from onecurve.models.script import load_script, recipe_class
 from tests.conftest import BIN, ROOT, needs
 
 SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"

@@ -20,7 +20,7 @@ from onecurve.data.decode import (
     open_image,
     torchcodec_decoder,
 )
-from onecurve.preprocessing import Crop, data_config
+from onecurve.models.preprocessing import Crop, data_config
 from tests.support.data_sets import encode, picture, png, write
 from tests.support.imagenet import fails, prep
 from tools.prepare.originals import ImageBatch, RawImage

@@ -12,7 +12,7 @@ import pytest
 
 import plan as plan_script
 from benchmarks.plan_memory import BOUND_PCT, FLAGS
-from onecurve.script import load_script
+from onecurve.models.script import load_script
 from onecurve.telemetry.flops import find_device
 from tests.conftest import ROOT, accelerate, run
 from tests.support import forks

@@ -9,7 +9,7 @@ import timm
 import torch
 
 import export
-from onecurve.timm_models import block_classes
+from onecurve.models.timm_models import block_classes
 from tests.conftest import CNN, HALF_THE_CORES, RESNET, ROOT, STRATEGIES, Job, full, python, result, torchrun
 from tests.support.commands import call
 from tests.support.compare import assert_same_training

@@ -22,8 +22,8 @@ import export
 import train_cnn_a
 from onecurve.checkpoint.weights import TrainedModel, find
 from onecurve.data.workers import Pictures, Preprocessing
-from onecurve.preprocessing import DataConfig
-from onecurve.script import load_script
+from onecurve.models.preprocessing import DataConfig
+from onecurve.models.script import load_script
 from onecurve.system.files import write_json
 from tests.conftest import RESNET, ROOT, STRATEGIES, VIT, full, metrics, python, result, rows_of, run
 from tests.scripts.conftest import QUICK

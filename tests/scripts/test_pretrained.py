@@ -20,7 +20,7 @@ from timm.models import save_for_hf
 import export
 from onecurve.checkpoint.published import class_names, of_name
 from onecurve.checkpoint.weights import find, of_model
-from onecurve.preprocessing import FLAGS
+from onecurve.models.preprocessing import FLAGS
 from predict import Prediction
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import VIT, Job, full, latest, metrics, python, run, torchrun

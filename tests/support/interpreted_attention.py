@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-import onecurve.attention_kernels
-from onecurve.attention import plain_attention
+import onecurve.models.attention_kernels
+from onecurve.models.attention import plain_attention
 
 TIMES_EPS = 6  # of an output's type: the error that rounding may cause, per unit of what is added
 STEPS_OF_FP16 = 1e-6  # where numbers are too small for it
@@ -49,7 +49,9 @@ def watch_the_interpreter() -> None:
 
 
 def mutant(number: int, replacements: dict[str, str], folder: Path) -> ModuleType:
-    source = Path(onecurve.attention_kernels.__file__).read_text().replace("onecurve", f"mutant_{number}")
+    source = (
+        Path(onecurve.models.attention_kernels.__file__).read_text().replace("onecurve", f"mutant_{number}")
+    )
     for old, new in replacements.items():
         assert source.count(old) == 1, f"{source.count(old)} x {old!r}"
         source = source.replace(old, new)
@@ -125,7 +127,7 @@ def main() -> None:
         for number, line in enumerate(sys.stdin):
             case = json.loads(line)
             changed = case.pop("replacements", {})
-            kernels = mutant(number, changed, Path(folder)) if changed else onecurve.attention_kernels
+            kernels = mutant(number, changed, Path(folder)) if changed else onecurve.models.attention_kernels
             print(json.dumps(problems(kernels, **case)), flush=True)
 
 

@@ -20,8 +20,8 @@ from onecurve.distributed.accelerator import prepare, start
 from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import plain_module
 from onecurve.flags.recipe import Batch, Job, parse
+from onecurve.models.script import load_script, normalisation, recipe_class
 from onecurve.numerics.augment import to_float
-from onecurve.script import load_script, normalisation, recipe_class
 from onecurve.system.paths import ROOT
 
 STEPS, MICRO_BATCHES, CLASSES = 2, 6, 10

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onecurve.flags.recipe import parse
-from onecurve.script import load_script, recipe_class
+from onecurve.models.script import load_script, recipe_class
 from onecurve.telemetry import flops
 from onecurve.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
 from tests.conftest import ROOT, metrics, result, rows_of

@@ -19,9 +19,9 @@ from onecurve.data.class_names import match_classes
 from onecurve.data.images import open_images
 from onecurve.data.sources import KNOWN
 from onecurve.flags.recipe import ImageRecipe, recipe_part
+from onecurve.models.preprocessing import DataConfig
+from onecurve.models.script import MOVE, load_script, model_section
 from onecurve.numerics.augment import to_float
-from onecurve.preprocessing import DataConfig
-from onecurve.script import MOVE, load_script, model_section
 from tools.inference.inference import evaluated_split, pixels_of, preprocessing_of
 
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"

@@ -20,11 +20,11 @@ from onecurve.distributed.accelerator import start
 from onecurve.distributed.agreement import once
 from onecurve.distributed.watch import begin_exit
 from onecurve.flags.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
-from onecurve.preprocessing import Crop, DataConfig, data_config
-from onecurve.script import normalisation
+from onecurve.models.preprocessing import Crop, DataConfig, data_config
+from onecurve.models.script import normalisation
+from onecurve.models.timm_models import data_config_of
 from onecurve.system.env import world_size
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
-from onecurve.timm_models import data_config_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

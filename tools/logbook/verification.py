@@ -20,8 +20,8 @@ import torch
 from onecurve.checkpoint.format import step_name, step_of, steps_in, verify
 from onecurve.flags.fields import without_left
 from onecurve.flags.recipe import METRICS, recipe_part
-from onecurve.preprocessing import FLAGS, LEGACY
-from onecurve.script import load_script, own_script, recipe_class
+from onecurve.models.preprocessing import FLAGS, LEGACY
+from onecurve.models.script import load_script, own_script, recipe_class
 from onecurve.system.files import read_yaml, write_json
 from onecurve.system.paths import ROOT, shortest
 from onecurve.system.text import plural, printable, some_of

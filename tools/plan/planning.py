@@ -15,7 +15,7 @@ from typing import Any
 
 from onecurve.data.shards import MANIFEST, parse_manifest
 from onecurve.flags.recipe import parse_fold, share_out
-from onecurve.script import load_script, recipe_of, training_images
+from onecurve.models.script import load_script, recipe_of, training_images
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import allowed_cores
 from onecurve.telemetry.flops import Device, find_device, known_devices

@@ -4,7 +4,7 @@
 model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
 and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. DEVICE: a GPU of devices.yaml. Sizes near
 the largest that fits its memory are traced, too, as with few images the optimizer's step is the peak, and
-attention for few tokens is the kernel of onecurve.attention, where the GPU has it. `cpu`: only SIZES, with a
+attention for few tokens is the kernel of onecurve.models.attention, where the GPU has it. `cpu`: only SIZES, with a
 CPU's attention. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
 
 The other kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at
@@ -34,9 +34,9 @@ from onecurve.distributed.accelerator import wrap
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
 from onecurve.flags.recipe import Batch, ImageRecipe
+from onecurve.models.script import AFRESH, CLASSES, load_script, recipe_of
 from onecurve.numerics.order import reseed
 from onecurve.optim import EMA
-from onecurve.script import AFRESH, CLASSES, load_script, recipe_of
 from onecurve.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
@@ -53,7 +53,7 @@ COLLECTIVES = {  # torch's operator: the collective, and the argument that has a
     "reduce_": ("reduce", 0),
 }
 LINES = 6  # at most so many through two sizes each: memory is a few lines, each steeper than the one before
-WITH_KERNELS = ("aten", "onecurve")  # namespaces of operators: torch's and onecurve.attention_kernels'
+WITH_KERNELS = ("aten", "onecurve")  # namespaces of operators: torch's and onecurve.models.attention_kernels'
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
@@ -142,7 +142,7 @@ class Training:
 
 
 def _has_kernel(device: Device, accelerator: Accelerator) -> bool:
-    """Do as has_kernel() of onecurve.attention: GPUs from compute capability 8.0 on have units for bf16."""
+    """Do as has_kernel() of onecurve.models.attention: GPUs from compute capability 8.0 on have units for bf16."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 

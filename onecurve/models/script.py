@@ -1,6 +1,6 @@
 """Loads a train script as a module, for its recipe and its model, without training.
 
-`python -m onecurve.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of parameters and
+`python -m onecurve.models.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of parameters and
 images, the data and the batch size. It neither trains nor downloads.
 """
 
@@ -21,8 +21,8 @@ from torch import nn
 
 from onecurve.flags.fields import LEFT
 from onecurve.flags.recipe import Recipe, parse, recipe_part
+from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
-from onecurve.timm_models import data_config_of
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
 TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them

@@ -1,6 +1,6 @@
 """Attention in a training: a kernel for few tokens with its plain twin, or torch's, and when each is used.
 
-The kernel (onecurve/attention_kernels.py) computes layers of up to 256 tokens with heads of up to 64 numbers,
+The kernel (onecurve/models/attention_kernels.py) computes layers of up to 256 tokens with heads of up to 64 numbers,
 in bf16 and fp16, on GPUs of compute capability 8.0 and later. Everything else keeps torch's
 scaled_dot_product_attention: masks, dropout, norms of query and key, fp32, CPUs, evaluations, exports.
 """
@@ -92,7 +92,7 @@ def use_kernel(model: nn.Module) -> bool:
     """Makes each attention that fits use the kernel in training. Returns False if none does."""
     chosen = _fitting(model)
     if chosen:
-        import onecurve.attention_kernels  # noqa: F401  # it makes the operator, and imports Triton
+        import onecurve.models.attention_kernels  # noqa: F401  # it makes the operator, and imports Triton
     for module in chosen:
         module.kernel_tokens = MOST_TOKENS
     return bool(chosen)
@@ -108,7 +108,7 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     shapes = {(module.tokens, module.num_heads, module.head_size()) for module in _fitting(model)}
     if not shapes or type(torch.empty(0)) is not Tensor:
         return None
-    import onecurve.attention_kernels  # noqa: F401
+    import onecurve.models.attention_kernels  # noqa: F401
 
     for tokens, heads, size in sorted(shapes):
         values = torch.arange(2 * tokens * 3 * heads * size, device=device).sin().to(dtype)

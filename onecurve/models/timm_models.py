@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from onecurve.attention import Attention
-from onecurve.preprocessing import DataConfig, data_config
+from onecurve.models.attention import Attention
+from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.system.env import rank
 
 TRIED = 8  # sizes, nearest to one that the model can't take
