@@ -25,7 +25,7 @@ from onecurve.models.timm_models import head_layers
 from onecurve.system.text import some_of
 
 if TYPE_CHECKING:
-    from onecurve.optim import EMA
+    from onecurve.distributed.ema import EMA
 
 
 class TrainingState:

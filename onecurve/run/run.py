@@ -20,9 +20,9 @@ from onecurve.system.env import report
 from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # imported where they are needed
+    from onecurve.distributed.ema import EMA
     from onecurve.evaluation import Mistake, Predicted
     from onecurve.models.preprocessing import DataConfig
-    from onecurve.optim import EMA
     from onecurve.run.main_record import MainRecord
     from onecurve.run.ranks import Ranks
     from onecurve.telemetry.profiler import Profile

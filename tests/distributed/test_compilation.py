@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 from onecurve.distributed import blocks
 from onecurve.distributed.accelerator import prepare
 from onecurve.distributed.blocks import Compilation, chosen_compilation, compile_blocks
+from onecurve.distributed.ema import EMA
 from onecurve.models.timm_models import DropPath, speed_up
-from onecurve.optim import EMA
 from tests.conftest import ROOT, full, python, rows_of
 from train_cnn_b import ResNet18
 

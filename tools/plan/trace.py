@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from onecurve.distributed.accelerator import wrap
+from onecurve.distributed.ema import EMA
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
 from onecurve.flags.recipe import Batch, ImageRecipe
 from onecurve.models.script import AFRESH, CLASSES, load_script, recipe_of
 from onecurve.numerics.order import reseed
-from onecurve.optim import EMA
 from onecurve.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
