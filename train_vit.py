@@ -106,7 +106,6 @@ from onecurve.distributed.ema import EMA, named_optimizer
 from onecurve.distributed.precision import input_dtype
 from onecurve.distributed.process import entry
 from onecurve.distributed.step_graph import step_graph
-from onecurve.evaluation import evaluate
 from onecurve.models.timm_models import (
     block_classes,
     data_config_of,
@@ -118,6 +117,7 @@ from onecurve.models.timm_models import (
 from onecurve.numerics import augment
 from onecurve.numerics.order import Plan, Steps, reseed, uniforms
 from onecurve.numerics.rand_augment import rand_augment
+from onecurve.run.evaluation import evaluate
 from onecurve.run.run import Run
 
 # --- Model ------------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ from onecurve.distributed.precision import autocast_forward
 from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import device_name, precision, strategy
 from onecurve.distributed.watch import Preempted, wanted
-from onecurve.evaluation import counted, evaluated_ids, predictions
 from onecurve.flags.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from onecurve.models.preprocessing import DataConfig
+from onecurve.run.evaluation import counted, evaluated_ids, predictions
 from onecurve.system.cli import underscores
 from onecurve.system.files import refuse_link, sha256_of
 from tools.inference import report as reports

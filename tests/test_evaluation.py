@@ -11,8 +11,8 @@ from sklearn.utils.class_weight import compute_class_weight
 
 from onecurve.data.images import Images
 from onecurve.data.splits import ArraySplit, Part
-from onecurve.evaluation import evaluated_ids, mean_of_classes
 from onecurve.flags.recipe import METRICS, ImageRecipe
+from onecurve.run.evaluation import evaluated_ids, mean_of_classes
 from tests.conftest import CNN, Job, full, metrics, mutate, python, result, run, torchrun
 from tests.support.data_sets import class_folders
 

@@ -331,7 +331,7 @@ def _wrap(
         else:
             refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.broadcast_buffers = False  # onecurve.evaluation broadcasts them before it uses them
+        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts them before it uses them
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     accelerator.prepared = prepared

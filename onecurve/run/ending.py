@@ -16,9 +16,9 @@ from onecurve.distributed.watch import begin_exit, report_failure, stop
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.run.folder import folders
 from onecurve.run.lease import RECORD
-from onecurve.run.main_record import WRITING_GRACE_S
 from onecurve.run.opening import run_name
-from onecurve.run.ranks import Ranks
+from onecurve.run.record import WRITING_GRACE_S
+from onecurve.run.session import Ranks
 from onecurve.system.files import not_written, read_json, write_json
 from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory

@@ -23,7 +23,7 @@ from onecurve.system.progress import TrainingProgress
 from onecurve.system.text import shortened
 
 if TYPE_CHECKING:  # imported where they are needed
-    from onecurve.evaluation import Mistake, Predicted
+    from onecurve.run.evaluation import Mistake, Predicted
     from onecurve.run.trackers import Trackers
 
 

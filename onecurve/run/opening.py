@@ -28,8 +28,8 @@ from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.numerics.order import Steps
 from onecurve.run.folder import RunFolder, count_restarts, model_part, script_name
 from onecurve.run.log import Predictions, RunLog, change_of_hosts
-from onecurve.run.main_record import MainRecord
-from onecurve.run.ranks import Exchange, Ids, Meter, Ranks
+from onecurve.run.record import MainRecord
+from onecurve.run.session import Exchange, Ids, Meter, Ranks
 from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE, report

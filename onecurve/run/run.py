@@ -21,10 +21,10 @@ from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING,
 
 if TYPE_CHECKING:  # imported where they are needed
     from onecurve.distributed.ema import EMA
-    from onecurve.evaluation import Mistake, Predicted
     from onecurve.models.preprocessing import DataConfig
-    from onecurve.run.main_record import MainRecord
-    from onecurve.run.ranks import Ranks
+    from onecurve.run.evaluation import Mistake, Predicted
+    from onecurve.run.record import MainRecord
+    from onecurve.run.session import Ranks
     from onecurve.telemetry.profiler import Profile
 
 Item = TypeVar("Item")
@@ -209,7 +209,7 @@ class Run:
 
     def finish(self, val_name: str) -> None:
         """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
-        from onecurve.run.main_record import memory_gib
+        from onecurve.run.record import memory_gib
 
         self._end()
         exchange, predictions, timeout_s = self.ranks.exchange, self.ranks.predictions, self.recipe.timeout_s

@@ -157,7 +157,7 @@ MUTANTS = {  # script, strategy, file, code and its replacement
         "lr = learning_rate(recipe, step * accelerator.num_processes, steps.total)",
     ),
     "the same dropout": ("vit", "ddp", VIT_SCRIPT, "recipe.seed, step, k)", "recipe.seed, step, 0)"),
-    "BatchNorm apart": ("cnn_b", "ddp", "onecurve/evaluation.py", " broadcast(buffer)\n", " pass\n"),
+    "BatchNorm apart": ("cnn_b", "ddp", "onecurve/run/evaluation.py", " broadcast(buffer)\n", " pass\n"),
 }
 
 

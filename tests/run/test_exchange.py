@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from onecurve.distributed.watch import Preempted
-from onecurve.run import ranks as module
-from onecurve.run.ranks import MOST_STEPS, Exchange
+from onecurve.run import session as module
+from onecurve.run.session import MOST_STEPS, Exchange
 
 
 class Board:

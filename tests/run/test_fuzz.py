@@ -33,8 +33,8 @@ ALLOWED = {signal.SIGKILL: {-9, 0}, signal.SIGTERM: {75, -15, 0}, signal.SIGHUP:
 
 def mark_phases(file: str) -> None:
     """Makes the run write its current phase into the file. Called in its process, before its script."""
-    from onecurve import evaluation
     from onecurve.checkpoint import saver
+    from onecurve.run import evaluation
     from onecurve.run import run as tracking
 
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

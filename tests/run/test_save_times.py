@@ -12,9 +12,9 @@ import pytest
 from onecurve.checkpoint import saver as saver_module
 from onecurve.checkpoint.saver import Saver
 from onecurve.numerics.order import Steps
-from onecurve.run import ranks as ranks_module
-from onecurve.run.ranks import Ranks
+from onecurve.run import session as ranks_module
 from onecurve.run.run import Run
+from onecurve.run.session import Ranks
 from onecurve.run.state import RunState
 
 

@@ -15,9 +15,9 @@ from sklearn import metrics as sklearn_metrics
 
 from onecurve.checkpoint.format import Damaged, parse_index
 from onecurve.checkpoint.weights import find
-from onecurve.evaluation import CONFUSED, frequent_mistakes
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags, load_script, own_script, recipe_class
+from onecurve.run.evaluation import CONFUSED, frequent_mistakes
 from onecurve.system.s3 import ObjectStore
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import (

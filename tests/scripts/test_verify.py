@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import verify
-from onecurve.evaluation import mean_of_classes
 from onecurve.flags.recipe import METRICS
+from onecurve.run.evaluation import mean_of_classes
 from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.support.commands import call

@@ -30,8 +30,8 @@ from onecurve.distributed.precision import Precision
 from onecurve.flags.recipe import Recipe, share_out
 from onecurve.numerics.order import Steps
 from onecurve.run import ending
-from onecurve.run.ranks import Meter, Ranks
 from onecurve.run.run import Run
+from onecurve.run.session import Meter, Ranks
 from onecurve.run.state import RunState
 
 aten = torch.ops.aten

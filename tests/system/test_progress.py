@@ -65,11 +65,11 @@ def test_a_line_without_a_terminal_for_each_30_seconds_and_line_of_the_log(monke
 SLOW_START = """
 import sys, time
 from types import SimpleNamespace
-import onecurve.run.ranks
+import onecurve.run.session
 import {script} as script
 
 now_s = 0.0
-onecurve.run.ranks.time = SimpleNamespace(perf_counter=lambda: now_s, monotonic=time.monotonic)
+onecurve.run.session.time = SimpleNamespace(perf_counter=lambda: now_s, monotonic=time.monotonic)
 training_batches = script.training_batches
 
 def slow(*args):

@@ -42,7 +42,7 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
     by_class = classification.compute(**pairs, classes=classes)
     confusion = {"confusion": by_class["confusion"]} if "confusion" in by_class else {}
     if not confusion:
-        from onecurve.evaluation import frequent_mistakes  # imports torch
+        from onecurve.run.evaluation import frequent_mistakes  # imports torch
 
         confusion = {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
     wrong = np.flatnonzero(rows["predicted"] != rows["label"])

@@ -14,8 +14,8 @@ from typing import Any
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import OPTIMIZER_FILE, STATE_FILE, step_name
 from onecurve.data.class_names import match_classes
-from onecurve.evaluation import CONFUSED
 from onecurve.flags.recipe import METRICS
+from onecurve.run.evaluation import CONFUSED
 from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of
 from tools.logbook.record import COMPARED, RunRecord

@@ -4,7 +4,7 @@ import datasets
 import evaluate
 import numpy as np
 
-MATRIX_CLASSES = 1000  # the most with a confusion matrix, as in onecurve/evaluation.py
+MATRIX_CLASSES = 1000  # the most with a confusion matrix, as in onecurve/run/evaluation.py
 INPUTS = """
     predictions: the class that is most probable, int [n]
     references: the true class, int [n]

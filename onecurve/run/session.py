@@ -19,7 +19,7 @@ from onecurve.distributed.watch import Preempted, wanted
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.log import Predictions
-from onecurve.run.main_record import MainRecord
+from onecurve.run.record import MainRecord
 from onecurve.run.state import RunState
 from onecurve.system.phase import SAVING, spending
 
