@@ -25,11 +25,12 @@ from onecurve.system.cli import CommandParser, check_positive, run_command
 from onecurve.system.files import parse_json, write_text
 from onecurve.system.paths import python_command, shortest
 from onecurve.system.text import natural, numbered
-from tools.logbook import comparison, pictures
+from tools.logbook import comparison
+from tools.logbook import figures as pictures
 from tools.logbook import page as run_page
 from tools.logbook.comparison import Comparison, read_search
 from tools.logbook.page import index_values
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # the folder of the comparisons

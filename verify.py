@@ -29,8 +29,8 @@ import sys
 from pathlib import Path
 
 from onecurve.system.cli import check_positive, command_parser, config_file, run_command
-from tools.logbook import replay
-from tools.logbook.verification import Verification
+from tools.verify import replay
+from tools.verify.verification import Verification
 
 
 def main() -> int:

@@ -29,7 +29,7 @@ from onecurve.models.timm_models import speed_up
 from onecurve.run.opening import changed_packages
 from tests.conftest import ROOT, STRATEGIES, VIT, Job, latest, python
 from tests.test_timm_models import Operators
-from tools.logbook.replay import why_not_exact
+from tools.verify.replay import why_not_exact
 from train_vit import Vit, build_model
 
 # --- Numbers, under Triton's interpreter

@@ -11,7 +11,7 @@ from onecurve.system.paths import project_version
 from tests.conftest import latest, metrics, run
 from tests.support.compare import assert_same_losses, assert_same_tensors
 from tools.logbook.page import page
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 STORED = Path(__file__).parent / "stored"
 LATER = "step_00000020"  # what the run itself went on to

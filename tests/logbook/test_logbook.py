@@ -34,7 +34,7 @@ from tests.logbook.pages import (
 from tools.logbook import comparison, history, markdown
 from tools.logbook.comparison import Comparison
 from tools.logbook.page import index, index_values, page
-from tools.logbook.record import RunRecord, stamped_files
+from tools.logbook.run_record import RunRecord, stamped_files
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
 

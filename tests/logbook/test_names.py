@@ -25,9 +25,9 @@ from tests.support.data_sets import class_folders
 from tools.doctor.facts import facts
 from tools.logbook import markdown
 from tools.logbook.comparison import read_search
+from tools.logbook.figures import draw
 from tools.logbook.page import page
-from tools.logbook.pictures import draw
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 LATIN_1, RED = os.fsdecode(b"caf\xe9"), "\x1b[31mred"
 SHOWN = [r"\x1b[31mred", r"caf\xe9"]

@@ -6,9 +6,9 @@ import pytest
 
 from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
+from tools.logbook.figures import _telemetry
 from tools.logbook.page import page
-from tools.logbook.pictures import _telemetry
-from tools.logbook.record import RunRecord, _thinned
+from tools.logbook.run_record import RunRecord, _thinned
 from tools.logbook.spent import lost_s, main_processes, parts_s, paused_s
 
 SPENT = {"training": 105.0, "reading data": 5.0, "evaluation": 15.0, "saving": 4.0, "starting": 10.0}

@@ -6,7 +6,7 @@ from onecurve.checkpoint.format import steps_in
 from tests.conftest import HALF_THE_CORES, STRATEGIES, Job, copy_project, full, metrics, mutate, result, run
 from tools.logbook import markdown as md
 from tools.logbook.page import page
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 EPOCH, EPOCHS = 13, 6  # steps; 143 of the digits are held out
 ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)  # after each epoch: the best before two worse is held

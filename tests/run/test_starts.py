@@ -10,7 +10,7 @@ from onecurve.run.starts import STARTS, add_start, in_order, in_turn, kept
 from onecurve.system.files import read_lines
 from tests.conftest import CNN, STRATEGIES, full, python, run
 from tools.logbook.history import verdict
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 FLAGS = ["--data", "digits", "--batch_size", 64, "--epochs", 2, "--telemetry_s", 0, "--trackers", "none"]
 FLAGS += ["--mixed_precision", "no", "--log_every", 10]

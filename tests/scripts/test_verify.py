@@ -19,10 +19,10 @@ from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.support.commands import call
 from tests.support.data_sets import data_set, png
-from tools.logbook import replay, verification
 from tools.logbook.page import page
-from tools.logbook.record import RunRecord
-from tools.logbook.replay import contradictions
+from tools.logbook.run_record import RunRecord
+from tools.verify import replay, verification
+from tools.verify.replay import contradictions
 
 STEPS = 32  # of 4 epochs; each has 8 steps, an evaluation and a kept checkpoint
 FLAGS = ["--epochs", 4, "--batch_size", 8, "--per_device_batch_size", 4, "--holdout", 16, "--log_every", 2]

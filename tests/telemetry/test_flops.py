@@ -14,7 +14,7 @@ from onecurve.telemetry import flops
 from onecurve.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
 from tests.conftest import ROOT, metrics, result, rows_of
 from tools.logbook.page import page
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 
 def test_an_operation_is_an_addition_or_a_multiplication():

@@ -13,7 +13,7 @@ from onecurve.data.names import NameOf
 from onecurve.system.files import write_csv, write_text
 from onecurve.system.paths import ROOT
 
-METRICS = ("classification", "top_k", "calibration")  # modules in onecurve/metrics/
+METRICS = ("classification", "top_k", "calibration")  # modules in tools/inference/metrics/
 TOP, BINS, WORST = 5, 15, 24
 TIMED = 1000  # images: of fewer no speed is shown, as decoders start meanwhile
 PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confusion matrix, are printed
@@ -33,7 +33,7 @@ Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probabilit
 
 
 def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[str, Any]:
-    """The numbers of the report, computed by the modules in onecurve/metrics/.
+    """The numbers of the report, computed by the modules in tools/inference/metrics/.
 
     rows["id"]: the images' numbers in the stored split, of which name_of returns their files' names.
     """
@@ -76,7 +76,10 @@ def load_metrics(scratch: Path) -> list[Any]:
     if modules["transformers"] is None:
         del modules["transformers"]
     evaluate.config.HF_MODULES_CACHE = scratch
-    paths, options = (ROOT / "onecurve" / "metrics" / name for name in METRICS), {"cache_dir": str(scratch)}
+    paths, options = (
+        (ROOT / "tools" / "inference" / "metrics" / name for name in METRICS),
+        {"cache_dir": str(scratch)},
+    )
     return [evaluate.load(str(path), keep_in_memory=True, **options) for path in paths]
 
 

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code, render
-from tools.logbook.record import RunRecord, as_flag, recipe_change
+from tools.logbook.run_record import RunRecord, as_flag, recipe_change
 
 if TYPE_CHECKING:  # a tool knows no other
     from tools.inference.exported import Exported

@@ -13,7 +13,7 @@ from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook import seeds
 from tools.logbook.markdown import code, render
-from tools.logbook.record import KINDS, RunRecord, as_flag, complete, host_count
+from tools.logbook.run_record import KINDS, RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("name", "output_dir", "model_folder", "s3")  # places of files

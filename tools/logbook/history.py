@@ -13,7 +13,7 @@ from onecurve.run.starts import MOST_IN_TURN, Start
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook.markdown import code, text
-from tools.logbook.record import RunRecord, as_flag, devices, mixed_precision, recipe_change, where
+from tools.logbook.run_record import RunRecord, as_flag, devices, mixed_precision, recipe_change, where
 
 Value = Callable[[dict[str, Any]], Any]  # of a line of starts.jsonl
 

@@ -11,7 +11,7 @@ from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code, each, formatted, render
-from tools.logbook.record import KINDS, MEANING, RunRecord, as_flag, complete, host_count, stamped_files
+from tools.logbook.run_record import KINDS, MEANING, RunRecord, as_flag, complete, host_count, stamped_files
 from tools.logbook.seeds import PLACES
 from tools.logbook.spent import main_processes, parts_s, paused_s
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onecurve.system.text import natural
-from tools.logbook.record import RunRecord, mixed_precision
+from tools.logbook.run_record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # of the test
 TINY = 1e-12  # a deviation that is rounding

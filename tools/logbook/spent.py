@@ -20,7 +20,7 @@ from onecurve.system.phase import (
     TRAINING,
     WARM_UP,
 )
-from tools.logbook.record import RunRecord
+from tools.logbook.run_record import RunRecord
 
 PARTS = {
     TRAINING: "training steps",

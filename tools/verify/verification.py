@@ -25,8 +25,7 @@ from onecurve.models.script import load_script, own_script, recipe_class
 from onecurve.system.files import read_yaml, write_json
 from onecurve.system.paths import ROOT, shortest
 from onecurve.system.text import plural, printable, some_of
-from tools.logbook import replay
-from tools.logbook.record import (
+from tools.logbook.run_record import (
     BIT_FOR_BIT,
     EVALUATED_AGAIN,
     MEANING,
@@ -36,7 +35,8 @@ from tools.logbook.record import (
     as_flag,
     stamped_files,
 )
-from tools.logbook.replay import Interval, Outcome
+from tools.verify import replay
+from tools.verify.replay import Interval, Outcome
 
 DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
 SHOWN = 15  # last lines of a failed replay

@@ -18,7 +18,7 @@ from onecurve.flags.recipe import METRICS
 from onecurve.run.evaluation import CONFUSED
 from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of
-from tools.logbook.record import COMPARED, RunRecord
+from tools.logbook.run_record import COMPARED, RunRecord
 
 # How many times 1 / (images of a class) the sum of a metric over the classes changes if one image's predicted
 # class does: the recall of its class; and the F1 of two classes, each by 2 / images at most.

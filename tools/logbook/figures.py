@@ -9,7 +9,7 @@ from onecurve.run.plots import Panel, confusion, panel, panels
 from onecurve.system.files import discard, own_files
 from onecurve.system.text import plural
 from tools.logbook.comparison import Comparison
-from tools.logbook.record import RunRecord, read_picture
+from tools.logbook.run_record import RunRecord, read_picture
 from tools.logbook.spent import MainProcess, main_processes
 
 
