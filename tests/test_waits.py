@@ -20,8 +20,8 @@ from onecurve.numerics.augment import DRAWS, RAND_AUGMENT
 from onecurve.numerics.order import uniforms
 from onecurve.numerics.rand_augment import rand_augment
 from tests.conftest import ROOT, full
+from tests.models.test_timm_models import Operators
 from tests.support.waits import counted, waits_of
-from tests.test_timm_models import Operators
 
 VAL = 16  # images of an evaluation
 AUGMENTED = dict(randaug_layers=1, color_jitter=0.4, random_erasing=0.25, drop_path=0.1)

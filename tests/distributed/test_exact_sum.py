@@ -34,7 +34,7 @@ from tests.conftest import (
     run,
     torchrun,
 )
-from tests.test_timm_models import Operators
+from tests.models.test_timm_models import Operators
 
 STEPS = 16  # two more than an epoch has
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "8", "--max_steps", str(STEPS), "--log_every", "5"]

@@ -28,7 +28,7 @@ from onecurve.models.attention import (
 from onecurve.models.timm_models import speed_up
 from onecurve.run.opening import changed_packages
 from tests.conftest import ROOT, STRATEGIES, VIT, Job, latest, python
-from tests.test_timm_models import Operators
+from tests.models.test_timm_models import Operators
 from tools.verify.replay import why_not_exact
 from train_vit import Vit, build_model
 
