@@ -61,10 +61,10 @@ from torch import Tensor, nn
 
 from onecurve.data.images import Images, load
 from onecurve.distributed.accelerator import prepare
-from onecurve.distributed.ema import can_fuse_sgd
 from onecurve.distributed.process import entry
 from onecurve.distributed.step_graph import step_graph
 from onecurve.numerics.augment import to_float
+from onecurve.numerics.optimizers import can_fuse_sgd
 from onecurve.numerics.order import Plan, Steps, reseed
 from onecurve.run.evaluation import evaluate
 from onecurve.run.run import Run

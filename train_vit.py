@@ -102,7 +102,7 @@ from torch import Tensor, nn
 from onecurve.checkpoint.weights import model_with_weights, own_image_size, pretrained_model
 from onecurve.data.images import Images, load
 from onecurve.distributed.accelerator import prepare
-from onecurve.distributed.ema import EMA, named_optimizer
+from onecurve.distributed.ema import EMA
 from onecurve.distributed.precision import input_dtype
 from onecurve.distributed.process import entry
 from onecurve.distributed.step_graph import step_graph
@@ -115,6 +115,7 @@ from onecurve.models.timm_models import (
     speed_up,
 )
 from onecurve.numerics import augment
+from onecurve.numerics.optimizers import named_optimizer
 from onecurve.numerics.order import Plan, Steps, reseed, uniforms
 from onecurve.numerics.rand_augment import rand_augment
 from onecurve.run.evaluation import evaluate

@@ -13,10 +13,10 @@ from accelerate.utils import DistributedType
 
 from onecurve.data.images import Images
 from onecurve.data.splits import AHEAD, ArraySplit, Part
-from onecurve.distributed.ema import can_fuse_sgd
 from onecurve.models.script import load_script, recipe_class
 from onecurve.numerics import augment
 from onecurve.numerics.augment import DRAWS, RAND_AUGMENT
+from onecurve.numerics.optimizers import can_fuse_sgd
 from onecurve.numerics.order import uniforms
 from onecurve.numerics.rand_augment import rand_augment
 from tests.conftest import ROOT, full

@@ -2,7 +2,7 @@
 
     manifest.json      the classes, and for each split its shards and its index with their SHA-256
     <split>_index.npy  int64 [N, 4]: shard, offset of the image's bytes, their length, label; in this order
-    <split>_names.txt  the images' names in the same order (onecurve/data/names.py); earlier versions wrote none
+    <split>_names.txt  image names in the same order (onecurve/data/names.py); earlier versions wrote none
     <split>-00000.tar  each image's bytes and, as <key>.cls, its label
 
 Kind "in_place" names shards of other people instead, on this host or in one bucket of S3. Kind "index", of

@@ -188,8 +188,8 @@ def make_accelerator(
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one. Attributes of ours: precision
     (precision.Precision), compilation (blocks.Compilation or None), step_graph, deterministic,
     grad_checkpointing (bool), exact_sum (exact_sum.ExactSum or None), short_attention (bool): the device has
-    the kernel of onecurve.models.attention, and after wrap() also the model uses it, prepared (the wrapped model, once
-    there is one), step_stream (the stream of the step's graphs, or None).
+    the kernel of onecurve.models.attention, and after wrap() also the model uses it, prepared (the wrapped
+    model, once there is one), step_stream (the stream of the step's graphs, or None).
     """
     # Accelerate prints where LOCAL_RANK is 0, which may be every process of a host.
     PartialState.is_local_main_process = property(lambda _: is_hosts_first())

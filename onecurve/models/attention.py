@@ -1,7 +1,7 @@
 """Attention in a training: a kernel for few tokens with its plain twin, or torch's, and when each is used.
 
-The kernel (onecurve/models/attention_kernels.py) computes layers of up to 256 tokens with heads of up to 64 numbers,
-in bf16 and fp16, on GPUs of compute capability 8.0 and later. Everything else keeps torch's
+The kernel (onecurve/models/attention_kernels.py) computes layers of up to 256 tokens with heads of up to 64
+numbers, in bf16 and fp16, on GPUs of compute capability 8.0 and later. Everything else keeps torch's
 scaled_dot_product_attention: masks, dropout, norms of query and key, fp32, CPUs, evaluations, exports.
 """
 

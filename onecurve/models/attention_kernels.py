@@ -1,7 +1,7 @@
 """Triton kernels of attention for few tokens, as an operator: `torch.ops.onecurve.short_attention`.
 
-onecurve/models/attention.py says when they are used, and has the same function in plain torch. This file imports
-Triton, so only a training that uses the kernels imports it.
+onecurve/models/attention.py says when they are used, and has the same function in plain torch. This file
+imports Triton, so only a training that uses the kernels imports it.
 
 A program computes one head of one sample, or some of its tokens. It reads query, key and value where the
 projection wrote them, in [B, N, 3, H, D], and writes their gradients to the same places of one packed tensor.

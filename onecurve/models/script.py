@@ -1,7 +1,7 @@
 """Loads a train script as a module, for its recipe and its model, without training.
 
-`python -m onecurve.models.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of parameters and
-images, the data and the batch size. It neither trains nor downloads.
+`python -m onecurve.models.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of
+parameters and images, the data and the batch size. It neither trains nor downloads.
 """
 
 import builtins

@@ -1,8 +1,8 @@
 """Augmentation of a whole batch on the device, with random numbers per sample.
 
 To use it elsewhere copy this file: it needs torch and numpy, and mixer() torchvision. rand_augment.py needs
-this file beside it. Random numbers are float64 in [0, 1), a row for each sample: onecurve/numerics/order.py's `uniforms`
-here, or any others. Each column has one use:
+this file beside it. Random numbers are float64 in [0, 1), a row for each sample: `uniforms` of
+onecurve/numerics/order.py here, or any others. Each column has one use:
 
     0 to 2    moves
     4 to 43   the random resized crop, where images are decoded (onecurve/data/workers.py)
@@ -194,8 +194,8 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
 
     Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]), channels_last
     if the images are. dtype: of the mixed images, by default the images' own; bf16 halves the bytes for a
-    model that rounds to bf16 anyway. Random numbers come from torch's generator, which onecurve.numerics.order.reseed
-    seeds.
+    model that rounds to bf16 anyway. Random numbers come from torch's generator, which
+    onecurve.numerics.order.reseed seeds.
     """
     from torchvision.transforms import v2  # takes seconds to import
 

@@ -1,4 +1,4 @@
-"""onecurve/data/decode.py: which formats are opened, how large an image may be, and what is missing from it."""
+"""onecurve/data/decode.py: formats, size limits, and images with missing parts."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""onecurve/data/images.py: every kind of data, the cache under kills and races, decoding, order, bad input."""
+"""onecurve/data/images.py: kinds of data, the cache under kills and races, decoding, order, bad input."""
 
 import errno
 import io

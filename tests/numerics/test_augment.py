@@ -211,10 +211,10 @@ def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
     """An import of anything else of ours fails."""
     (tmp_path / "mine").mkdir()
     for name in ("augment.py", "rand_augment.py"):
-        shutil.copy(ROOT / "onecurve" / name, tmp_path / "mine")
+        shutil.copy(ROOT / "onecurve" / "numerics" / name, tmp_path / "mine")
     monkeypatch.syspath_prepend(tmp_path)
     ours, theirs = {}, {}
-    exec(ALONE.replace("mine", "onecurve"), ours)
+    exec(ALONE.replace("mine", "onecurve.numerics"), ours)
     for name in list(sys.modules):
         if name.partition(".")[0] in ("onecurve", "accelerate", "timm"):
             monkeypatch.setitem(sys.modules, name, None)

@@ -21,7 +21,7 @@ HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
 HEAVY |= {"datasets", "scipy", "boto3", "matplotlib", "triton"}
 OF_FLAGS = {"checkpoint.mirror", "data.shards", "data.shard_cache", "system.s3"}
 OF_FLAGS |= {"run.plots", "telemetry.sampling"}
-MODULES = {"train_hello": 41, "train_cnn_a": 55, "train_vit": 60}  # of common/: the most that it loads
+MODULES = {"train_hello": 41, "train_cnn_a": 55, "train_vit": 60}  # of onecurve/: the most that it loads
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
@@ -137,7 +137,7 @@ def test_a_script_loads_no_module_before_it_is_needed():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     for most, line in zip(MODULES.values(), done.stdout.splitlines(), strict=True):
         names = line.split()
-        loaded = {name.removeprefix("common.") for name in names if name.startswith("common.")}
+        loaded = {name.removeprefix("onecurve.") for name in names if name.startswith("onecurve.")}
         assert "run.run" in loaded, done.stderr
         assert not loaded & OF_FLAGS
         assert not HEAVY.intersection(names) - {"torch", "accelerate", "boto3"}  # accelerate imports boto3

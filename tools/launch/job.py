@@ -71,7 +71,7 @@ class LaunchPlan:
         if self.processes == 1 or knows or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
             return None
         return (
-            f"{self.script[0]} imports nothing of common/: without a GPU each of its {self.processes}"
+            f"{self.script[0]} imports nothing of onecurve/: without a GPU each of its {self.processes}"
             " processes is a job of its own. For one job it must make Accelerator(cpu=True); or put"
             f" {USE_CPU}=true before this command, and give --env {USE_CPU}. It then trains by DDP over gloo"
         )

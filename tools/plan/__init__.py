@@ -1,0 +1,1 @@
+"""Predictions of memory, traffic and time, used by plan.py. Start with planning.py."""

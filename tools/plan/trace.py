@@ -4,8 +4,8 @@
 model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
 and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. DEVICE: a GPU of devices.yaml. Sizes near
 the largest that fits its memory are traced, too, as with few images the optimizer's step is the peak, and
-attention for few tokens is the kernel of onecurve.models.attention, where the GPU has it. `cpu`: only SIZES, with a
-CPU's attention. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
+attention for few tokens is the kernel of onecurve.models.attention, where the GPU has it. `cpu`: only SIZES,
+with a CPU's attention. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
 
 The other kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at
 batch 512 10.08 GiB are traced; torch allocated 10.80 on an H200.
@@ -142,7 +142,7 @@ class Training:
 
 
 def _has_kernel(device: Device, accelerator: Accelerator) -> bool:
-    """Do as has_kernel() of onecurve.models.attention: GPUs from compute capability 8.0 on have units for bf16."""
+    """Do as onecurve.models.attention.has_kernel: GPUs from compute capability 8.0 on have units for bf16."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 
