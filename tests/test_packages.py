@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,14 @@ def test_each_requirement_has_one_version_with_hashes():
     assert len(wanted) > 30
     for one in wanted:
         assert one.specifier.contains(versions[canonicalize_name(one.name)]), one
+
+
+def test_the_package_asks_for_what_the_checkout_does():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    listed = re.findall(r"^\w\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert len(asked) > 10
+    assert set(asked) <= set(listed)
 
 
 UV = "uv pip install --python V/bin/python"

@@ -1,7 +1,12 @@
-"""docs/your_own_loop.md as written: its loop, killed at random and continued elsewhere, has the same bits."""
+"""docs/your_own_loop.md as written, on the installed package: a killed loop ends with the same bits."""
 
+import json
 import random
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import psutil
@@ -10,7 +15,7 @@ import pytest
 from onecurve.checkpoint.mirror import committed
 from onecurve.system.processes import kill
 from onecurve.system.s3 import ObjectStore
-from tests.conftest import ROOT, Job, full, mutate, python, run, torchrun, wait_until
+from tests.conftest import ROOT, Job, full, mutate, run, wait_until
 from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
 
 TEXT = (ROOT / "docs" / "your_own_loop.md").read_text()
@@ -27,7 +32,7 @@ torch.manual_seed(SEED)
 """
 LAYERS = "nn.Dropout(0.2), Layers(nn.Linear(128, 128), nn.GELU()), Layers(nn.Linear(128, 128), nn.GELU()),"
 LAYER_DROP = [*EXACT, ("torch.manual_seed(SEED)\n", DROP), ("nn.Dropout(0.2),", LAYERS)]
-ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENV = {"OMP_NUM_THREADS": "1"}
 STEPS = 280  # 28 in an epoch
 
 
@@ -36,23 +41,66 @@ def weights(folder: Path) -> list[bytes]:
     return [file.read_bytes() for file in sorted(folder.glob(f"checkpoints/*{STEPS}/*.safetensors"))]
 
 
+@pytest.fixture(scope="session")
+def python(tmp_path_factory) -> Path:
+    """Return the Python of a new environment with the built wheel, and without scripts and tools.
+
+    Other packages come from the environment of the tests, so that the test needs no network.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"  # setuptools leaves files beside what it builds
+    shutil.copytree(ROOT / "onecurve", source / "onecurve", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source]
+    subprocess.run([*pip, *build], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    [wheel] = folder.glob("onecurve-*.whl")
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+    [site_packages] = folder.glob("venv/lib/python*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+def test_the_package_is_the_core_alone(python, tmp_path):
+    """The names that docs/your_own_loop.md promises exist; scripts, tools and timm are not needed."""
+    imports = "\n".join(re.findall(r"^from onecurve.*", TEXT, re.MULTILINE))
+    code = f"{imports}\nimport importlib.util, json, sys, onecurve\n"
+    code += "tools = importlib.util.find_spec('tools')\n"
+    code += "print(json.dumps([onecurve.__file__, tools is None, 'timm' in sys.modules]))"
+    file, has_no_tools, has_timm = json.loads(run([python, "-c", code], cwd=tmp_path).splitlines()[-1])
+    assert Path(file).is_relative_to(python.parents[1])
+    assert has_no_tools
+    assert not has_timm
+
+
 CASES = [([], (1, 2, 1)), full(LAYER_DROP, (4, 1)), full(EXACT, (4, 1, 2, 4)), full(LAYER_DROP, (2, 1, 4))]
 
 
 @pytest.mark.parametrize(("changes", "processes"), CASES)
-def test_it_is_killed_at_random_and_ends_with_the_same_bits(changes, processes, tmp_path, s3, monkeypatch):  # noqa: F811
+def test_it_is_killed_at_random_and_ends_with_the_same_bits(
+    changes,
+    processes,
+    python,
+    tmp_path,
+    s3,  # noqa: F811
+    monkeypatch,
+):
     """What a killed one leaves is in S3 alone, as on another machine."""
     use_s3(monkeypatch, s3)
     url, script = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "my_loop.py"
     script.write_text(LOOP)
     for old, new in changes:
         mutate(tmp_path, script.name, old, new)
-    run([*python(), script, "--folder", tmp_path / "alone"], env=ENV)
+    run([python, script, "--folder", tmp_path / "alone"], env=ENV, cwd=tmp_path)
     store, outputs = ObjectStore(url), []
     for count in processes:
         folder = tmp_path / f"run{len(outputs)}"  # of another disk
-        words = [*(torchrun(count) if count > 1 else python()), script, "--folder", folder, "--s3", url]
-        job = Job(words, env=ENV)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+        words = [python, *torchrun[: 4 * (count > 1)], script, "--folder", folder, "--s3", url]
+        job = Job(words, env=ENV, cwd=tmp_path)
         if len(outputs) < len(processes) - 1:
             step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
             wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023

@@ -21,7 +21,6 @@ from onecurve.checkpoint.gather import Gather
 from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
 from onecurve.distributed.layout import layout_of
-from onecurve.models.timm_models import head_layers
 from onecurve.system.text import some_of
 
 if TYPE_CHECKING:
@@ -167,6 +166,8 @@ class TrainingState:
         """Return for each parameter of the head the checkpoint's row of each class; {} if none has moved."""
         if (match := self.match(checkpoint)).is_identity:
             return {}
+        from onecurve.models.timm_models import head_layers  # only models whose classes have moved need it
+
         heads, shapes = head_layers(self.layout.module), self.gathering.shapes
         names = [name for name in shapes if name.rpartition(".")[0] in heads]
         if not names or any(shapes[name][:1] != (len(self.classes),) for name in names):

@@ -7,12 +7,13 @@ its samples [k*b : (k+1)*b]. With A accumulations rank r computes the micro-batc
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from onecurve.flags.recipe import Batch, Recipe
+if TYPE_CHECKING:
+    from onecurve.flags.recipe import Batch, Recipe
 
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
 
@@ -26,10 +27,10 @@ class Shuffled:
     def __len__(self) -> int:
         return self.count
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: "Batch") -> None:
         """Accepts any batch."""
 
-    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+    def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
         return order(seed, epoch, self.count)
 
 
@@ -42,7 +43,7 @@ class Streamed:
     def __len__(self) -> int:
         return int(self.counts.sum())
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: "Batch") -> None:
         total, processes, streams = batch.total, batch.processes, self.streams
         if total % streams or streams % processes:
             possible = [s for s in range(processes, total + 1, processes) if total % s == 0]
@@ -52,7 +53,7 @@ class Streamed:
                 f" processes, {processes}: choose {' or '.join(map(str, nearest))}"
             )
 
-    def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
+    def order(self, seed: int, epoch: int, batch: "Batch") -> np.ndarray:
         return stream_order(seed, epoch, self.counts, self.streams, self.window, batch.total)
 
 
@@ -88,7 +89,7 @@ def stream_order(
     return laid.reshape(streams, steps, share).swapaxes(0, 1).reshape(-1)
 
 
-def steps_per_epoch(samples: Samples, batch: Batch) -> int:
+def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
     """floor(N / batch size). Raises ValueError for fewer samples than one batch, or a batch that can't be
     divided among the processes."""
     if len(samples) < batch.total:
@@ -110,18 +111,18 @@ class Steps:
     first: int = 0  # more in a resumed run
 
     @classmethod
-    def of(cls, samples: Samples, batch: Batch, recipe: Recipe) -> "Steps":
+    def of(cls, samples: Samples, batch: "Batch", recipe: "Recipe") -> "Steps":
         """Raises ValueError as steps_per_epoch does."""
         per_epoch = steps_per_epoch(samples, batch)
         total = recipe.epochs * per_epoch
         return cls(per_epoch, total, min(total, recipe.max_steps or total))
 
-    def plan(self, samples: Samples, batch: Batch, rank: int, seed: int) -> Plan:
+    def plan(self, samples: Samples, batch: "Batch", rank: int, seed: int) -> Plan:
         return training_plan(samples, batch, rank, seed, self.first, self.last)
 
 
 def training_plan(
-    samples: Samples, batch: Batch, rank: int, seed: int, first_step: int, last_step: int
+    samples: Samples, batch: "Batch", rank: int, seed: int, first_step: int, last_step: int
 ) -> Plan:
     """This process's micro-batches of the steps first_step ... last_step - 1, in order."""
     per_epoch = steps_per_epoch(samples, batch)

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from onecurve import __version__
 from onecurve.checkpoint.format import Checkpoint, remove_temporary, steps_in
 from onecurve.checkpoint.saver import Saver
 from onecurve.checkpoint.training import TrainingState
@@ -34,7 +35,7 @@ from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE, report
 from onecurve.system.files import writing
-from onecurve.system.paths import ROOT, project_version
+from onecurve.system.paths import ROOT
 from onecurve.system.processes import parents
 from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
@@ -207,7 +208,7 @@ class Opening:
             "resumed_from": self.place and self.place.began_at,
             "command": _command(),
             "argv": sys.argv,
-            "version": project_version(),
+            "version": __version__,
             "git_commit": _git_commit(),
             "versions": job.versions(accelerator),
             "hosts": hosts,

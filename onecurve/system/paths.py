@@ -1,14 +1,12 @@
-"""The project's folder and version, and commands and paths in the form in which they are printed."""
+"""The folder of the checkout, and commands and paths in the form in which they are printed."""
 
-import functools
 import os
 import shlex
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]  # the project
+ROOT = Path(__file__).resolve().parents[2]  # the checkout; site-packages, where the package is installed
 
 
 def python_command(*words: object) -> str:
@@ -27,12 +25,3 @@ def public_path(path: Path | str) -> str:
     text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
     inside = text.removeprefix(f"{ROOT}{os.sep}")
     return f"~/{inside.removeprefix(home)}" if inside.startswith(home) else inside
-
-
-@functools.cache
-def project_version() -> str:
-    """The version in pyproject.toml, as `1.0.0`; `unknown` if the code was copied without that file."""
-    try:
-        return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    except (OSError, ValueError, KeyError):
-        return "unknown"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from onecurve import __version__
 from onecurve.checkpoint.format import FORMAT_VERSION
-from onecurve.system.paths import project_version
 from tests.conftest import latest, metrics, run
 from tests.support.compare import assert_same_losses, assert_same_tensors
 from tools.logbook.page import page
@@ -39,10 +39,10 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
 
 def test_runs_and_checkpoints_carry_the_version(tmp_path):
     run(["train_hello.py", "--max_steps", "2", "--trackers", "none", "--output_dir", tmp_path / "run"])
-    assert project_version()[0].isdigit()
+    assert __version__[0].isdigit()
     record = RunRecord(tmp_path / "run")
     assert not record.problems
-    assert record.about["version"] == project_version()
+    assert record.about["version"] == __version__
     manifest = json.loads((latest(tmp_path / "run") / "manifest.json").read_text())
-    assert manifest["written_by"]["version"] == project_version()
-    assert f"| version | {project_version()} |" in page(record, "run", [])
+    assert manifest["written_by"]["version"] == __version__
+    assert f"| version | {__version__} |" in page(record, "run", [])
