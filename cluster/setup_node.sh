@@ -1,36 +1,37 @@
 #!/usr/bin/env bash
-# Makes a bare Debian or Ubuntu machine a host of a training cluster: see --help, and docs/cluster.md for the
-# steps before and after. Each step changes only what differs from the wanted state.
+# Turns a bare Debian or Ubuntu machine into a host of a training cluster. See --help for the flags, and
+# docs/cluster.md for the steps before and after. Each step changes only what differs from the wanted state.
 set -Eeuo pipefail
 
 help() {
     cat <<'END'
-Makes this machine a host of a training cluster: Debian or Ubuntu, as root. A second run changes nothing.
+Turns this Debian or Ubuntu machine into a host of a training cluster. Run it as root. A second run changes
+nothing.
 
     sudo ./setup_node.sh --repo https://example.com/me/train.git --path /opt/train \
         --host node1=10.0.0.11 --host node2=10.0.0.12 --nfs 10.0.0.5:/export
     sudo ./setup_node.sh --dry-run --cifs //10.0.0.5/shared --cifs_credentials /root/.cifs
 
-It checks the GPU's driver (but installs none), installs missing Debian packages, writes the hosts into
-/etc/hosts, mounts drives by lines in /etc/fstab, clones or updates the repository, and runs `make setup`
-there. Steps without a flag are left out.
+The script checks the GPU's driver (but installs none), installs missing Debian packages, writes the hosts
+into /etc/hosts, mounts drives through lines in /etc/fstab, clones or updates the repository, and runs
+`make setup` there. It skips the steps whose flag is missing.
 
-    --host NAME=ADDRESS      a host of the cluster, including this one; repeat the flag. The hosts are one block
-                             of /etc/hosts, which is replaced as a whole; without --host it does not change
-    --repo URL               the project's git repository; fast-forward only, local changes are refused
-    --path FOLDER            the folder of the project, the same on all hosts (default: /opt/train)
-    --user NAME              its owner, who also trains (default: the caller of sudo, else root)
-    --nfs SERVER:/EXPORT     a shared drive
+    --host NAME=ADDRESS      a host of the cluster, including this host; repeat the flag. The hosts form one
+                             block of /etc/hosts, which is replaced as a whole; without --host it stays
+    --repo URL               the project's git repository; only fast-forwards, and refuses local changes
+    --path FOLDER            folder of the project, the same on all hosts (default: /opt/train)
+    --user NAME              owner of the folder, who also trains (default: the caller of sudo, or root)
+    --nfs SERVER:/EXPORT     a shared NFS drive
     --cifs //SERVER/SHARE    a shared drive of Windows or Samba
-    --cifs_credentials FILE  lines username=..., password=...; mode 600
+    --cifs_credentials FILE  a file with the lines username=... and password=..., of mode 600
     --mount FOLDER           mount point of the shared drive (default: /mnt/shared)
-    --s3_mount BUCKET[:/PATH]  a bucket of S3 as a folder, by s3fs: for reading data, not for checkpoints
-    --s3_credentials FILE    a line KEY:SECRET; mode 600 (default: the role of the machine)
+    --s3_mount BUCKET[:/PATH]  an S3 bucket as a folder, through s3fs: for reading data, not for checkpoints
+    --s3_credentials FILE    a file with a line KEY:SECRET, of mode 600 (default: the machine's role)
     --mount_s3 FOLDER        mount point of the bucket (default: /mnt/s3)
-    --dry-run                show each change, and make none
+    --dry-run                show each change without making it
     --help                   show this text
 
-Exit status: 0 when the host is ready; 1 when it is not, also for a GPU without a driver; 2 for a wrong flag.
+Exit status: 0 if the host is ready; 1 if it is not, including a GPU without a driver; 2 for a wrong flag.
 END
 }
 
@@ -39,8 +40,8 @@ FLAGS+=(--mount_s3 --dry_run --help)
 PACKAGES=(python3-venv make git g++ openssh-server openssh-client iproute2 pdsh)
 BEGIN="# BEGIN hosts of the training cluster (setup_node.sh)"
 END="# END hosts of the training cluster"
-LOCK_S=300  # wait for apt's lock, which a new machine's own upgrades may hold
-MOUNT_S=90  # wait for a server's answer
+LOCK_S=300  # maximum wait for apt's lock, which the upgrades of a new machine may hold
+MOUNT_S=90  # maximum wait for a server's answer
 
 repo="" path="" user="" nfs="" cifs="" cifs_credentials="" mount="" s3_mount="" s3_credentials="" mount_s3=""
 dry_run="" home="" scratch="" not_ready="" said="" explained="" where="what was under way"
@@ -87,7 +88,7 @@ finish() {
     ((status == 0)) || [ -n "$explained" ] || echo "error: $where failed" >&2
 }
 
-# Prints a change. False in a dry run.
+# Prints a change. Returns false in a dry run.
 change() {
     changes=$((changes + 1))
     if [ -n "$dry_run" ]; then
@@ -114,7 +115,7 @@ parse() {
     local flag value
     while (($# > 0)); do
         flag=${1%%=*} value=${1#*=}
-        [[ $flag == --* ]] || die "$1 is no flag; --help shows them" 2
+        [[ $flag == --* ]] || die "$1 is not a flag. --help shows the flags" 2
         flag=--$(tr - _ <<<"${flag#--}")
         case $flag in
             --help) help && exit 0 ;;
@@ -141,10 +142,10 @@ once() {
 }
 
 known() {
-    [[ " ${FLAGS[*]} " == *" $1 "* ]] || die "unknown flag $1: did you mean $(nearest "$1")?" 2
+    [[ " ${FLAGS[*]} " == *" $1 "* ]] || die "unknown flag $1. Did you mean $(nearest "$1")?" 2
 }
 
-# The flag with the smallest Levenshtein distance to the word.
+# Prints the flag with the smallest Levenshtein distance to the word.
 nearest() {
     printf '%s\n' "${FLAGS[@]}" | awk -v word="$1" '
         function least(a, b, c) { return a < b ? (a < c ? a : c) : (b < c ? b : c) }
@@ -161,16 +162,16 @@ nearest() {
         END { print flag }'
 }
 
-# Finds mistakes before anything is changed.
+# Finds mistakes before the script changes anything.
 check_flags() {
-    command -v apt-get >/dev/null || die "this is neither Debian nor Ubuntu: there is no apt-get"
-    [ -n "$dry_run" ] || [ "$(id -u)" = 0 ] || die "this needs root: put sudo before it, or give --dry-run"
+    command -v apt-get >/dev/null || die "this machine has no apt-get. The script needs Debian or Ubuntu"
+    [ -n "$dry_run" ] || [ "$(id -u)" = 0 ] || die "this script needs root. Run it with sudo, or with --dry-run"
     user=${user:-${SUDO_USER:-$(id -un)}}
     home=$(getent passwd "$user" | cut -d: -f6) || true
-    [ -n "$home" ] || die "--user $user: there is no such user" 2
+    [ -n "$home" ] || die "--user $user does not exist" 2
     [ -z "$path" ] || [ -n "$repo" ] || die "--path needs --repo" 2
     [[ ! $repo =~ ^https?://[^/]*@|://[^/@]*:[^/@]*@ ]] ||
-        die "--repo holds a password or token: use a key for ssh, or git's credential helper" 2
+        die "--repo contains a password or token. Use an ssh key, or git's credential helper" 2
     path=${path:-/opt/train}
     check_path --path "$path"
     check_hosts
@@ -178,20 +179,20 @@ check_flags() {
 }
 
 check_path() {
-    [[ $2 =~ ^(/[A-Za-z0-9._-]+)+$ ]] || die "$1 $2: a path from / on, of letters, digits, dots, - and _" 2
+    [[ $2 =~ ^(/[A-Za-z0-9._-]+)+$ ]] || die "$1 $2 is not allowed. Give an absolute path of letters, digits, dots, - and _" 2
 }
 
 check_hosts() {
     local entry name address seen=" "
     for entry in "${hosts[@]}"; do
         name=${entry%%=*} address=${entry#*=}
-        # A name as in the hostfile: tools/launch/hosts.py.
+        # The same rule for names as in the hostfile: tools/launch/hosts.py.
         [[ $entry == *=* && $name =~ ^[A-Za-z0-9_][A-Za-z0-9_.-]*$ ]] ||
-            die "--host $entry: give NAME=ADDRESS" 2
-        is_address "$address" || die "--host $entry: $address is no IP address" 2
+            die "--host $entry has the wrong form. Give NAME=ADDRESS" 2
+        is_address "$address" || die "--host $entry: $address is not an IP address" 2
         [[ $address != 127.* && $address != ::1 ]] ||
             die "--host $entry: other hosts can't reach a loopback address" 2
-        [ "$name" != localhost ] || die "--host $entry: localhost is each host itself" 2
+        [ "$name" != localhost ] || die "--host $entry: on each host, localhost means that host. Use another name" 2
         [[ $seen != *" $name "* ]] || die "--host $name is given twice" 2
         seen+="$name "
     done
@@ -205,7 +206,7 @@ is_address() {
 }
 
 check_drives() {
-    [ -z "$nfs" ] || [ -z "$cifs" ] || die "--nfs and --cifs: give one of them, there is one --mount" 2
+    [ -z "$nfs" ] || [ -z "$cifs" ] || die "--nfs and --cifs share one --mount. Give only one of them" 2
     [ -n "$nfs$cifs" ] || [ -z "$mount" ] || die "--mount needs --nfs or --cifs" 2
     [ -n "$cifs" ] || [ -z "$cifs_credentials" ] || die "--cifs_credentials needs --cifs" 2
     [ -z "$cifs" ] || [ -n "$cifs_credentials" ] || die "--cifs needs --cifs_credentials FILE" 2
@@ -215,17 +216,17 @@ check_drives() {
     check_path --mount "$mount"
     check_path --mount_s3 "$mount_s3"
     [ "$mount" != "$mount_s3" ] || die "--mount and --mount_s3 are the same folder" 2
-    [[ -z $nfs || $nfs =~ ^[A-Za-z0-9._-]+:/[^[:space:],]*$ ]] || die "--nfs $nfs: give SERVER:/EXPORT" 2
-    [[ -z $cifs || $cifs =~ ^//[A-Za-z0-9._-]+/[^[:space:],]+$ ]] || die "--cifs $cifs: give //SERVER/SHARE" 2
+    [[ -z $nfs || $nfs =~ ^[A-Za-z0-9._-]+:/[^[:space:],]*$ ]] || die "--nfs $nfs has the wrong form. Give SERVER:/EXPORT" 2
+    [[ -z $cifs || $cifs =~ ^//[A-Za-z0-9._-]+/[^[:space:],]+$ ]] || die "--cifs $cifs has the wrong form. Give //SERVER/SHARE" 2
     [[ -z $s3_mount || $s3_mount =~ ^[a-z0-9][a-z0-9.-]+(:/[^[:space:],]*)?$ ]] ||
-        die "--s3_mount $s3_mount: give BUCKET or BUCKET:/PATH" 2
+        die "--s3_mount $s3_mount has the wrong form. Give BUCKET or BUCKET:/PATH" 2
     [ -z "$cifs_credentials" ] || check_path --cifs_credentials "$cifs_credentials"
     [ -z "$s3_credentials" ] || check_path --s3_credentials "$s3_credentials"
     check_secret --cifs_credentials "$cifs_credentials" '^[[:space:]]*username *=' "username=..."
     check_secret --s3_credentials "$s3_credentials" '^[^[:space:]]+:[^[:space:]]+$' "KEY:SECRET"
 }
 
-# Checks that only its owner can read the file. Its content is never shown. A dry run shows its plan all the same.
+# Checks that only its owner can read the file. Never shows the content. A dry run only warns, and shows its plan.
 check_secret() {
     local problem
     problem=$(secret_problem "$@")
@@ -238,14 +239,14 @@ secret_problem() {
     if [ -z "$file" ]; then
         return
     elif [ ! -f "$file" ]; then
-        echo "$flag $file: there is no such file"
+        echo "$flag $file does not exist"
         return
     fi
     mode=$(stat -L -c %a "$file")
     if [[ $mode != 600 && $mode != 400 ]]; then
-        echo "$flag $file: its mode is $mode: chmod 600 $file"
+        echo "$flag $file has mode $mode. Run chmod 600 $file"
     elif [ ! -r "$file" ]; then
-        echo "$flag $file can't be read by $(id -un)"
+        echo "$(id -un) can't read $flag $file"
     elif ! grep -Eq "$3" "$file"; then
         echo "$flag $file has no line $4"
     fi
@@ -259,17 +260,17 @@ check_driver() {
         found=$(sort <<<"$found" | uniq -c | sed 's/^ *\([0-9]*\) \(.*\), /\1 x \2, driver /')
         say "${found//$'\n'/; }"
     elif gpu_on_bus; then
-        not_ready="there is an NVIDIA GPU, but no driver that works"
-        warn "$not_ready, and this script installs none. Ubuntu: apt-get install ubuntu-drivers-common," \
-            "then ubuntu-drivers install. Debian: apt-get install linux-headers-amd64 nvidia-driver," \
-            "with non-free in the sources. Then reboot, and run this again when" \
-            "nvidia-smi lists the GPUs"
+        not_ready="this host has an NVIDIA GPU, but no working driver"
+        warn "$not_ready, and this script installs none. On Ubuntu, run apt-get install ubuntu-drivers-common," \
+            "then ubuntu-drivers install. On Debian, add non-free to the sources, and run apt-get install" \
+            "linux-headers-amd64 nvidia-driver. Then reboot, and run this script again when nvidia-smi lists" \
+            "the GPUs"
     else
-        say "no NVIDIA GPU: this is a host for rehearsals on the CPU"
+        say "no NVIDIA GPU. This host can run rehearsals on the CPU"
     fi
 }
 
-# NVIDIA's number at PCI is 0x10de; 0x03.... is the class of displays and 3D controllers.
+# NVIDIA's PCI vendor number is 0x10de; 0x03.... is the class of displays and 3D controllers.
 gpu_on_bus() {
     local device
     for device in /sys/bus/pci/devices/*; do
@@ -287,21 +288,21 @@ install_packages() {
     [ -z "$nfs" ] || need nfs-common
     [ -z "$s3_mount" ] || need s3fs
     if ((${#missing[@]} == 0)); then
-        say "packages: all are there"
+        say "all packages are installed"
     elif change "install ${missing[*]}"; then
-        until said=$(LC_ALL=C apt-get update -q 2>&1); do # it does not wait for its lock by itself
+        until said=$(LC_ALL=C apt-get update -q 2>&1); do # apt-get update does not wait for its lock
             [[ $said == *"Could not get lock"* ]] && ((SECONDS < LOCK_S)) && sleep 5 && continue
             echo "$said" >&2
-            die "apt-get update failed, see above"
+            die "apt-get update failed. See its output above"
         done
         DEBIAN_FRONTEND=noninteractive apt-get -o "DPkg::Lock::Timeout=$LOCK_S" install -qy \
-            --no-install-recommends "${missing[@]}" || die "apt-get install failed, see above"
+            --no-install-recommends "${missing[@]}" || die "apt-get install failed. See its output above"
     fi
 }
 
 need() { there "$1" || missing+=("$1"); }
 
-# Checks for the program, not for Debian's package, as it may come from elsewhere.
+# Checks for the program, not for Debian's package, because the program may come from elsewhere.
 there() {
     case $1 in
         python3-venv) python3 -c "import venv, ensurepip" 2>/dev/null ;;
@@ -328,21 +329,21 @@ write_hosts() {
     put /etc/hosts
     named_twice "$names"
     if grep -Eqrs '^manage_etc_hosts: *([Tt]rue|template)' /etc/cloud/cloud.cfg /etc/cloud/cloud.cfg.d; then
-        warn "cloud-init writes /etc/hosts anew when this machine starts: say manage_etc_hosts: false" \
-            "in /etc/cloud/cloud.cfg.d/99-train.cfg"
+        warn "cloud-init overwrites /etc/hosts when this machine starts. Write 'manage_etc_hosts: false'" \
+            "into /etc/cloud/cloud.cfg.d/99-train.cfg"
     fi
 }
 
-# If one of its marker lines were missing, lines after the block would count as part of it.
+# Checks both marker lines. If one were missing, lines after the block would be treated as part of it.
 whole_block() {
     local file
     file=$(or_empty /etc/hosts)
     [ "$(grep -cxF "$BEGIN" "$file")" = "$(grep -cxF "$END" "$file")" ] ||
-        die "/etc/hosts has only one of the lines '$BEGIN' and '$END': remove it"
+        die "/etc/hosts has only one of the lines '$BEGIN' and '$END'. Remove this line"
 }
 
-# Prints the file with the block in its old place, or at the end. It removes the loopback address that Debian gives
-# a host's own name (127.0.1.1): torchrun's c10d and gloo look up their own name, and others can't reach them there.
+# Prints the file with the block at its old position, or at the end. Removes the loopback address (127.0.1.1) that
+# Debian gives a host's own name: torchrun's c10d and gloo look up their own name, and other hosts can't reach them there.
 with_block() {
     awk -v begin="$BEGIN" -v end="$END" -v names="$1" -v block="$scratch/block" '
         function put_block(    line) {
@@ -367,11 +368,11 @@ with_block() {
         END { put_block() }'
 }
 
-# Warns of lines outside of the block that also give one of the names.
+# Warns about lines outside the block that also define one of the names.
 named_twice() {
     local line
     while read -r line; do
-        warn "/etc/hosts has another line for a host of the block: $line"
+        warn "/etc/hosts contains another line for a host of the block: $line"
     done < <(awk -v begin="$BEGIN" -v end="$END" -v names="$1" '
         $0 == begin { inside = 1 }
         $0 == end { inside = 0 }
@@ -387,23 +388,23 @@ check_own_name() {
         for entry in "${hosts[@]}"; do
             if [ "${entry%%=*}" = "$own" ]; then
                 is_mine "${entry#*=}" ||
-                    warn "--host $entry is this host, but it has no such address: see ip -brief address"
-                return 0 # its loopback address is, or would be, removed
+                    warn "--host $entry is this host, but it does not have this address. See ip -brief address"
+                return 0 # write_hosts removes its loopback address
             fi
         done
         warn "no --host has this host's name, $own"
     fi
     address=$(getent ahostsv4 "$own" | awk 'NR == 1 { print $1 }') || true
     [[ $address != 127.* ]] ||
-        warn "this host's own name, $own, is $address here: torchrun's c10d and gloo would take it for the" \
-            "address at which others reach it. Give --host $own=ITS_ADDRESS"
+        warn "this host's own name, $own, is $address here. torchrun's c10d and gloo would pass this address to" \
+            "the other hosts, which can't reach it. Give --host $own=ITS_ADDRESS"
 }
 
 is_mine() { ! there iproute2 || [ -n "$(ip -oneline address show to "$1")" ]; }
 
 or_empty() { if [ -e "$1" ]; then echo "$1"; else echo /dev/null; fi; }
 
-# Replaces a file by $scratch/new, or overwrites it if it can't be replaced, as in a container.
+# Replaces a file with $scratch/new, or overwrites it if it can't be replaced, as in a container.
 put() {
     local file=$1 next
     if cmp -s "$scratch/new" "$file"; then
@@ -438,20 +439,20 @@ mount_bucket() {
     drive "$s3_mount" "$mount_s3" fuse.s3fs "$who,allow_other,_netdev,nofail" s3fs
 }
 
-# Mounts a drive, and then adds its line to /etc/fstab. shown: the source that findmnt lists for it.
+# Mounts a drive, and then adds its line to /etc/fstab. shown: the source that findmnt lists for the drive.
 drive() {
     local source=$1 folder=$2 type=$3 options=$4 shown=$5 line other mounted said
     line="$source $folder $type $options 0 0"
     other=$(awk -v folder="$folder" '$1 !~ /^#/ && $2 == folder' "$(or_empty /etc/fstab)")
-    [[ -z $other || $other == "$line" ]] || die "/etc/fstab mounts something else on $folder, remove: $other"
+    [[ -z $other || $other == "$line" ]] || die "/etc/fstab mounts something else on $folder. Remove this line: $other"
     mounted=$(findmnt --noheadings --output SOURCE --mountpoint "$folder") || true
-    [[ -z $mounted || $mounted == "$shown" ]] || die "$mounted is mounted on $folder already: umount $folder"
+    [[ -z $mounted || $mounted == "$shown" ]] || die "$mounted is already mounted on $folder. Run umount $folder"
     if [ -n "$mounted" ]; then
         say "$source is mounted on $folder"
     elif change "mount $source on $folder"; then
         mkdir -p "$folder"
         said=$(timeout "$MOUNT_S" mount -t "$type" -o "$options" "$source" "$folder" 2>&1) ||
-            die "mounting $source on $folder: $(one_line "${said:-no answer within $MOUNT_S s}")"
+            die "mounting $source on $folder failed: $(one_line "${said:-no answer within $MOUNT_S s}")"
     fi
     { end_of_line_added /etc/fstab && { [ -n "$other" ] || echo "$line"; }; } >"$scratch/new"
     put /etc/fstab
@@ -469,7 +470,7 @@ update_repository() {
     elif there git; then
         fast_forward
     else
-        say "$path can be looked at when git is installed"
+        say "git must be installed before $path can be checked"
     fi
     make_setup
 }
@@ -485,39 +486,39 @@ clone() {
 fast_forward() {
     local changed branch here newest
     in_repo rev-parse --git-dir >/dev/null 2>&1 ||
-        die "$path is no git repository that $user can use: move it away"
+        die "$path is not a git repository that $user can use. Move it away"
     [ "$(in_repo remote get-url origin 2>/dev/null)" = "$repo" ] ||
-        die "$path is a clone of another repository than --repo: git -C $path remote -v"
+        die "$path is not a clone of --repo. See git -C $path remote -v"
     changed=$(in_repo status --porcelain --untracked-files=no | awk 'NR <= 3 { print $2 }' | paste -sd ' ')
-    [ -z "$changed" ] || die "$path has local changes, which are left alone ($changed): push or stash them"
+    [ -z "$changed" ] || die "$path has local changes ($changed). Push or stash them"
     branch=$(in_repo symbolic-ref --short --quiet HEAD) ||
-        die "$path is on no branch: git -C $path switch BRANCH"
+        die "$path is not on a branch. Run git -C $path switch BRANCH"
     must in_repo ls-remote --exit-code origin "refs/heads/$branch"
-    newest=$(awk -v ref="refs/heads/$branch" '$2 == ref { print $1 }' <<<"$said") # ssh may say more
+    newest=$(awk -v ref="refs/heads/$branch" '$2 == ref { print $1 }' <<<"$said") # ssh may print other lines
     here=$(in_repo rev-parse HEAD)
     if [ "$here" = "$newest" ]; then
         say "$path is at ${here:0:10} of $branch"
     elif in_repo merge-base --is-ancestor "$newest" HEAD 2>/dev/null; then
-        die "$path has commits that --repo has not: push them"
+        die "$path has commits that --repo lacks. Push them"
     elif change "update $path from ${here:0:10} to ${newest:0:10} of $branch"; then
         must in_repo fetch --quiet origin "$branch"
         in_repo merge-base --is-ancestor HEAD FETCH_HEAD ||
-            die "$path and --repo have each commits that the other has not: rebase and push"
+            die "$path and --repo have diverged. Rebase and push"
         must in_repo merge --quiet --ff-only FETCH_HEAD
     fi
 }
 
 make_setup() {
     if [ -d "$path" ] && there make && as_user make --silent --question -C "$path" setup >/dev/null 2>&1; then
-        say "make setup: nothing to do"
-    elif change "make setup in $path"; then
-        as_user make --no-print-directory -C "$path" setup || die "make setup in $path failed, see above"
+        say "make setup has nothing to do"
+    elif change "run make setup in $path"; then
+        as_user make --no-print-directory -C "$path" setup || die "make setup in $path failed. See its output above"
     fi
 }
 
 in_repo() { as_user git -C "$path" "$@"; }
 
-# Runs a command as the user who trains, with their keys, without questions, without writing git's index.
+# Runs a command as the user who trains, with this user's keys, without questions, and without writing git's index.
 as_user() {
     local settings=(GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0 GIT_SSH_COMMAND="ssh -o BatchMode=yes")
     if [ "$user" = "$(id -un)" ]; then
@@ -527,12 +528,12 @@ as_user() {
     fi
 }
 
-# Runs a command that must succeed. Its output is in $said, and is the error message.
+# Runs a command that must succeed. Its output is stored in $said, and becomes the error message.
 must() {
     said=$("$@" 2>&1) || die "$(one_line "$said") (${*:2:4} ...)"
 }
 
-# Prints the reasons of ssh and git in one line, else the last line.
+# Prints the errors of ssh and git in one line, or else the last line.
 one_line() {
     local reasons
     reasons=$(grep -E '^(fatal|error): |verification failed|denied' <<<"$1" | paste -sd ' ') || true

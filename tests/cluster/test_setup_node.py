@@ -181,7 +181,7 @@ def test_a_dry_run_changes_nothing_and_a_second_run_neither(sandbox, origin):
     made = sandbox.setup(*flags)
     changes = [line.removeprefix("change: ") for line in made.splitlines() if line.startswith("change: ")]
     wanted = ["install nfs-common", "/etc/hosts:", "mount 10.9.0.9:/export on /mnt/shared", "/etc/fstab:"]
-    assert changes == [*wanted, "clone the repository into /opt/train", "make setup in /opt/train"]
+    assert changes == [*wanted, "clone the repository into /opt/train", "run make setup in /opt/train"]
     would = [line for line in planned.splitlines() if "would: " in line]
     assert [line.removeprefix("would: ") for line in would] == changes
     assert made.splitlines()[-1] == "node1: 6 changes made"
@@ -196,11 +196,11 @@ def test_a_dry_run_changes_nothing_and_a_second_run_neither(sandbox, origin):
 
 
 def test_only_what_is_missing_is_installed(sandbox):
-    assert "ok: packages: all are there" in sandbox.setup()
+    assert "ok: all packages are installed" in sandbox.setup()
     program = sandbox.at("/usr/bin/pdsh")
     content = program.read_bytes()
     program.unlink()
-    assert sandbox.refused(*CLUSTER) == "error: apt-get update failed, see above"
+    assert sandbox.refused(*CLUSTER) == "error: apt-get update failed. See its output above"
     (sandbox.own / "pdsh").write_bytes(content)
     sandbox.stub("apt-get", f"[[ $* != *install* ]] || install {sandbox.folder}/pdsh /usr/bin/pdsh")
     assert "change: install pdsh" in sandbox.setup()
@@ -238,11 +238,14 @@ def test_a_loopback_line_with_no_other_name_goes(sandbox):
 
 
 def test_misleading_lines_are_warned_of(sandbox):
-    other, twice = "--host node1=10.9.0.7 is this host", "/etc/hosts has another line for a host of the block"
+    other, twice = (
+        "--host node1=10.9.0.7 is this host",
+        "/etc/hosts contains another line for a host of the block",
+    )
     for hosts, flags, warning in [
         (HOSTS, [], "this host's own name, node1, is 127.0.1.1 here"),
         (HOSTS, ["--host", "node2=10.9.0.2"], "no --host has this host's name, node1"),
-        (HOSTS, ["--host", "node1=10.9.0.7"], f"{other}, but it has no such address"),
+        (HOSTS, ["--host", "node1=10.9.0.7"], f"{other}, but it does not have this address"),
         (HOSTS + "10.1.1.1 old node2\n", CLUSTER, f"{twice}: 10.1.1.1 old node2"),
     ]:
         sandbox.at("/etc/hosts").write_text(hosts)
@@ -276,7 +279,7 @@ def test_a_repository_follows_by_fast_forward(sandbox, origin):
     assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns == stamp  # nothing new to install
     assert f"ok: /opt/train is at {new} of main" in sandbox.setup(*flags)
     push(sandbox, "requirements.txt", "torch\nnumpy\n")
-    assert "change: make setup" in sandbox.setup(*flags)
+    assert "change: run make setup" in sandbox.setup(*flags)
     assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns > stamp
 
 
@@ -284,12 +287,12 @@ def test_local_work_is_never_lost(sandbox, origin):
     flags = ["--repo", origin]
     sandbox.setup(*flags)
     sandbox.at("/opt/train/Makefile").write_text(MAKEFILE + "# mine\n")
-    assert "has local changes, which are left alone (Makefile)" in sandbox.refused(*flags)
+    assert "has local changes (Makefile)" in sandbox.refused(*flags)
     commit(sandbox, "/opt/train", "mine")
-    assert "has commits that --repo has not" in sandbox.refused(*flags)
+    assert "has commits that --repo lacks" in sandbox.refused(*flags)
     push(sandbox, "train.py", "theirs\n")
     error = sandbox.setup(*flags, status=1).splitlines()[-1]
-    assert error == "error: /opt/train and --repo have each commits that the other has not: rebase and push"
+    assert error == "error: /opt/train and --repo have diverged. Rebase and push"
     assert sandbox.read("/opt/train/Makefile") == MAKEFILE + "# mine\n"
 
 
@@ -300,10 +303,10 @@ def test_no_other_file_or_repository_is_overwritten(sandbox, origin):
     error = sandbox.setup("--repo", origin, status=1).splitlines()[-1]
     assert "untracked working tree files would be overwritten" in error
     assert sandbox.read("/opt/train/train.py") == "mine\n"
-    assert "clone of another repository" in sandbox.refused("--repo", "/opt/other.git")
+    assert "is not a clone of --repo" in sandbox.refused("--repo", "/opt/other.git")
     sandbox.at("/opt/full").mkdir()
     sandbox.at("/opt/full/thesis.txt").write_text("mine\n")
-    assert "is no git repository" in sandbox.refused("--repo", origin, "--path", "/opt/full")
+    assert "is not a git repository" in sandbox.refused("--repo", origin, "--path", "/opt/full")
     flags = ["--repo", "/opt/nowhere.git", "--path", "/opt/new"]
     error = sandbox.setup(*flags, status=1).splitlines()[-1]
     assert error.startswith("error: fatal: repository '/opt/nowhere.git' does not exist")
@@ -312,7 +315,7 @@ def test_no_other_file_or_repository_is_overwritten(sandbox, origin):
 def test_a_failed_setup_is_tried_again(sandbox, origin):
     push(sandbox, "Makefile", MAKEFILE.replace("\ttouch $@", "\tfalse"))
     output = sandbox.setup("--repo", origin, status=1)
-    assert output.splitlines()[-1] == "error: make setup in /opt/train failed, see above"
+    assert output.splitlines()[-1] == "error: make setup in /opt/train failed. See its output above"
     push(sandbox, "Makefile", MAKEFILE)
     assert "node1: 2 changes made" in sandbox.setup("--repo", origin)
 
@@ -367,7 +370,7 @@ def test_a_mount_that_fails_leaves_no_line(sandbox):
     serve(sandbox, "mount.nfs")
     sandbox.stub("mount", "echo 'mount.nfs: access denied by server' >&2; exit 32")
     output = sandbox.setup("--nfs", "10.9.0.9:/export", status=1)
-    error = "error: mounting 10.9.0.9:/export on /mnt/shared: mount.nfs: access"
+    error = "error: mounting 10.9.0.9:/export on /mnt/shared failed: mount.nfs: access"
     assert output.splitlines()[-1].startswith(error)
     assert "10.9.0.9" not in sandbox.read("/etc/fstab")
 
@@ -376,8 +379,8 @@ def test_secrets_that_others_could_read_are_refused(sandbox):
     serve(sandbox, "mount.cifs")
     login = "username=me\npassword=hunter2\n"
     for text, mode, error in [
-        (login, 0o644, "its mode is 644: chmod 600 /etc/secret"),
-        (login, 0o660, "its mode is 660"),
+        (login, 0o644, "has mode 644. Run chmod 600 /etc/secret"),
+        (login, 0o660, "has mode 660"),
         ("hunter2\n", 0o600, "has no line username=..."),
     ]:
         flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", secret(sandbox, text, mode)]
@@ -390,10 +393,10 @@ def test_a_dry_run_shows_its_plan_before_the_credentials_are_there(sandbox):
     before = sandbox.snapshot()
     flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", "/root/.none", "--dry-run"]
     planned = sandbox.setup(*flags)
-    assert "warning: --cifs_credentials /root/.none: there is no such file\n" in planned
+    assert "warning: --cifs_credentials /root/.none does not exist\n" in planned
     assert "would: mount //10.9.0.9/data on /mnt/shared\n" in planned
     assert sandbox.snapshot() == before
-    assert "there is no such file" in sandbox.refused(*flags[:-1])
+    assert "does not exist" in sandbox.refused(*flags[:-1])
 
 
 def test_a_wrong_flag_changes_nothing(sandbox):
@@ -404,7 +407,7 @@ def test_a_wrong_flag_changes_nothing(sandbox):
 
 
 def test_a_gpu_without_a_driver_is_not_ready(sandbox):
-    assert "ok: no NVIDIA GPU: this is a host for rehearsals on the CPU" in sandbox.setup()
+    assert "ok: no NVIDIA GPU. This host can run rehearsals on the CPU" in sandbox.setup()
     device = sandbox.at("/sys/bus/pci/devices/0000:00:1e.0")
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x10de\n")
@@ -412,7 +415,7 @@ def test_a_gpu_without_a_driver_is_not_ready(sandbox):
     output = sandbox.setup(*CLUSTER, status=1)
     assert "ubuntu-drivers install" in output
     assert "change: /etc/hosts" in output  # all else is done
-    assert output.splitlines()[-1].endswith("NOT READY: there is an NVIDIA GPU, but no driver that works")
+    assert output.splitlines()[-1].endswith("NOT READY: this host has an NVIDIA GPU, but no working driver")
     assert sandbox.calls("apt-get") == []
     sandbox.stub("nvidia-smi", "printf 'NVIDIA L4, 580.95.05\\nNVIDIA L4, 580.95.05\\n'")
     assert "ok: 2 x NVIDIA L4, driver 580.95.05\n" in sandbox.setup()
