@@ -68,7 +68,9 @@ def test_beside_another_python_uv_takes_one_that_fits(tmp_path):
     words = [*ANOTHER_PYTHON, f"VENV={tmp_path}/venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^Python 3\.\d+\.\d+ is not >=3.11,<3.14: uv takes one that is$", done.stdout, re.M)
+    assert re.search(
+        r"^Python 3\.\d+\.\d+ is not in >=3.11,<3.14. uv installs a version that is$", done.stdout, re.M
+    )
     words = [tmp_path / "venv" / "bin" / "python", "-c", "import sys; print(sys.version_info[:2])"]
     assert (3, 11) <= eval(subprocess.check_output(words, text=True)) <= (3, 13)
 
@@ -77,7 +79,7 @@ def test_pip_alone_takes_no_other_python(tmp_path):
     words = [*ANOTHER_PYTHON, "INSTALLER=pip", f"VENV={tmp_path}/venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode
-    assert "error: INSTALLER=pip needs PYTHON to be one of >=3.11,<3.14\n" in done.stderr
+    assert "error: INSTALLER=pip needs a Python in the range >=3.11,<3.14. Set PYTHON=\n" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 
@@ -85,7 +87,7 @@ def test_an_index_that_does_not_answer_is_one_line(tmp_path):
     words = ["make", "setup", f"VENV={tmp_path}/venv", "CPU=1", "CPU_INDEX=http://127.0.0.1:9"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     error, _ = done.stderr.splitlines()  # the other one is make's
-    assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer: leave out CPU=1"
+    assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer. Leave out CPU=1"
     assert not (tmp_path / "venv").exists()
 
 
