@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from onecurve.models.preprocessing import IMAGENET_CROP, Crop
+from onecurve.models.preprocessing import IMAGENET_CROP, LEGACY, Crop
 
 LONGEST = 64  # a longer image, as a multiple of its shorter side, is cut before it is scaled
 
@@ -45,7 +45,8 @@ def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) ->
         h, w = (max(1, round(side * length / longest)) for side in image.shape[:2])
         h, w = (length, length) if crop.crop_mode == "squash" else (h, w)
         image = _without_most(image)
-    scaled = _resize(image, h, w, crop.filter)
+    resize = _resize if crop.interpolation == LEGACY else _resize_by_pil
+    scaled = resize(image, h, w, crop.filter)
     if crop.crop_mode == "border":
         top, left = (max(0, size - side) // 2 for side in (h, w))
         padded = np.full((max(h, size), max(w, size), 3), crop.fill, np.uint8)
@@ -76,7 +77,7 @@ def _without_most(image: np.ndarray) -> np.ndarray:
 def _resize(image: np.ndarray, height: int, width: int, interpolation: str = "bilinear") -> np.ndarray:
     """Resize uint8 pixels with antialiasing, as PIL and torchvision do.
 
-    The pixels of photographs are within 1 of PIL's, but for one in two million, and four times as fast.
+    The pixels of photographs are within 1 of PIL's, except for one value in two million, which is within 2.
     """
     import torch
     import torch.nn.functional as F
@@ -86,3 +87,14 @@ def _resize(image: np.ndarray, height: int, width: int, interpolation: str = "bi
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     pixels = F.interpolate(pixels, (height, width), mode=interpolation, antialias=True)
     return pixels[0].permute(1, 2, 0).numpy()
+
+
+def _resize_by_pil(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
+    """Resize uint8 pixels exactly as in the evaluations that published accuracies come from.
+
+    Decoding a photograph and resizing it takes twice the time that it takes with _resize.
+    """
+    from PIL import Image
+
+    scaled = Image.fromarray(image).resize((width, height), Image.Resampling[interpolation.upper()])
+    return np.array(scaled)  # writable, as torch asks
