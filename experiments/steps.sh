@@ -1,19 +1,19 @@
-# Steps of an experiment; sourced by the scripts beside it.
+# Steps of an experiment. The scripts in this folder source this file.
 #
-# Each step's command is shown before it runs. The first failing step ends the experiment, and the next start
-# continues with it: a step is done if its product exists and FOLDER/steps/ records the same command. An
-# interrupted training resumes from its checkpoint.
+# Each step prints its command before it runs. The first failing step ends the experiment, and the next start continues
+# with that step. A step is done if its product exists and FOLDER/steps/ records the same command. An interrupted training
+# resumes from its checkpoint.
 #
-#   SIZE=rehearsal   small, on the CPUs of this machine; SIZE=full is for GPUs
-#   DATA=cifar10     as the train scripts take --data
-#   HOSTFILE=hostfile   of the hosts, for SIZE=full; as shipped this machine alone. Start on its first host
-#   S3_PREFIX=       s3://bucket/prefix: the checkpoints of each run go below it
-#   FOLDER=          of the runs; runs/experiment_<name>/<size> by default. Other data or flags need another one
-#   LOGBOOK=         the folder of the pages; that of logbook.py by default
-#   SEEDS=1          runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
-#   FOLDS=           as 5: runs of each training, one after another, each on other held-out images; or --folds N
-#   DRY_RUN=         1: show the commands, and end
-#   PYTHON=python
+#   SIZE=rehearsal   a small experiment on the CPUs of this machine; SIZE=full is for GPUs
+#   DATA=cifar10     value of the train scripts' --data
+#   HOSTFILE=hostfile   file of the hosts, for SIZE=full; as shipped only this machine. Start on its first host
+#   S3_PREFIX=       s3://bucket/prefix, which receives the checkpoints of each run
+#   FOLDER=          folder of the runs, by default runs/experiment_<name>/<size>. Different data or flags need a different folder
+#   LOGBOOK=         folder of the pages, by default logbook.py's
+#   SEEDS=1          number of runs of each training, one after another, with the seeds 0, 1, ...; or --seeds N
+#   FOLDS=           number of runs of each training, one after another, each with different held-out images; or --folds N
+#   DRY_RUN=         1 prints the commands without running them
+#   PYTHON=python    interpreter of all steps
 
 refuse() {
     echo "error: $1" >&2
@@ -22,7 +22,7 @@ refuse() {
 
 # check_seeds NUMBER FLAG
 check_seeds() {
-    [[ $1 =~ ^[1-9][0-9]*$ ]] || refuse "$2$1: a number of runs, as 5"
+    [[ $1 =~ ^[1-9][0-9]*$ ]] || refuse "$2${1:-nothing} is not a number of runs. Give a number, for example 5"
 }
 
 while [ $# -gt 0 ]; do # the flags of the script that sources this file
@@ -32,7 +32,7 @@ while [ $# -gt 0 ]; do # the flags of the script that sources this file
     --folds) FOLDS=${2-} && shift $(($# > 1)) ;;
     --folds=*) FOLDS=${1#*=} ;;
     *.py) [ -z "${COMMAND:-}" ] || break ;;&
-    *) refuse "$1: the flags are --seeds N and --folds N; experiments/steps.sh has the variables" ;;
+    *) refuse "unknown flag $1. The flags are --seeds N and --folds N. experiments/steps.sh lists the variables" ;;
     esac
     check_seeds "${SEEDS-1}" "--seeds "
     check_seeds "${FOLDS-2}" "--folds "
@@ -47,39 +47,39 @@ RUNS=() PREDICTIONS=()
 
 check_seeds "$SEEDS" SEEDS=
 [ -z "$FOLDS" ] || check_seeds "$FOLDS" FOLDS=
-[[ ${BATCH:-1} =~ ^([1-9][0-9]*|largest)$ ]] || refuse "BATCH=$BATCH: a number of images, or largest"
+[[ ${BATCH:-1} =~ ^([1-9][0-9]*|largest)$ ]] || refuse "BATCH=$BATCH is neither a number of images nor largest"
 case $SIZE in
 rehearsal)
-    echo "a rehearsal: small, and on the CPUs of this machine alone"
+    echo "This is a rehearsal: small, and only on the CPUs of this machine"
     export CUDA_VISIBLE_DEVICES=
     ;;
 full) ;;
-*) refuse "SIZE=$SIZE: rehearsal or full" ;;
+*) refuse "SIZE=$SIZE is neither rehearsal nor full" ;;
 esac
 
-TOLD= # to stop, maybe before the step's process is there. It saves; Ctrl-C reaches it directly
+TOLD= # set by a stop, even before the step's process exists. The process saves; Ctrl-C reaches it directly
 trap 'TOLD=1; kill -TERM ${!:-} 2>/dev/null || :' TERM
 trap TOLD=1 INT
 
-# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; with "" the step is always repeated.
+# step NAME PRODUCT WORDS...: runs `python WORDS`. PRODUCT is a file; "" repeats the step at every start.
 step() {
     local name=$1 product=$2 written status=0
     shift 2
     written=$FOLDER/steps/${name//[ ,]/_}
     printf '\n# %s' "$name"
     if is_done "$product" && [ "$(cat "$written" 2>/dev/null)" = "$*" ]; then
-        printf ': done already\n'
+        printf ': already done\n'
         return
     fi
     printf '\n%s\n' "$(printf '%q ' "$PYTHON" "$@")"
     [ -z "$DRY_RUN" ] || return 0
     mkdir -p "$FOLDER/steps"
-    env --default-signal=INT "$PYTHON" "$@" & # bash makes a process in the background ignore Ctrl-C
+    env --default-signal=INT "$PYTHON" "$@" & # bash makes background processes ignore Ctrl-C
     [ -z "$TOLD" ] || kill -TERM $!
-    while kill -0 $! 2>/dev/null; do wait $! || :; done # a signal ends the waiting, not the step
+    while kill -0 $! 2>/dev/null; do wait $! || :; done # a signal ends the wait, not the step
     wait $! || status=$?
     if [ $status != 0 ]; then
-        echo "error: $name failed with exit status $status: started again it goes on there" >&2
+        echo "error: $name failed with exit status $status. The same command resumes with this step" >&2
         exit 1
     fi
     echo "$*" >"$written"
@@ -90,8 +90,8 @@ is_done() {
     [[ $1 != */result.json ]] || { grep -q '"status": "finished"' "$1" && ! grep -q '"uploaded": false' "$1"; }
 }
 
-# train NAME CONFIG SCRIPT FLAGS...: a run in FOLDER/NAME, with launch.py if the config has several hosts; further
-# seeds in FOLDER/NAME_seed1, ...; folds in FOLDER/NAME_fold1, ..., with the predictions of their last weights
+# train NAME CONFIG SCRIPT FLAGS...: trains in FOLDER/NAME, with launch.py if the config has several hosts. Trains further
+# seeds in FOLDER/NAME_seed1, ..., and folds in FOLDER/NAME_fold1, ..., with the predictions of their last weights.
 train() {
     local seed fold name report
     for ((seed = 0; seed < SEEDS; seed++)); do
@@ -122,11 +122,11 @@ hosts_of() {
     case $1 in *_2x*) echo "--hostfile $HOSTFILE" ;; esac
 }
 
-# pages [FLAGS OF THE COMPARISON...]: writes a page of each run, and their comparison.
+# pages [FLAGS OF THE COMPARISON...]: writes a page of each run, and a comparison.
 pages() {
     local where=(${LOGBOOK:+"--folder=$LOGBOOK"})
     step pages "" logbook.py add "${RUNS[@]}" "${where[@]}"
-    if [ -n "$FOLDS" ] && [ -z "$DRY_RUN" ]; then # of the runs together, with the run's name before each line
+    if [ -n "$FOLDS" ] && [ -z "$DRY_RUN" ]; then # joins the predictions of all runs, with the run's name before each line
         awk -v folder="$FOLDER/" 'FNR == 1 { run = substr(FILENAME, length(folder) + 1); sub("/.*", "", run) }
             NR == 1 { print "run," $0 } FNR > 1 { print run "," $0 }' "${PREDICTIONS[@]}" >"$FOLDER/predictions.csv"
         echo "$FOLDER/predictions.csv"

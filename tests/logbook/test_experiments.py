@@ -68,7 +68,7 @@ def test_an_experiment_ends_with_the_name_of_what_failed(told, reason, tmp_path)
     path = f"{tmp_path}:{os.environ['PATH']}"
     status, output = experiment("speedup", tmp_path / "runs", PYTHON=python, PATH=path).wait(60)
     assert (status, "ddp_2gpu" in output) == (1, False)
-    said = f"single_gpu failed with exit status {reason}: started again it goes on there\n"
+    said = f"single_gpu failed with exit status {reason}. The same command resumes with this step\n"
     assert output.endswith(f"error: training, {said}")
 
 
@@ -87,7 +87,7 @@ def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
 def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(batch, sizes, tmp_path):
     """A stand-in for Python answers 28; of a share of 32 the training gets 16, the next divisor."""
     python = stand_in(tmp_path, SEARCHES.format(python=sys.executable))
-    for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: done already\n"):
+    for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: already done\n"):
         status, output = experiment("vit", tmp_path / "runs", PYTHON=python, BATCH=batch).wait()
         assert status == 1
         assert said in output
@@ -103,7 +103,7 @@ def test_the_product_of_another_command_is_made_again(tmp_path):
     (tmp_path / "runs" / "steps" / "training__single_gpu").write_text("of other data\n")
     for _ in range(2):
         status, output = experiment("speedup", tmp_path / "runs", DATA=tmp_path / "nowhere").wait()
-        assert (status, "done already" in output) == (1, False), output
+        assert (status, "already done" in output) == (1, False), output
         assert product.exists(), "a result is not lost"
 
 
@@ -128,22 +128,22 @@ def test_folds_take_the_place_of_the_held_out_tenth(tmp_path):
     assert not any("--holdout" in command for command in trainings)
 
 
-NUMBER = "a number of runs, as 5"
-FLAGS = "the flags are --seeds N and --folds N; experiments/steps.sh has the variables"
+NUMBER = "is not a number of runs. Give a number, for example 5"
+FLAGS = "The flags are --seeds N and --folds N. experiments/steps.sh lists the variables"
 
 
 @pytest.mark.parametrize(
     ("flags", "variables", "said"),
     [
-        ((), {"SIZE": "half"}, "SIZE=half: rehearsal or full"),
-        ((), {"SEEDS": "some"}, f"SEEDS=some: {NUMBER}"),
-        ((), {"BATCH": "some"}, "BATCH=some: a number of images, or largest"),
-        (("--seeds", "0"), {}, f"--seeds 0: {NUMBER}"),
-        (("--seeds=some",), {"SEEDS": 3}, f"--seeds some: {NUMBER}"),
-        (("--seeds",), {}, f"--seeds : {NUMBER}"),
-        (("--folds", "x"), {}, f"--folds x: {NUMBER}"),
-        (("--seed", "3"), {}, f"--seed: {FLAGS}"),
-        (("train_cnn_a.py",), {}, f"train_cnn_a.py: {FLAGS}"),
+        ((), {"SIZE": "half"}, "SIZE=half is neither rehearsal nor full"),
+        ((), {"SEEDS": "some"}, f"SEEDS=some {NUMBER}"),
+        ((), {"BATCH": "some"}, "BATCH=some is neither a number of images nor largest"),
+        (("--seeds", "0"), {}, f"--seeds 0 {NUMBER}"),
+        (("--seeds=some",), {"SEEDS": 3}, f"--seeds some {NUMBER}"),
+        (("--seeds",), {}, f"--seeds nothing {NUMBER}"),
+        (("--folds", "x"), {}, f"--folds x {NUMBER}"),
+        (("--seed", "3"), {}, f"unknown flag --seed. {FLAGS}"),
+        (("train_cnn_a.py",), {}, f"unknown flag train_cnn_a.py. {FLAGS}"),
     ],
 )
 @pytest.mark.parametrize("name", ["vit", "speedup"])
@@ -164,7 +164,7 @@ def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
     (tmp_path / "runs" / "single_gpu_seed2").unlink()
     status, output = experiment("speedup", tmp_path / "runs", **start).wait(900)
     assert status == 0, output
-    assert output.count("done already") == 2
+    assert output.count("already done") == 2
     check(page := tmp_path / "book/compare/experiment_speedup_rehearsal.md")
     text = page.read_text()
     assert rows(text)["single x 1"][:2] == ["3", "0, 1, 2"]
@@ -178,7 +178,7 @@ def test_folds_in_turn_and_their_predictions(tmp_path):
     start = {"LOGBOOK": tmp_path / "book", "PYTHON": stand_in(tmp_path, WITHOUT_LAUNCHER)}
     for again, variables in ((0, start), (4, start | {"DRY_RUN": 1})):
         status, output = experiment("folds", tmp_path / "runs", *words, **variables).wait(600)
-        assert (status, output.count("done already")) == (0, again), output
+        assert (status, output.count("already done")) == (0, again), output
     lines = (tmp_path / "runs" / "predictions.csv").read_text().splitlines()
     assert lines[0] == "run,id,file,label,predicted,probability"
     assert sorted(int(line.split(",")[1]) for line in lines[1:]) == list(range(1437))
