@@ -238,10 +238,8 @@ def test_a_loopback_line_with_no_other_name_goes(sandbox):
 
 
 def test_misleading_lines_are_warned_of(sandbox):
-    other, twice = (
-        "--host node1=10.9.0.7 is this host",
-        "/etc/hosts contains another line for a host of the block",
-    )
+    other = "--host node1=10.9.0.7 is this host"
+    twice = "/etc/hosts contains another line for a host of the block"
     for hosts, flags, warning in [
         (HOSTS, [], "this host's own name, node1, is 127.0.1.1 here"),
         (HOSTS, ["--host", "node2=10.9.0.2"], "no --host has this host's name, node1"),

@@ -231,10 +231,7 @@ def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
         (["nowhere.yaml", "train_hello.py", "--output_dir", "x"], f"nowhere.yaml: no such file in {ROOT}"),
         ([DDP, "nothing.py", "--output_dir", "x"], f"nothing.py: no such file in {ROOT}"),
         ([DDP, "train_hello.py", "--epochs", "3"], "--output_dir is missing"),
-        (
-            [DDP, "train_hello.py", "--output-dir=x"],
-            "this script runs only in a Slurm job. Start it with sbatch",
-        ),
+        ([DDP, "train_hello.py", "--output-dir=x"], "this script runs only in a Slurm job. Start it with"),
     ],
 )
 def test_missing_arguments_are_named(words, message):
