@@ -68,7 +68,9 @@ def flags_page() -> str:
 def trouble_page() -> str:
     """docs/trouble.md with a new table."""
     rows = ["| code | what it means | what helps |", "|---|---|---|"]
-    rows += [f"| `{code}` | {row['meaning']} | {row['remedy']} |" for code, row in FINDINGS.items()]
+    for code, row in FINDINGS.items():
+        cells = [row[part].replace("|", r"\|") for part in ("meaning", "remedy")]  # a bar would end the cell
+        rows.append(f"| `{code}` | {' | '.join(cells)} |")
     return _replaced(TROUBLE, rows)
 
 
