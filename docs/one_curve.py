@@ -3,8 +3,8 @@
     python -m docs.one_curve --data FOLDER
 
 All train the same steps in fp32, with the same micro-batches, under five strategies, on 4 processes, and
-elastically. The elastic run uses torchrun with two agents, which stand for hosts of two processes. One agent is
-killed with its processes, and another one replaces it.
+elastically. The elastic run uses torchrun with two agents, which stand for hosts of two processes. One agent
+is killed with its processes, and another one replaces it.
 """
 
 import math
