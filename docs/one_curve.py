@@ -127,6 +127,7 @@ def draw(path: Path, distances: dict[str, float]) -> None:
     axes.bar_label(bars, fmt="%.3g", padding=4)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(distances.values()))
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel(
         "largest difference of a loss from the run on 1 process, in rounding steps of fp32\n"
         f"(one rounding step is {ROUNDING:.1e}, and a loss of 2 is {2 / ROUNDING:,.0f} of them)"
