@@ -30,6 +30,7 @@ class CnnA(ImageRecipe):
     kernel_size: int = flag(3, "edge of the convolutions' kernels, in pixels", minimum=1)
     padding: bool = flag(True, "pad, so that convolutions keep an image's size; off by `--no_padding`")
     image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
+    crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
     optimizer: str = flag("adamw", "`adamw`, or `sgd` with --momentum", choices=("adamw", "sgd"))
     momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
     weight_decay: float = flag(0.05, "on matrices and convolutions only", minimum=0)
@@ -109,9 +110,18 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's 
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: CnnA
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Shifted and flipped at random: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    """Yield images, cropped (photographs) or shifted, and flipped at random; their labels and sample ids.
+
+    float [b, 3, S, S] channels_last, int64 [b], int64 [b].
+    """
     batches = images.train.batches(
-        plan, device=device, train=True, size=recipe.image_size, seed=recipe.seed, workers=recipe.workers
+        plan,
+        device=device,
+        train=True,
+        size=recipe.image_size,
+        seed=recipe.seed,
+        workers=recipe.workers,
+        crop_scale=recipe.crop_scale,
     )
     for _, ids, pixels, labels in batches:
         yield to_float(pixels, MEAN, STD, recipe.image_size), labels, ids

@@ -41,6 +41,7 @@ class CnnB(ImageRecipe):
     train_sizes: tuple[int, ...] = flag(
         (), "image sizes in training, each for an equal part of the epochs; unset: image_size", minimum=8
     )
+    crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
     optimizer: str = flag("sgd", "`sgd` with --momentum, or `adamw`", choices=("sgd", "adamw"))
     momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
     nesterov: bool = flag(True, "Nesterov's momentum")
@@ -148,10 +149,19 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's 
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: CnnB
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Shifted and flipped at random: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    """Yield images, cropped (photographs) or shifted, and flipped at random; their labels and sample ids.
+
+    float [b, 3, S, S] channels_last, int64 [b], int64 [b].
+    """
     for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
         batches = images.train.batches(
-            part, device=device, train=True, size=size, seed=recipe.seed, workers=recipe.workers
+            part,
+            device=device,
+            train=True,
+            size=size,
+            seed=recipe.seed,
+            workers=recipe.workers,
+            crop_scale=recipe.crop_scale,
         )
         for _, ids, pixels, labels in batches:
             yield to_float(pixels, MEAN, STD, size), labels, ids

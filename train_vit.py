@@ -59,6 +59,7 @@ class Vit(ImageRecipe):
     dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
+    crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
     color_jitter: float = flag(
         0.0, "brightness, contrast and saturation vary by up to this share; 0 is off", minimum=0, maximum=1
     )
@@ -161,11 +162,21 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: Vit, preprocessing: DataConfig
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Shifted, flipped and augmented: float [b, 3, S, S] channels_last, labels int64 [b], sample ids [b]."""
+    """Yield images, cropped (photographs) or shifted, flipped and augmented; their labels and sample ids.
+
+    float [b, 3, S, S] channels_last, int64 [b], int64 [b].
+    """
     mean, std, crop = preprocessing
     size, seed, workers = recipe.image_size, recipe.seed, recipe.workers
     batches = images.train.batches(
-        plan, device=device, train=True, size=size, seed=seed, workers=workers, crop=crop
+        plan,
+        device=device,
+        train=True,
+        size=size,
+        seed=seed,
+        workers=workers,
+        crop=crop,
+        crop_scale=recipe.crop_scale,
     )
     needs_draws = recipe.randaug_layers or recipe.color_jitter or recipe.random_erasing
     for epoch, ids, pixels, labels in batches:

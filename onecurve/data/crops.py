@@ -6,20 +6,27 @@ import numpy as np
 
 from onecurve.models.preprocessing import IMAGENET_CROP, LEGACY, Crop
 
+CROP_SCALE = (0.08, 1.0)  # area of a random crop, as a share of the image's
 LONGEST = 64  # a longer image, as a multiple of its shorter side, is cut before it is scaled
 
 
 def random_resized_crop(
-    image: np.ndarray, size: int, draws: np.ndarray, interpolation: str = "bilinear"
+    image: np.ndarray,
+    size: int,
+    draws: np.ndarray,
+    interpolation: str = "bilinear",
+    scale: tuple[float, ...] = CROP_SCALE,
 ) -> np.ndarray:
-    """Inception's crop (Szegedy et al. 2014), to uint8 [size, size, 3].
+    """Return Inception's random crop (Szegedy et al. 2014), uint8 [size, size, 3].
 
-    As torchvision's RandomResizedCrop: area 0.08 to 1 of the image, aspect ratio 3/4 to 4/3, ten attempts,
-    then the largest central crop within these ratios. draws: float64 [40] in [0, 1), four for each attempt.
+    Equals torchvision's RandomResizedCrop: an aspect ratio of 3/4 to 4/3 and ten attempts, then the largest
+    central crop within these ratios. draws: float64 [40] in [0, 1), four for each attempt. scale: the
+    smallest and the largest area of the crop, as shares of the image's area.
     """
     height, width = image.shape[:2]
+    smallest, largest = scale
     for area, ratio, down, right in draws.reshape(-1, 4):
-        target = height * width * (0.08 + 0.92 * area)
+        target = height * width * (smallest + (largest - smallest) * area)
         aspect = math.exp(math.log(3 / 4) + ratio * (math.log(4 / 3) - math.log(3 / 4)))
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onecurve.data.crops import CROP_SCALE
 from onecurve.data.decode import ArrayImages, CachedImages, Encoded
 from onecurve.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_names, read_names
 from onecurve.data.workers import MicroBatch, decoded, in_flight
@@ -131,11 +132,12 @@ class ArraySplit(Shuffled):
         seed: int,
         workers: int,
         crop: Crop = IMAGENET_CROP,
+        crop_scale: tuple[float, ...] = CROP_SCALE,
     ) -> Iterator[MicroBatch]:
         """Yields micro-batches of whole images in the order of the plan.
 
-        train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size, workers and
-        crop, which FileSplit needs, are not used.
+        train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size, workers, crop
+        and crop_scale, which FileSplit needs, are not used.
         """
         device = torch.device(device)
         if device not in self._resident:
@@ -212,12 +214,13 @@ class EncodedSplit(Shuffled):
         seed: int,
         workers: int,
         crop: Crop = IMAGENET_CROP,
+        crop_scale: tuple[float, ...] = CROP_SCALE,
     ) -> Iterator[MicroBatch]:
         """Yields micro-batches of size x size crops in the order of the plan.
 
-        train: a random resized crop from (seed, epoch, sample) alone; else the evaluation's crop. `workers`
-        processes decode, or with 0 this one. Raises ValueError that names a broken image, or a shard that
-        can't be fetched from S3.
+        train: a random resized crop from (seed, epoch, sample) alone, with an area within crop_scale; else
+        the evaluation's crop. `workers` processes decode, or with 0 this one. Raises ValueError that names a
+        broken image, or a shard that can't be fetched from S3.
         """
         with self._fetched(plan, train, workers) as plan:
             yield from decoded(
@@ -232,6 +235,7 @@ class EncodedSplit(Shuffled):
                 skip=self.skip and train,
                 flip=self.mirror and train,
                 crop=crop,
+                crop_scale=crop_scale,
             )
 
     @contextmanager

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from onecurve.data.crops import evaluation_crop, random_resized_crop
+from onecurve.data.crops import CROP_SCALE, evaluation_crop, random_resized_crop
 from onecurve.data.decode import Encoded, decode, torchcodec_decoder
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, send_arrays, to_float
@@ -65,6 +65,7 @@ def decoded(
     skip: bool,
     flip: bool = False,
     crop: Crop = IMAGENET_CROP,
+    crop_scale: tuple[float, ...] = CROP_SCALE,
 ) -> Iterator[MicroBatch]:
     """Yields micro-batches of decoded and cropped images, size x size, in the order of the plan.
 
@@ -74,7 +75,7 @@ def decoded(
     # The loader takes items of the plan early, for its workers; this loop takes each with its images.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
-        _Crops(open_images, train, size, seed, skip, crop),
+        _Crops(open_images, train, size, seed, skip, crop, crop_scale),
         sampler=ahead,
         batch_size=None,  # the plan's items are batches already
         num_workers=workers,
@@ -134,10 +135,17 @@ class _Crops(Dataset):
     """The crops of each item of the plan, made by a worker. Small to pickle: the images stay on disk."""
 
     def __init__(
-        self, open_images: Callable[[], Encoded], train: bool, size: int, seed: int, skip: bool, crop: Crop
+        self,
+        open_images: Callable[[], Encoded],
+        train: bool,
+        size: int,
+        seed: int,
+        skip: bool,
+        crop: Crop,
+        crop_scale: tuple[float, ...],
     ):
         self.open_images, self.train, self.size, self.seed, self.skip = open_images, train, size, seed, skip
-        self.crop = crop
+        self.crop, self.crop_scale = crop, crop_scale
         self.images: Encoded | None = None
 
     def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
@@ -168,7 +176,7 @@ class _Crops(Dataset):
             if draws is None:
                 pixels = evaluation_crop(image, self.size, self.crop)
             else:
-                pixels = random_resized_crop(image, self.size, draws[k], self.crop.filter)
+                pixels = random_resized_crop(image, self.size, draws[k], self.crop.filter, self.crop_scale)
             crops[k] = torch.from_numpy(pixels)
         if broken and not error:
             if broken.keys() >= set(ids.tolist()):

@@ -158,7 +158,8 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         )
     else:
         choices = field.metadata["choices"]
-        metavar = "{" + ",".join(choices) + "}" if choices else _base_type(field).__name__.upper()
+        metavar = "MIN,MAX" if _is_range(field) else _base_type(field).__name__.upper()
+        metavar = "{" + ",".join(choices) + "}" if choices else metavar
         names = [field.name, *SYNONYMS.get(field.name, ())]
         parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=metavar, help=help)
         if name := field.metadata["also"][0]:
@@ -195,11 +196,18 @@ def _base_type(field: dataclasses.Field) -> Any:
     return typing.get_origin(kind) or kind
 
 
+def _is_range(field: dataclasses.Field) -> bool:
+    """Return True for `tuple[float, float]`, the type of flags that take MIN,MAX."""
+    return typing.get_args(field.type) == (float, float)
+
+
 def _converted(field: dataclasses.Field, value: Any) -> Any:
     """A flag's text or a config file's value as the field's type. Raises ValueError or TypeError."""
     kind = _base_type(field)
     if kind is tuple:
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        if _is_range(field) and len(parts) != 2:
+            raise ValueError
         return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
     if kind is bool:
         if (word := str(value).lower()) in ("true", "false"):
@@ -227,6 +235,10 @@ def _of_type(kind: type, value: Any) -> Any:
 def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
     """The value, if it is among the choices and within the bounds, and so is each part of a tuple."""
     meta = field.metadata
+    if _is_range(field) and not 0 < value[0] <= value[1] <= meta["maximum"]:
+        raise ValueError(
+            f"{name} {as_text(value)}: must be MIN,MAX with 0 < MIN <= MAX <= {meta['maximum']:g}"
+        )
     for part in value if isinstance(value, tuple) else (value,):
         if meta["choices"] and part not in meta["choices"]:
             choices = ", ".join(meta["choices"])
@@ -288,6 +300,8 @@ def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
             "bool": "true or false",
             "tuple": "numbers as 4,8,32" if int in typing.get_args(field.type) else "words as a,b",
         }
-        expected = kind.get(_base_type(field).__name__, "text")
+        expected = (
+            "two numbers as 0.08,1" if _is_range(field) else kind.get(_base_type(field).__name__, "text")
+        )
         raise ValueError(f"{name} {shortened(str(value))}: must be {expected}") from None
     return _checked(field, converted, name)

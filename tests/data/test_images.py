@@ -1,6 +1,7 @@
 """onecurve/data/images.py: kinds of data, the cache under kills and races, decoding, order, bad input."""
 
 import errno
+import importlib
 import io
 import json
 import multiprocessing
@@ -30,7 +31,9 @@ from onecurve.data.decode import CachedImages, decode
 from onecurve.data.images import open_images
 from onecurve.data.sources import find_source
 from onecurve.data.splits import ArraySplit, FileSplit, Part
-from onecurve.flags.recipe import ImageRecipe
+from onecurve.flags.recipe import ImageRecipe, parse
+from onecurve.models.preprocessing import DataConfig
+from onecurve.models.script import recipe_class
 from onecurve.run.opening import Opening
 from onecurve.system import files
 from onecurve.system.processes import is_running, start_ticks
@@ -459,6 +462,42 @@ def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
     for q in (5, 25, 50, 75, 95):
         gap = np.abs(np.percentile(ours, q, axis=0) - np.percentile(theirs, q, axis=0))
         assert gap.max() < 12, f"percentile {q} of height and width differs by {gap} pixels"
+
+
+def test_the_area_of_random_crops(monkeypatch):
+    """The first crops by default, as every version has made them; another scale bounds the areas."""
+    from onecurve.data import crops as module
+    from onecurve.numerics.order import uniforms
+
+    boxes = []
+    image, draws = np.arange(300 * 500).reshape(300, 500), uniforms(0, 0, np.arange(500), 44)[:, 4:]
+    monkeypatch.setattr(module, "_resize", lambda part, *_: boxes.append((int(part[0, 0]), *part.shape)))
+    for row in draws[:4]:
+        module.random_resized_crop(image, 224, row)
+    assert boxes == [(7095, 273, 336), (13134, 215, 244), (41589, 159, 153), (64549, 117, 134)]
+    boxes.clear()
+    for row in draws:
+        module.random_resized_crop(image, 224, row, scale=(0.25, 0.36))
+    areas = [h * w / image.size for _, h, w in boxes]
+    assert (min(areas), max(areas)) == pytest.approx((0.25, 0.36), abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["train_cnn_a", "train_cnn_b", "train_vit"])
+def test_scripts_pass_the_area_of_crops(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(image_cache, "DECODED_BYTES", 0)  # so that the images stay encoded
+    script = importlib.import_module(name)
+    images = opened(class_folders(tmp_path / "data", train=8, val=8), tmp_path / "cache")
+    assert isinstance(images.train, FileSplit)
+
+    def pixels(*words: str) -> torch.Tensor:
+        recipe = parse(recipe_class(script), ["--image_size", "32", "--workers", "0", *words])
+        more = [DataConfig((0.5,) * 3, (0.5,) * 3)] if name == "train_vit" else []
+        plan = [(0, np.arange(8))]
+        return next(iter(script.training_batches(images, plan, torch.device("cpu"), recipe, *more)))[0]
+
+    usual = pixels()
+    assert torch.equal(pixels("--crop_scale", "0.08,1"), usual)
+    assert not torch.equal(pixels("--crop_scale", "0.5,1"), usual)
 
 
 def test_workers_ignore_signals_and_end_when_left(tmp_path):

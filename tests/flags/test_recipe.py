@@ -17,6 +17,7 @@ from train_cnn_a import CnnA
 @dataclass(frozen=True, kw_only=True)
 class Sample(Recipe):
     widths: tuple[int, ...] = flag((4, 8), "widths", minimum=1)
+    area: tuple[float, float] = flag((0.08, 1.0), "a range", maximum=1)
     share: float = flag(0.5, "a share", minimum=0, maximum=1)
     pretrained: bool = flag(False, "yes or no")
 
@@ -36,6 +37,7 @@ TWICE = "are two names of one setting. Give one of them"
         (["--batch-size", "8"], "batch_size", 8),
         (["--batch-size=8"], "batch_size", 8),
         (["--widths", "1,2,3"], "widths", (1, 2, 3)),
+        (["--area", "0.3,0.3"], "area", (0.3, 0.3)),
         (["--lr", "1e-3"], "lr", 1e-3),
         (["--s3", "none"], "s3", None),
         (["--pretrained"], "pretrained", True),
@@ -91,6 +93,12 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         (["--lr", "nan"], "--lr nan: must be at least 0"),
         (["--lr", "inf"], "--lr inf: must be a finite number"),
         (["--widths", "4,x"], "--widths 4,x: must be numbers as 4,8,32"),
+        (["--area", "0.5"], "--area 0.5: must be two numbers as 0.08,1"),
+        (["--area", "0.1,0.5,1"], "--area 0.1,0.5,1: must be two numbers as 0.08,1"),
+        (["--area", "0,1"], "--area 0.0,1.0: must be MIN,MAX with 0 < MIN <= MAX <= 1"),
+        (["--area", "0.9,0.5"], "--area 0.9,0.5: must be MIN,MAX with 0 < MIN <= MAX <= 1"),
+        (["--area", "0.5,1.5"], "--area 0.5,1.5: must be MIN,MAX with 0 < MIN <= MAX <= 1"),
+        (["--area", "0.5,nan"], "--area 0.5,nan: must be MIN,MAX with 0 < MIN <= MAX <= 1"),
         (["--pretrained=maybe"], "--pretrained maybe: must be true or false"),
         (["--trackers", "none,wandb"], "--trackers none,wandb: `none` stands alone"),
         (["--name", "a_{lrr}"], "--name a_{lrr}: there is no flag lrr"),
@@ -252,6 +260,14 @@ def test_a_flag_that_has_left_stays_without_effect_in_old_recipes(tmp_path):
     assert differences({"epochs": 3, "half_residual": True}, recipe) == [
         "--half_residual was True, and has left"
     ]
+
+
+def test_a_recipe_older_than_a_flag_has_the_default():
+    older = json.loads(json.dumps(recipe_part(CnnA())))
+    assert older.pop("crop_scale") == [0.08, 1.0]
+    assert differences(older, CnnA()) == []
+    wider = parse(CnnA, ["--crop_scale", "0.25,1"])
+    assert differences(older, wider) == ["--crop_scale was [0.08, 1.0], now [0.25, 1.0]"]
 
 
 @pytest.mark.parametrize(
