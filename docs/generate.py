@@ -1,9 +1,10 @@
-"""Generates parts of the documents from the code: the flags, the doctor's findings, the list of files.
+"""Generates parts of the documents: flags, the doctor's findings, the list of files, other projects' flags.
 
     python -m docs.generate
 
 docs/flags.md comes from the recipes of all train_*.py, the table of docs/trouble.md from
-tools/doctor/findings.yaml, the list of docs/architecture.md from the first paragraph of each file.
+tools/doctor/findings.yaml, the list of docs/architecture.md from the first paragraph of each file, the tables
+of docs/coming_from.md from onecurve/flags/elsewhere.yaml.
 """
 
 import ast
@@ -11,13 +12,15 @@ import dataclasses
 import re
 from pathlib import Path
 
-from onecurve.flags.fields import as_text, help_of
+from onecurve.flags.fields import as_text, elsewhere, help_of
 from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.models.script import load_script, recipe_class
 from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS
 
-FLAGS, TROUBLE, ARCHITECTURE = (ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture"))
+FLAGS, TROUBLE, ARCHITECTURE, COMING_FROM = (
+    ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture", "coming_from")
+)
 ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # of the list of files
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
@@ -84,6 +87,20 @@ def architecture_page() -> str:
     return _replaced(ARCHITECTURE, rows)
 
 
+def coming_from_page() -> str:
+    """Return docs/coming_from.md with new tables."""
+    lines = list[str]()
+    for project in elsewhere():
+        lines += ["", f"## {project['title']}", "", project["intro"], ""]
+        lines += [f"| {project['name']} | here |", "|---|---|"]
+        for row in project["rows"]:
+            names, here = ([f"`{name}`" for name in row.get(key, ())] for key in ("names", "here"))
+            sentences = " ".join(row[key] for key in ("note", "page") if key in row)
+            answer = ". ".join(filter(None, [" or ".join(here), sentences]))
+            lines.append(f"| {', '.join(names)} | {answer} |")
+    return _replaced(COMING_FROM, [*lines, ""])
+
+
 def _replaced(file: Path, lines: list[str]) -> str:
     """The page with these lines between its marks."""
     part = "\n".join([BEGIN, *lines, END])
@@ -98,3 +115,4 @@ if __name__ == "__main__":
     FLAGS.write_text(flags_page())
     TROUBLE.write_text(trouble_page())
     ARCHITECTURE.write_text(architecture_page())
+    COMING_FROM.write_text(coming_from_page())

@@ -37,7 +37,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "unknown flag": lambda: parse(CnnA, ["--epoch", "3"]),
     "a flag near none": lambda: parse(CnnA, ["--steps", "3"]),
     "flags of timm": lambda: parse(CnnA, ["--clip-grad=1"]),
-    "a flag of timm without another": lambda: parse(CnnA, ["--opt", "sgd"]),
+    "a flag of timm in another script": lambda: parse(CnnA, ["--opt", "sgd"]),
+    "a flag of timm with two equivalents": lambda: parse(CnnA, ["--output=x"]),
+    "a flag of timm without an equivalent": lambda: parse(CnnA, ["--sync-bn"]),
     "a flag's beginning": lambda: parse(CnnA, ["--checkpoint", "3"]),
     "a flag that has left": lambda: parse(CnnA, ["--no_half_residual"]),
     "a launcher's file": lambda: (
@@ -115,6 +117,17 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
         MISTAKES[mistake]()
     said = capsys.readouterr().err.strip() if raised.type is SystemExit else str(raised.value)
     assert said == MESSAGES[mistake].format(here=tmp_path)
+
+
+def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
+    for script, expected in {
+        "validate.py": "unknown flag --img_size. The equivalent here is --image_size N.",
+        "train_cnn_a.py": "unknown flag --img_size: did you mean --image_size?",
+    }.items():
+        monkeypatch.setattr(sys, "argv", [script])
+        with pytest.raises(SystemExit):
+            parse(CnnA, ["--img-size", "64"])
+        assert capsys.readouterr().err == f"{script}: error: {expected}\n"
 
 
 @pytest.mark.parametrize(("offline", "why"), [(False, "refused"), (True, "")])

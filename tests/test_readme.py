@@ -7,6 +7,7 @@ import pytest
 
 from docs import generate
 from docs.generate import FLAGS, train_scripts
+from onecurve.flags.fields import elsewhere
 from onecurve.flags.recipe import parse
 from onecurve.models.script import load_script, recipe_class
 from tests.conftest import ROOT
@@ -23,6 +24,7 @@ def test_the_pages_made_from_the_code_are_up_to_date():
     assert FLAGS.read_text() == generate.flags_page(), "run: python -m docs.generate"
     assert generate.TROUBLE.read_text() == generate.trouble_page(), "run: python -m docs.generate"
     assert generate.ARCHITECTURE.read_text() == generate.architecture_page(), "run: python -m docs.generate"
+    assert generate.COMING_FROM.read_text() == generate.coming_from_page(), "run: python -m docs.generate"
 
 
 def test_every_recipe_is_one_of_its_script():
@@ -48,12 +50,17 @@ def test_every_link_and_file_of_a_document_is_there(document):
 
 
 def test_each_flag_for_newcomers_is_one_of_ours():
-    page = (ROOT / "docs" / "coming_from.md").read_text()
-    ours = " ".join(re.findall(r"^\| .* \| (.*) \|$", page, re.MULTILINE))
-    named = set(re.findall(r"`--(\w+)", ours))
+    rows = [row for project in elsewhere() for row in project["rows"]]
+    assert all(row.get("here") or row["note"] for row in rows)
+    named = {name for row in rows for name in re.findall(r"(?<!\S)`?--(\w+)", _answer(row))}
     assert len(named) > 30
     known = set(re.findall(r"^\| `--(\w+)`", FLAGS.read_text(), re.MULTILINE))
-    assert named <= known | {field.name for field in dataclasses.fields(Validation)}
+    launchers = {"config_file", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port"}
+    assert named <= known | launchers | {field.name for field in dataclasses.fields(Validation)}
+
+
+def _answer(row: dict) -> str:
+    return " ".join([*row.get("here", ()), row.get("note", "")])
 
 
 def test_the_architecture_names_every_room_and_only_files_that_are_there():

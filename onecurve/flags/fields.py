@@ -4,7 +4,6 @@ A field's type gives the conversion: int, float, str, bool, a tuple of them, eac
 """
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import re
@@ -93,7 +92,7 @@ class Parser(CommandParser):
             if scripts := _of_our_scripts(unknown):
                 near = f"{near} {scripts}" if near else f". {scripts}"
             else:
-                near = _of_others(unknown) or near
+                near = _of_others(unknown, self.prog) or near
             advice = _why_left(unknown) or near or "; --help lists them all"
             message = f"unknown flag {shortened(unknown)}{advice}"
         message = message_text(message)
@@ -132,17 +131,22 @@ def two_names(first: str, second: str) -> str:
     return f"{first} and {second} are two names of one setting. Give one of them"
 
 
-def _of_others(unknown: str) -> str:
-    """What docs/coming_from.md has instead of a flag of timm's or of Accelerate's examples; else empty."""
-    with contextlib.suppress(OSError):
-        for row in (ROOT / "docs" / "coming_from.md").read_text().splitlines():
-            theirs, ours = row.split(" | ", 1) if row.startswith("| `-") else ("", "")
-            names, answers = (re.findall("`(.*?)`", cell) for cell in (theirs, ours))
-            flags = [underscores(name.split()[0]) for name in names]
-            if unknown in flags:
-                one = answers[flags.index(unknown)] if len(answers) == len(flags) > 1 else ours.strip(" |")
-                text = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", one).replace("`", "")
-                return f": here it is {text} (docs/coming_from.md)"
+@cache
+def elsewhere() -> list[dict[str, Any]]:
+    """Return the names of other projects with their equivalents here, by project."""
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
+
+
+def _of_others(unknown: str, script: str) -> str:
+    """Return how this script does what another project's flag does; empty for a flag that none has."""
+    projects = [project for project in elsewhere() if project.get("script", script) == script]
+    for project in sorted(projects, key=lambda project: "script" not in project):
+        for row in project["rows"]:
+            if any(name[0] == "-" and underscores(name.split()[0]) == unknown for name in row["names"]):
+                here = " or ".join(row.get("here", ()))
+                return f". The equivalent here is {here}." if here else f". {row['note']}"
     return ""
 
 
