@@ -25,6 +25,7 @@ from torchvision import transforms
 from benchmarks.harness import benchmark_parser, in_turn, report
 from onecurve.data.crops import random_resized_crop
 from onecurve.data.decode import decode
+from onecurve.numerics.augment import CROP
 from onecurve.numerics.order import uniforms
 from onecurve.system.cli import run_command
 from tools.prepare.recode import smaller
@@ -52,7 +53,7 @@ def main() -> int:
             transforms.Normalize((0.5,) * 3, (0.5,) * 3),
         ]
     )
-    draws = uniforms(0, 0, np.arange(len(originals)), 40)
+    draws = uniforms(0, 0, np.arange(len(originals)), CROP.stop)[:, CROP]
 
     def by_pil(files: list[bytes]) -> None:
         for data in files:

@@ -23,7 +23,7 @@ from onecurve.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_
 from onecurve.data.workers import MicroBatch, decoded, in_flight
 from onecurve.flags.recipe import Batch, ImageRecipe, parse_fold
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
-from onecurve.numerics.augment import gather, moved_pixels, moves, send
+from onecurve.numerics.augment import FLIP, gather, moved_pixels, moves, send
 from onecurve.numerics.order import Plan, Shuffled, Streamed, hashes, uniforms
 from onecurve.system.env import processes_per_host
 
@@ -164,7 +164,7 @@ class ArraySplit(Shuffled):
             while group := [ids for _, ids in islice(items, AHEAD)]:
                 ids, sizes = np.concatenate(group), [len(each) for each in group]
                 rows = np.concatenate([np.arange(size) for size in sizes]) if resident is None else ids
-                moved = list(moves(uniforms(seed, epoch, ids, 3), pad, self.mirror)) if train else []
+                moved = list(moves(uniforms(seed, epoch, ids, FLIP.stop), pad, self.mirror)) if train else []
                 sent = send(torch.from_numpy(np.stack([self.labels[ids], rows, *moved])), device)
                 places: tuple[Tensor, ...] = (sent[1],)
                 if train:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from onecurve.data.crops import CROP_SCALE, evaluation_crop, random_resized_crop
 from onecurve.data.decode import Encoded, decode, torchcodec_decoder
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
-from onecurve.numerics.augment import send, send_arrays, to_float
+from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms
 from onecurve.system.files import first_retry, note_retry, retried
 from onecurve.system.text import printable
@@ -95,8 +95,8 @@ def decoded(
             _skipped.update(broken)
             images, shown = send(images, device), labels[ids[_shown(ids, broken)]]
             if flip:
-                draws = uniforms(seed, epoch, ids, 3)  # the third is the flip's, as of arrays of images
-                sent, flipped = send_arrays((shown, draws[:, 2] < 0.5), device)
+                draws = uniforms(seed, epoch, ids, FLIP.stop)[:, FLIP.start]
+                sent, flipped = send_arrays((shown, draws < 0.5), device)
                 images = torch.where(flipped[:, None, None, None], images.flip(2), images)
             else:
                 sent = send(torch.from_numpy(shown), device)
@@ -157,8 +157,7 @@ class _Crops(Dataset):
         """
         epoch, ids = item
         self.images = self.images or self.open_images()
-        # Columns 0 to 3 belong to the caller (crop and flip on the device); ten attempts take 4 each.
-        draws = uniforms(self.seed, epoch, ids, 44)[:, 4:] if self.train else None
+        draws = uniforms(self.seed, epoch, ids, CROP.stop)[:, CROP] if self.train else None
         crops = torch.empty(len(ids), self.size, self.size, 3, dtype=torch.uint8)
         broken, error = {}, ""
         for k, i in enumerate(ids.tolist()):

@@ -2,13 +2,7 @@
 
 To use it elsewhere copy this file: it needs torch and numpy, and mixer() torchvision. rand_augment.py needs
 this file beside it. Random numbers are float64 in [0, 1), a row for each sample: `uniforms` of
-onecurve/numerics/order.py here, or any others. Each column has one use:
-
-    0 to 2    moves
-    4 to 43   the random resized crop, where images are decoded (onecurve/data/workers.py)
-    44 to 47  color_jitter, COLOR
-    48 to 52  random_erasing, ERASING
-    53 to 68  rand_augment, RAND_AUGMENT
+onecurve/numerics/order.py here, or any others. COLUMNS gives each column one use, also outside this file.
 """
 
 import math
@@ -21,7 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-COLOR, ERASING, RAND_AUGMENT = slice(44, 48), slice(48, 53), slice(53, 69)
+# The columns of a sample's random numbers. Other columns for a use would change the bits of every training.
+COLUMNS = {
+    "shift": slice(0, 2),  # moves(): down and right
+    "flip": slice(2, 3),  # moves(), and photographs after their crop
+    "crop": slice(4, 44),  # data/crops.py's random_resized_crop(): ten attempts with four numbers each
+    "color": slice(44, 48),  # color_jitter()
+    "erasing": slice(48, 53),  # random_erasing()
+    "rand_augment": slice(53, 69),  # rand_augment(): up to four layers with four numbers each
+}
+SHIFT, FLIP, CROP, COLOR, ERASING, RAND_AUGMENT = COLUMNS.values()
 DRAWS = RAND_AUGMENT.stop  # columns altogether
 
 REPEATED_PIXELS = 2**19  # in a larger image the loop is long enough, and its factors would take much memory
@@ -58,10 +61,11 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
 def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
     """Shifts by up to `pad` pixels down and right, and horizontal flips, at random: int64 [3, B].
 
-    draws: float64 [B, >= 3] in [0, 1), for these three. As in He et al. 2015 (arXiv 1512.03385, section 4.2).
+    draws: float64 [B, >= 3] in [0, 1), of which the columns SHIFT and FLIP are used. As in He et al. 2015
+    (arXiv 1512.03385, section 4.2).
     """
-    shifts = np.floor(draws[:, :2] * (2 * pad + 1)).astype(np.int64) - pad
-    return np.stack([*shifts.T, draws[:, 2] < (0.5 if flip else 0.0)])
+    shifts = np.floor(draws[:, SHIFT] * (2 * pad + 1)).astype(np.int64) - pad
+    return np.stack([*shifts.T, draws[:, FLIP.start] < (0.5 if flip else 0.0)])
 
 
 def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -187,7 +187,10 @@ def _hash(*words: int) -> int:
 
 
 def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarray:
-    """Random numbers that depend only on (seed, epoch, sample): float64 [b, count] in [0, 1)."""
+    """Return random numbers that depend only on (seed, epoch, sample): float64 [b, count] in [0, 1).
+
+    onecurve/numerics/augment.py's COLUMNS assigns each column to its use.
+    """
     key = np.uint64(_hash(seed, epoch))
     per_sample = _mix(key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN))
     draws = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)

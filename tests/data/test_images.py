@@ -34,6 +34,7 @@ from onecurve.data.splits import ArraySplit, FileSplit, Part
 from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import recipe_class
+from onecurve.numerics.augment import CROP
 from onecurve.run.opening import Opening
 from onecurve.system import files
 from onecurve.system.processes import is_running, start_ticks
@@ -470,7 +471,7 @@ def test_the_area_of_random_crops(monkeypatch):
     from onecurve.numerics.order import uniforms
 
     boxes = []
-    image, draws = np.arange(300 * 500).reshape(300, 500), uniforms(0, 0, np.arange(500), 44)[:, 4:]
+    image, draws = np.arange(300 * 500).reshape(300, 500), uniforms(0, 0, np.arange(500), CROP.stop)[:, CROP]
     monkeypatch.setattr(module, "_resize", lambda part, *_: boxes.append((int(part[0, 0]), *part.shape)))
     for row in draws[:4]:
         module.random_resized_crop(image, 224, row)

@@ -1,0 +1,24 @@
+"""The table of a sample's random numbers, onecurve/numerics/augment.py's COLUMNS: one use for each column."""
+
+import ast
+import itertools
+import re
+
+from onecurve.numerics.augment import COLUMNS, DRAWS
+from tests.conftest import ROOT
+
+
+def test_no_two_uses_share_a_column():
+    for (one, columns), (other, others) in itertools.combinations(COLUMNS.items(), 2):
+        assert not set(range(DRAWS)[columns]) & set(range(DRAWS)[others]), f"{one} and {other}"
+    assert max(columns.stop for columns in COLUMNS.values()) == DRAWS
+
+
+def test_users_of_the_random_numbers_take_their_columns_from_the_table():
+    names = set()
+    for path in (*(ROOT / "onecurve").rglob("*.py"), *ROOT.glob("train_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "uniforms":
+                names.add(path.name)
+                assert re.search(r"\b(DRAWS|(SHIFT|FLIP|CROP)\.stop)\b", ast.unparse(node.args[3])), path
+    assert names == {"workers.py", "splits.py", "train_vit.py"}
