@@ -8,7 +8,7 @@
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Mirror:
         with self.changed:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
-    def send_last_files(self, result: dict[str, Any]) -> None:
+    def send_last_files(self, result: Mapping[str, Any]) -> None:
         """Uploads the files of a finished run, result.json last: its presence means a complete upload."""
         self._check_owner()
         self._send_run_files(*LOGS, TELEMETRY)

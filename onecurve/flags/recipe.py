@@ -45,6 +45,12 @@ METRICS = {
 }
 
 
+def score(metrics: dict[str, float], by: str) -> float:
+    """Return a number that is higher for a better evaluation. by: a metric; without classes, the loss."""
+    name = by if by in metrics else "loss"
+    return metrics[name] if METRICS[name].is_share else -metrics[name]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """Settings of the computation, which distributed.accelerator.start needs."""

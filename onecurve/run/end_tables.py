@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from onecurve.flags.recipe import METRICS
+from onecurve.run.schemas import RecipeFile, Result
 from onecurve.run.starts import where_in_words
 from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT, python_command, shortest
@@ -21,7 +22,8 @@ def show(folder: Path, chance: float | None) -> None:
     """Prints result.json and the weights as tables, and the files. chance: the share of the largest class."""
     from rich.console import Console
 
-    result, record = (read_json(folder / name) for name in ("result.json", "recipe.json"))
+    result = cast(Result, read_json(folder / "result.json"))
+    record = cast(RecipeFile, read_json(folder / "recipe.json"))
     lines = read_lines(folder / "metrics.jsonl")
     console = Console(markup=False, highlight=False)
     title = f"{result['script']}, {where_in_words(folder, result)}"
@@ -50,7 +52,7 @@ def interval(share: float, count: int) -> tuple[float, float]:
     return (centre - half) / (1 + square), (centre + half) / (1 + square)
 
 
-def _results(title: str, result: dict[str, Any], unit: str, chance: float | None) -> "Table":
+def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | None) -> "Table":
     from rich.table import Table
 
     table = Table("what", title=title)
@@ -81,7 +83,7 @@ def _results(title: str, result: dict[str, Any], unit: str, chance: float | None
     return table
 
 
-def _luck(result: dict[str, Any], chance: float | None) -> dict[str, str]:
+def _luck(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
     """What an accuracy stands beside: the interval that so few samples allow, and chance."""
     split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
     accuracy, count = result.get(f"{split}_accuracy"), result[images]
@@ -92,7 +94,7 @@ def _luck(result: dict[str, Any], chance: float | None) -> dict[str, str]:
     return found if chance is None else found | {"chance: the share of the largest class": f"{chance:.4f}"}
 
 
-def _weights(folder: Path, result: dict[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
+def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
     """A table of the files with weights: their accuracy or loss, and their use. Also the file to use: of the
     best checkpoint, or the newest when the best is only in S3, that of the EMA unless the weights of the same
     step were better without it."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from onecurve.distributed.channel import Poll
 from onecurve.flags.recipe import Recipe
 from onecurve.numerics.order import Steps
+from onecurve.run.schemas import Mark, MetricsLine, RecipeFile
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE, report
 from onecurve.system.files import check_regular, read_lines, write_json, write_text
@@ -90,7 +91,7 @@ class RunLog:
 
     trackers: "Trackers | None" = None
 
-    def __init__(self, folder: Path, recipe: Recipe, about: dict[str, Any], state: RunState, steps: Steps):
+    def __init__(self, folder: Path, recipe: Recipe, about: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
         self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
@@ -108,7 +109,7 @@ class RunLog:
             from onecurve.run.trackers import Trackers
 
             self.trackers = Trackers(recipe.trackers, folder, about, state)
-        write_json(folder / "recipe.json", about | self.tracker_ids())
+        write_json(folder / "recipe.json", {**about, **self.tracker_ids()})
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
         val_name = "holdout" if about["recipe"].get("holdout") else "val"
@@ -183,12 +184,17 @@ class RunLog:
             if trackers:
                 trackers.finish(failed)
 
-    def write_mark(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Writes a line, which it returns, only into metrics.jsonl."""
+    def write_mark(self, values: Mark | dict[str, float]) -> dict[str, Any]:
+        """Write a line, which is returned, only into metrics.jsonl. values: an event or metrics."""
         step = self.state.step
-        line = {"step": step, "epoch": step / self.steps_per_epoch, "wall_s": self.state.wall_now_s()}
-        self._write_line(self.metrics, line | values)
-        return line | values
+        begin: MetricsLine = {
+            "step": step,
+            "epoch": step / self.steps_per_epoch,
+            "wall_s": self.state.wall_now_s(),
+        }
+        line = {**begin, **values}
+        self._write_line(self.metrics, line)
+        return line
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
         if file.closed:  # told to stop during the upload at the run's end
@@ -205,7 +211,7 @@ class RunLog:
         )
 
 
-def change_of_hosts(writer: dict[str, Any], about: dict[str, Any]) -> dict[str, int]:
+def change_of_hosts(writer: dict[str, Any], about: RecipeFile) -> Mark:
     """Numbers of hosts and processes, before and now; {} if they are the same or unknown.
 
     writer: `written_by` of the manifest of the checkpoint that the run resumes from.

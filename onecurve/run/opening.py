@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from onecurve.numerics.order import Steps
 from onecurve.run.folder import RunFolder, count_restarts, model_part, script_name
 from onecurve.run.log import Predictions, RunLog, change_of_hosts
 from onecurve.run.record import MainRecord
+from onecurve.run.schemas import RecipeFile, ResultEnd, StartLine
 from onecurve.run.session import Exchange, Ids, Meter, Ranks
 from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
@@ -80,7 +81,7 @@ class Opening:
             about = self._about(hosts, [process.device for process in processes])
             manifest, lost = self._manifest(about), place.leases[0].check if place else lambda: None
             saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
-            start = about | self._start_facts(steps, state, has_optimizer=found[2])
+            start = self._start_line(about, steps, state, has_optimizer=found[2])
             begin_log = partial(self._start_log, about, start, steps, state, saver)
             once(accelerator, "log", begin_log, recipe.timeout_s)
             rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
@@ -187,25 +188,26 @@ class Opening:
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 
-    def _about(self, hosts: list[str], devices: list[str]) -> dict[str, Any]:
+    def _about(self, hosts: list[str], devices: list[str]) -> RecipeFile:
         """The content of recipe.json. devices: of all ranks."""
         accelerator, recipe = self.accelerator, self.recipe
-        return {
+        about: RecipeFile = {
             "script": script_name(),
             "strategy": job.strategy(accelerator),
             "sharding": job.sharding(accelerator),
-            **dataclasses.asdict(accelerator.precision),
+            "mixed_precision": accelerator.precision.mixed_precision,
+            "half_precision": accelerator.precision.half_precision,
+            "gradient_reduction": accelerator.precision.gradient_reduction,
             "compile": str(accelerator.compilation),
             "grad_checkpointing": accelerator.grad_checkpointing,
             "step_graph": accelerator.step_graph,
             "threads": torch.get_num_threads(),
             "recipe": dataclasses.asdict(recipe),
-            **({"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}),
             "defaults": _defaults(recipe),
             "source": self.source,
             "unit": recipe.unit,
             "val_chosen": VAL_CHOSEN,
-            "resumed_from": self.place and self.place.began_at,
+            "resumed_from": self.place.began_at if self.place else None,
             "command": _command(),
             "argv": sys.argv,
             "version": __version__,
@@ -214,8 +216,11 @@ class Opening:
             "hosts": hosts,
             "devices": devices,
         }
+        if self.preprocessing:
+            about["preprocessing"] = self.preprocessing.to_json()
+        return about
 
-    def _manifest(self, about: dict[str, Any]) -> dict[str, Any]:
+    def _manifest(self, about: Mapping[str, object]) -> dict[str, Any]:
         """The part of a checkpoint's manifest about the run that writes it. about: content of recipe.json."""
         names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
         writer = {name: about[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
@@ -225,9 +230,10 @@ class Opening:
         manifest |= {"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}
         return manifest | {"written_by": writer} | self.training.about()
 
-    def _start_facts(self, steps: Steps, state: RunState, has_optimizer: bool) -> dict[str, Any]:
-        """The part of a line of starts.jsonl that recipe.json lacks."""
+    def _start_line(self, about: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool) -> StartLine:
+        """Return a line of starts.jsonl, before its comparison with a checkpoint."""
         return {
+            **about,
             "step": state.step,
             "at": time.time(),
             "per_device_batch_size": self.batch.per_device,
@@ -239,8 +245,8 @@ class Opening:
 
     def _start_log(
         self,
-        about: dict[str, Any],
-        start: dict[str, Any],
+        about: RecipeFile,
+        start: StartLine,
         steps: Steps,
         state: RunState,
         saver: Saver,
@@ -266,7 +272,7 @@ class Opening:
 
             used = utilisation(self.recipe, len(self.classes), about["devices"], about["mixed_precision"])
             self._warn_of_export()
-        final = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
+        final: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
         run = self.accelerator, self.recipe, self.batch
         self.record = MainRecord(*run, steps, state, place, saver, log, used, final)
 

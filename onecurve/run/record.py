@@ -1,12 +1,11 @@
 """What the main process records of a run: folder, log, result.json, plots/."""
 
 import contextlib
-import dataclasses
 import resource
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +20,7 @@ from onecurve.numerics.order import Steps
 from onecurve.run.end_tables import show
 from onecurve.run.folder import RunFolder, script_name
 from onecurve.run.log import Predictions, RunLog
+from onecurve.run.schemas import Result, ResultEnd
 from onecurve.run.starts import where_in_words, where_trained
 from onecurve.run.state import RunState
 from onecurve.system.env import report
@@ -50,7 +50,7 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    final: dict[str, Any]  # parts of result.json that are known from the beginning, or at the end
+    final: ResultEnd  # parts of result.json that are known from the beginning, or at the end
     best: Checkpoint | None = None  # after find_best()
 
     @property
@@ -82,7 +82,7 @@ class MainRecord:
             return False
 
     def write_end(
-        self, facts: dict[str, Any], predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
+        self, facts: ResultEnd, predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
     ) -> None:
         """Completes the run on this disk. A kill or a full disk at any point loses no training.
 
@@ -100,14 +100,16 @@ class MainRecord:
         true, the same command begins another run.
         """
         folder, mirror, state = self.folder, self.place.mirror, self.state
-        self.final |= facts
+        self.final.update(facts)
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
         if self.utilisation:
             found = self.result("finished")
             is_of_all = len({devices for _, devices in where_trained(folder, found)}) == 1
             mfu_pct = self.utilisation.pct(found["images_per_s"] or 0.0) if is_of_all else None
-            self.final |= vars(self.utilisation) | {"mfu_pct": mfu_pct}
+            self.final["flops_per_image"] = self.utilisation.flops_per_image
+            self.final["peak_flops"] = self.utilisation.peak_flops
+            self.final["mfu_pct"] = mfu_pct
         with writing("the end of the run", folder):
             # After an interruption an evaluation may come after its checkpoint.
             checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
@@ -117,18 +119,19 @@ class MainRecord:
 
             summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
             content = self.result("finished")
-            content |= {"telemetry": summaries, "energy_wh": energy_wh(summaries)}
-            content |= {"uploaded": False} if mirror else {}
+            content["telemetry"], content["energy_wh"] = summaries, energy_wh(summaries)
+            if mirror:
+                content["uploaded"] = False
             with spending(PLOTS):
                 self._draw(content, predictions)
             self.log.close(failed=False)
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
-            write_json(folder / "result.json", content | self._times())
+            write_json(folder / "result.json", {**content, **self._times()})
         counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # by class
         show(folder, max(counts) / sum(counts) if counts else None)
 
-    def _draw(self, content: dict[str, Any], predictions: Predictions) -> None:
+    def _draw(self, content: Result, predictions: Predictions) -> None:
         """Draws the pictures, for the trackers, too. Raises OSError. content: of result.json."""
         from onecurve.run.plots import plot_curves
 
@@ -151,7 +154,7 @@ class MainRecord:
         if problem := self.problem():
             raise ValueError(problem)
 
-    def _times(self) -> dict[str, Any]:
+    def _times(self) -> ResultEnd:
         """Return the time of the run up to now, and its parts."""
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
@@ -164,7 +167,9 @@ class MainRecord:
         while not mirror.wait(0.5):
             self.log.progress.tell(f"uploading to {mirror.store.url}")
             heartbeat()
-        content = read_json(file) | self._times() | {"uploaded": not mirror.failed}
+        content = cast(Result, read_json(file))
+        content.update(self._times())
+        content["uploaded"] = not mirror.failed
         if content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)
@@ -174,14 +179,17 @@ class MainRecord:
         with writing("result.json", file.parent):
             write_json(file, content)
 
-    def result(self, status: str, error: str | None = None) -> dict[str, Any]:
+    def result(self, status: str, error: str | None = None) -> Result:
         """The content of result.json. error: of a failed run."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
-        paths = {name: f"checkpoints/{step_name(step)}" for name, step in steps.items() if step}
-        final = {"epoch_s": epoch_s, "error": error} | paths | self.final
-        return result(self.accelerator, self.recipe, self.batch, status, state, **final)
+        final: ResultEnd = {"epoch_s": epoch_s, "error": error}
+        for name in ("checkpoint", "best_checkpoint"):
+            if step := steps[name]:
+                final[name] = f"checkpoints/{step_name(step)}"
+        final.update(self.final)
+        return result(self.accelerator, self.recipe, self.batch, status, state, final)
 
     def write_best(self) -> None:
         """Starts to write a held snapshot, unless a device error may have spoilt it."""
@@ -211,19 +219,23 @@ class MainRecord:
 
 
 def result(
-    accelerator: Accelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, **final: Any
-) -> dict[str, Any]:
-    """The content of result.json. Main process only.
+    accelerator: Accelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, final: ResultEnd
+) -> Result:
+    """Return the content of result.json. Main process only.
 
     status: `finished`, `preempted` or `failed`. final: what is known of a run that has begun.
     """
-    memory = final.get("memory_gib") or [memory_gib(accelerator)]
     measure = recipe.best_by if "accuracy" in state.best else "loss"
+    scores = {f"best_{measure}": state.best.get(measure), f"final_{measure}": state.last.get(measure)}
+    measured = cast(ResultEnd, scores)  # mypy knows no computed keys
+    memory = final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
         "status": status,
         "strategy": job.strategy(accelerator),
-        **dataclasses.asdict(accelerator.precision),
+        "mixed_precision": accelerator.precision.mixed_precision,
+        "half_precision": accelerator.precision.half_precision,
+        "gradient_reduction": accelerator.precision.gradient_reduction,
         "compile": str(accelerator.compilation),
         "grad_checkpointing": accelerator.grad_checkpointing,
         "step_graph": accelerator.step_graph,
@@ -237,15 +249,19 @@ def result(
         "accumulation_steps": batch.accumulations,
         "epochs": recipe.epochs,
         "steps": state.step,
-        **dict.fromkeys(("best_loss", "val_name", "epoch_s", "checkpoint", "best_checkpoint", "error")),
+        "best_loss": None,
+        "val_name": None,
+        "epoch_s": None,
+        "checkpoint": None,
+        "best_checkpoint": None,
+        "error": None,
         "best_by": measure,
         "best_accuracy": state.best.get("accuracy"),
-        f"best_{measure}": state.best.get(measure),
         "best_step": state.best_step,
         "final_accuracy": state.last.get("accuracy"),
         "final_loss": state.last.get("loss"),
-        f"final_{measure}": state.last.get(measure),
-        "val_images": state.last.get("images"),
+        **measured,
+        "val_images": int(state.last["images"]) if "images" in state.last else None,
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
         "wall_s": state.wall_now_s(),

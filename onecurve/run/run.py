@@ -5,7 +5,7 @@ import importlib.util
 import math
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from accelerate import Accelerator
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # imported where they are needed
     from onecurve.models.preprocessing import DataConfig
     from onecurve.run.evaluation import Mistake, Predicted
     from onecurve.run.record import MainRecord
+    from onecurve.run.schemas import ResultEnd
     from onecurve.run.session import Ranks
     from onecurve.telemetry.profiler import Profile
 
@@ -41,7 +42,7 @@ class Run:
         if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
             raise ValueError("--trackers trackio: the package is not installed: pip install trackio")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
-        self.tested: dict[str, Any] = {}  # parts of result.json about the test split
+        self.tested: ResultEnd = {}  # parts of result.json about the test split
         self.begun: Ranks | None = None  # after begin()
         self._preprocessing: DataConfig | None = None
         self.profile: Profile | None = None  # of the main process, with --profile
@@ -201,7 +202,8 @@ class Run:
         metrics: of evaluate(), after restore_best().
         """
         now.enter(ENDING)
-        self.tested = {f"test_{name}": value for name, value in metrics.items()} | {"test_name": split}
+        measured = {f"test_{name}": value for name, value in metrics.items()}
+        self.tested = cast("ResultEnd", measured | {"test_name": split})
         self.ranks.predictions.accept(f"{split} split, best weights")
         if record := self.ranks.record:
             best = record.state.best_step
@@ -217,7 +219,8 @@ class Run:
         exchange.telemetry.stop()
         memory = exchange.gather(memory_gib(self.accelerator, is_healthy=True))
         predictions.gather(exchange.poll)
-        facts = {"val_name": val_name, "memory_gib": memory, **self.tested, **self.ranks.end_facts()}
+        end = self.ranks.end_facts()
+        facts: ResultEnd = {"val_name": val_name, "memory_gib": memory, **self.tested, **end}
         parts = facts, predictions, exchange.telemetry
         once(self.accelerator, "report", lambda beat: self.main_record.write_end(*parts, beat), timeout_s)
         once(self.accelerator, "last upload", lambda beat: self.main_record.upload(beat), timeout_s)

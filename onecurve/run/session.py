@@ -20,6 +20,7 @@ from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.log import Predictions
 from onecurve.run.record import MainRecord
+from onecurve.run.schemas import ResultEnd
 from onecurve.run.state import RunState
 from onecurve.system.phase import SAVING, spending
 
@@ -167,7 +168,7 @@ class Ranks:
         """True when the run ends at the next evaluation, or at the one of this step."""
         return self.state.is_over(self.recipe.patience)
 
-    def end_facts(self) -> dict[str, Any]:
+    def end_facts(self) -> ResultEnd:
         """The parts of result.json about the end. stopped_by: None after the last step of all epochs."""
         step, steps, by = self.state.step, self.steps, None
         if step == steps.last != steps.total:

@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from onecurve.run.schemas import Result, StartLine, kinds
 from onecurve.system.files import fitting, open_to_append, read_lines
 
 STARTS = "starts.jsonl"
@@ -42,7 +43,7 @@ class Start:
         return "step" in self.about
 
 
-def add_start(folder: Path, start: dict[str, Any], continued: dict[str, Any] | None) -> None:
+def add_start(folder: Path, start: StartLine, continued: dict[str, Any] | None) -> None:
     """Appends a start. OSError if it can't be written.
 
     continued: the manifest of the run's own checkpoint from which it resumes.
@@ -64,7 +65,7 @@ def add_start(folder: Path, start: dict[str, Any], continued: dict[str, Any] | N
         os.fsync(opened.fileno())
 
 
-def changes(manifest: dict[str, Any], start: dict[str, Any]) -> dict[str, list[Any]]:
+def changes(manifest: dict[str, Any], start: StartLine) -> dict[str, list[Any]]:
     """Return how a start's recipe differs from that of its checkpoint: {name: [before, now]}."""
     before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
     pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
@@ -95,19 +96,18 @@ def kept(starts: Sequence[Start]) -> list[Start]:
     return [start for start in starts if start.last > start.first] or [*starts[-1:]]
 
 
-def where_trained(folder: Path, result: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ...]]]:
     """Return the strategy and the devices of each start with steps in the result.
 
     result: the content of result.json, which tells of the last start alone.
     """
-    kinds = {"step": int, "strategy": str, "devices": [str]}
-    lines = [fitting(line, kinds)[0] for line in read_lines(folder / STARTS)]
+    lines = [fitting(line, kinds(StartLine))[0] for line in read_lines(folder / STARTS)]
     starts = [start.about for start in kept(in_order(lines, result["steps"]))]
     found = [(about.get("strategy", "?"), tuple(about.get("devices") or "?")) for about in starts]
     return found or [(result["strategy"], (result["device"],) * result["processes"])]
 
 
-def where_in_words(folder: Path, result: dict[str, Any]) -> str:
+def where_in_words(folder: Path, result: Result) -> str:
     """Return `ddp on 2 x CPU, then single on 1 x CPU`."""
     jobs = where_trained(folder, result)
     return in_turn(f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in jobs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from onecurve.checkpoint.format import STATE_FILE, Checkpoint, OptimizerScalars
-from onecurve.flags.recipe import METRICS
+from onecurve.flags.recipe import score
 from onecurve.system.files import fitting, read_json
 from onecurve.system.phase import now
 from onecurve.system.processes import own_age_s
@@ -105,9 +105,3 @@ class RunState:
 
 NEEDED = ["step", "evaluated", "best", "last", "logged_step", "losses", "accumulations", "optimizer"]
 NEEDED += ["train_s", "wall_s"]
-
-
-def score(metrics: dict[str, float], by: str) -> float:
-    """The higher, the better. by: a metric; a script without classes has the loss alone."""
-    name = by if "accuracy" in metrics else "loss"
-    return metrics[name] if METRICS[name].is_share else -metrics[name]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from onecurve.run.schemas import RecipeFile
 from onecurve.run.state import RunState
 from onecurve.system.text import printable
 
@@ -25,7 +26,7 @@ class Trackers:
     The recipe, the strategy and the number of processes are the hyper-parameters. about: of recipe.json.
     """
 
-    def __init__(self, names: tuple[str, ...], folder: Path, about: dict[str, Any], state: RunState):
+    def __init__(self, names: tuple[str, ...], folder: Path, about: RecipeFile, state: RunState):
         self.started: list[GeneralTracker] = []
         if "tensorboard" in names:
             threading.excepthook = _without_full_disks

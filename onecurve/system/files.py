@@ -20,7 +20,7 @@ import time
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
@@ -232,7 +232,7 @@ def _is_own(file: Path, folder: Path) -> bool:
     return file.is_file() and file.resolve() == folder.resolve() / file.relative_to(folder)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 

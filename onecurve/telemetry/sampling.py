@@ -36,7 +36,7 @@ from onecurve.system.files import open_to_append
 from onecurve.system.processes import own_age_s
 from onecurve.system.text import numbered
 from onecurve.system.threads import lower_priority
-from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, summarize
+from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, HostSummary, summarize
 
 Item = TypeVar("Item")
 STOP_S = 2  # how long a run waits at its end for a sampler that is busy
@@ -149,10 +149,10 @@ class Telemetry:
                         values[f"telemetry/{prefix}{name}"].append(part[name])
         return {name: fmean(measured) for name, measured in values.items()}
 
-    def summaries(self) -> list[dict[str, Any]]:
+    def summaries(self) -> list[HostSummary]:
         """A summary for each host that the run has had. Called by the main process."""
         assert self.folder
-        summaries = []
+        summaries = list[HostSummary]()
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
             try:
                 summaries.append(summarize(file))

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from onecurve.system.files import json_lines
 
@@ -16,6 +16,28 @@ HOST_NUMBERS = (
     "disk_written_mib_s",
 )
 GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_clock_mhz")
+
+
+class HostSummary(TypedDict):
+    """The telemetry of one host over all starts of a run, as in result.json."""
+
+    host: str
+    samples: int
+    gpus: int
+    utilisation_pct: float | None
+    gpu_memory_gib: float | None
+    power_w: float | None
+    temperature_c: float | None
+    sm_clock_mhz: float | None
+    throttled_pct: float | None
+    throttle: list[str]
+    energy_wh: float | None
+    cpu_pct: float | None
+    memory_gib: float | None
+    net_sent_mib_s: float | None
+    net_received_mib_s: float | None
+    disk_read_mib_s: float | None
+    disk_written_mib_s: float | None
 
 
 @dataclass
@@ -56,7 +78,7 @@ class Energy:
         return self.counted_wh if self.counted_wh is not None else self.last and self.joules / 3600
 
 
-def summarize(file: Path) -> dict[str, Any]:
+def summarize(file: Path) -> HostSummary:
     """Sums up one telemetry-<host>.jsonl over all starts: means, but maxima of memory and temperature.
 
     A value that was never measured is None. energy_wh: over all GPUs and starts; None unless each of them
@@ -95,12 +117,16 @@ def summarize(file: Path) -> dict[str, Any]:
         "throttled_pct": values["throttled"].mean,
         "throttle": sorted(reasons),
         "energy_wh": _total([energy.wh for energy in energies.values()]),
-        **{name: values[name].mean for name in HOST_NUMBERS},
+        "cpu_pct": values["cpu_pct"].mean,
+        "net_sent_mib_s": values["net_sent_mib_s"].mean,
+        "net_received_mib_s": values["net_received_mib_s"].mean,
+        "disk_read_mib_s": values["disk_read_mib_s"].mean,
+        "disk_written_mib_s": values["disk_written_mib_s"].mean,
         "memory_gib": values["memory_gib"].largest,
     }
 
 
-def energy_wh(summaries: list[dict[str, Any]]) -> float | None:
+def energy_wh(summaries: list[HostSummary]) -> float | None:
     """The energy over all hosts; None without GPUs, or where those of a host did not report it."""
     return _total([host["energy_wh"] for host in summaries if host["gpus"]])
 

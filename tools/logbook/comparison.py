@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.flags.fields import without_left
+from onecurve.run.schemas import Search, kinds
 from onecurve.system.files import fitting, read_json
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook import seeds
 from tools.logbook.markdown import code, render
-from tools.logbook.run_record import KINDS, RunRecord, as_flag, complete, host_count
+from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
 NOT_COMPARED = ("name", "output_dir", "model_folder", "s3")  # places of files
@@ -83,7 +84,7 @@ class Comparison:
 def read_search(file: Path) -> dict[str, Any]:
     """Reads a result of find_batch_size.py. ValueError for any other file."""
     try:
-        found, wrong = fitting(read_json(file), KINDS[SEARCH])
+        found, wrong = fitting(read_json(file), kinds(Search))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}") from None
     needed = ("script", "strategy", "processes", "recipe", "trials")
@@ -218,7 +219,7 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         picture=picture,
         different=[[name, *map(code, values)] for name, values in differences(runs).items()],
         searches=[
-            complete(search, KINDS[SEARCH])
+            complete(search, kinds(Search))
             | {"name": f"{search['script']}, {search['strategy']} x {search['processes']}"}
             for search in comparison.searches
         ],

@@ -6,12 +6,13 @@ from operator import methodcaller
 from typing import Any
 
 from onecurve.flags.recipe import METRICS
+from onecurve.run.schemas import RecipeFile, Report, Result, Stamp, kinds
 from onecurve.system.files import own_files
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code, each, formatted, render
-from tools.logbook.run_record import KINDS, MEANING, RunRecord, as_flag, complete, host_count, stamped_files
+from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
 from tools.logbook.seeds import PLACES
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
@@ -30,7 +31,7 @@ def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
     from onecurve.run.end_tables import early_end  # imports torch
 
-    facts, about = complete(run.facts, KINDS["result.json"]), complete(run.about, KINDS["recipe.json"])
+    facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
     recipe = {name: [code(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
     return render(
@@ -106,7 +107,7 @@ def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, l
 def _report(report: dict[str, Any]) -> dict[str, Any]:
     """A report of validate.py, with a row for each class; of many classes those with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
-    found = complete(report, KINDS["report.json"]) | {"rows": [], "shown": "Every class"}
+    found = complete(report, kinds(Report)) | {"rows": [], "shown": "Every class"}
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
         return found
     order = list(range(len(classes)))
@@ -126,7 +127,7 @@ def _stamps(run: RunRecord) -> list[dict[str, Any]]:
     for stamp in run.stamps:
         # Earlier versions hashed no starts.jsonl, which their runs lack.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
-        found.append(complete(stamp, KINDS["verified.json"]["stamps"][0]) | {"changed": some_of(changed)})
+        found.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
     return found
 
 

@@ -6,15 +6,25 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import yaml
 from PIL import Image
 
 from onecurve.flags.fields import without_left
-from onecurve.flags.recipe import METRICS, parse_fold
+from onecurve.flags.recipe import METRICS, parse_fold, score
+from onecurve.run.schemas import (
+    Confusion,
+    MetricsLine,
+    RecipeFile,
+    Report,
+    Result,
+    StartLine,
+    TelemetryLine,
+    Verified,
+    kinds,
+)
 from onecurve.run.starts import STARTS, Start, in_order, in_turn, kept
 from onecurve.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from onecurve.system.paths import public_path
@@ -42,19 +52,18 @@ HALF_PRECISION = {
     "autocast": "by autocast: weights and residual stream in fp32",
     "weights": "weights and all activations",
 }
-TYPES: dict[str, Kind] = {"str": str, "int": int, "float": float, "bool": bool, "dict": dict, "any": Any}
-
-
-def _kind(stored: Any) -> Kind:
-    """The kind that a part of kinds.yaml stands for."""
-    if isinstance(stored, dict):
-        return {name: _kind(value) for name, value in stored.items()}
-    return [_kind(stored[0])] if isinstance(stored, list) else TYPES[stored]
-
-
-KINDS: dict[str, Any] = _kind(yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text()))
-KINDS[STARTS] |= KINDS["recipe.json"]
-KINDS["result.json"] |= {f"{which}_{name}": float for which in ("best", "final", "test") for name in METRICS}
+KINDS: dict[str, dict[str, Kind]] = {
+    "recipe.json": kinds(RecipeFile),
+    STARTS: kinds(StartLine),
+    "result.json": kinds(Result),
+    "metrics.jsonl": {**kinds(MetricsLine), "*": float},
+    "telemetry.jsonl": kinds(TelemetryLine),
+    "confusion.json": kinds(Confusion),
+    "report.json": kinds(Report),
+    VERIFIED: kinds(Verified),
+}
+for name in ("recipe.json", STARTS):
+    del KINDS[name]["argv"]  # `command` has the words as they were typed
 
 
 class RunRecord:
@@ -144,7 +153,7 @@ class RunRecord:
             "first_line": first and hashlib.sha256(first.encode()).hexdigest()[:16],
         }
 
-    def host_summaries(self) -> list[dict[str, Any]]:
+    def host_summaries(self) -> Sequence[Mapping[str, Any]]:
         """Summaries of the telemetry, as in the result.json of a finished run."""
         if "telemetry" in self.facts:
             return self.facts["telemetry"]
@@ -165,7 +174,7 @@ class RunRecord:
         devices, hosts = about.get("devices", []), about.get("hosts", [])
         by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
-        best = max(comparable, key=lambda one: score(one, by), default={})
+        best = max(comparable, key=lambda one: score_of(one, by), default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
@@ -427,10 +436,9 @@ def with_totals(line: dict[str, Any]) -> dict[str, Any]:
     return found | line
 
 
-def score(line: dict[str, Any], by: str) -> float:
-    """As RunState chooses the best evaluation, by a line of metrics.jsonl."""
-    name = by if f"val/{by}" in line else "loss"
-    return line[f"val/{name}"] * (-1 if name in METRICS and not METRICS[name].is_share else 1)
+def score_of(line: dict[str, Any], by: str) -> float:
+    """Return the score of the evaluation in a line of metrics.jsonl."""
+    return score({name: line[f"val/{name}"] for name in METRICS if f"val/{name}" in line}, by)
 
 
 def as_flag(value: Any) -> str:

@@ -22,6 +22,7 @@ from onecurve.flags.fields import without_left
 from onecurve.flags.recipe import METRICS, recipe_part
 from onecurve.models.preprocessing import FLAGS, LEGACY
 from onecurve.models.script import load_script, own_script, recipe_class
+from onecurve.run.schemas import Stamp
 from onecurve.system.files import read_yaml, write_json
 from onecurve.system.paths import ROOT, shortest
 from onecurve.system.text import plural, printable, some_of
@@ -302,7 +303,7 @@ class Verification:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
         trained = [one.differences for one in replayed if one.interval.start < one.interval.end]
         names = dict.fromkeys(name for differences in trained for name in differences)
-        stamp = {
+        stamp: Stamp = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit or None,
             "kind": kind,

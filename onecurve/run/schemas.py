@@ -1,0 +1,287 @@
+"""Schemas of the files that a run, its tools and find_batch_size.py write and that other programs read.
+
+Writers build these types, so that mypy checks their keys and values. Readers pass kinds(schema) to
+onecurve.system.files.fitting: they ignore values of another type, and any key may be missing, as in files of
+earlier versions. In Python the metrics of result.json are those of onecurve.flags.recipe.METRICS.
+"""
+
+import types
+import typing
+from typing import Any, NotRequired, TypedDict
+
+from onecurve.system.files import Kind
+from onecurve.telemetry.summary import HostSummary
+
+
+class RecipeFile(TypedDict):
+    """recipe.json: what a run trains, where and by which code."""
+
+    script: str
+    strategy: str
+    sharding: dict[str, Any]
+    mixed_precision: str
+    half_precision: str
+    gradient_reduction: str
+    compile: str
+    grad_checkpointing: bool
+    step_graph: bool
+    threads: int
+    recipe: dict[str, Any]
+    preprocessing: NotRequired[dict[str, Any]]
+    defaults: dict[str, Any]
+    source: str
+    unit: str
+    val_chosen: str
+    resumed_from: str | None
+    command: list[str]
+    argv: list[str]
+    version: str
+    git_commit: str | None
+    versions: dict[str, str]
+    hosts: list[str]
+    devices: list[str]
+    wandb_id: NotRequired[str]
+    wandb_url: NotRequired[str]
+
+
+class StartLine(RecipeFile):
+    """A line of starts.jsonl, see starts.py. `argv` and `defaults` are left out."""
+
+    at: float
+    step: int
+    per_device_batch_size: int
+    accumulation_steps: int
+    steps_per_epoch: int
+    cropped: bool | None
+    has_optimizer: bool
+    changed: NotRequired[dict[str, Any]]
+    processes: NotRequired[int]  # of a line about what an earlier version trained
+    wall_s: NotRequired[float]
+
+
+class ResultEnd(TypedDict, total=False):
+    """The part of result.json that the end of a run adds."""
+
+    parameters: int
+    total_steps: int
+    stopped_by: str | None
+    test_name: str
+    test_images: int
+    test_accuracy: float
+    test_balanced_accuracy: float
+    test_macro_f1: float
+    test_loss: float
+    flops_per_image: float
+    peak_flops: float | None
+    mfu_pct: float | None
+    telemetry: list[HostSummary]
+    energy_wh: float | None
+    uploaded: bool
+    # The following replace a value that result.json has at any time.
+    steps: int
+    val_name: str | None
+    epoch_s: float | None
+    checkpoint: str | None
+    best_checkpoint: str | None
+    error: str | None
+    memory_gib: list[dict[str, float]]
+    wall_s: float
+    spent_s: dict[str, float]
+    # For the metric of --best_by
+    best_balanced_accuracy: float | None
+    best_macro_f1: float | None
+    best_loss: float | None
+    final_balanced_accuracy: float | None
+    final_macro_f1: float | None
+    final_loss: float | None
+
+
+class Result(ResultEnd):
+    """result.json: how far a run came, how well, how fast."""
+
+    script: str
+    status: str
+    strategy: str
+    mixed_precision: str
+    half_precision: str
+    gradient_reduction: str
+    compile: str
+    grad_checkpointing: bool
+    step_graph: bool
+    deterministic: bool
+    hosts: int
+    processes: int
+    device: str
+    data: str
+    batch_size: int
+    per_device_batch_size: int
+    accumulation_steps: int
+    epochs: int
+    best_by: str
+    best_accuracy: float | None
+    best_step: int | None
+    final_accuracy: float | None
+    val_images: int | None
+    bad_images: int
+    train_s: float
+    images_per_s: float | None
+    peak_memory_gib: float
+    seed: int
+
+
+class MetricsLine(TypedDict):
+    """A line of metrics.jsonl. Metrics and scripts' scalars add floats, as `val/loss`."""
+
+    step: int
+    epoch: float
+    wall_s: float
+    interrupted_at: NotRequired[float]
+    resumed_at: NotRequired[float]
+    why: NotRequired[str]
+    hosts: NotRequired[int]
+    hosts_before: NotRequired[int]
+    processes: NotRequired[int]
+    processes_before: NotRequired[int]
+
+
+class Mark(TypedDict, total=False):
+    """The part of a line of metrics.jsonl that records an event."""
+
+    interrupted_at: float
+    resumed_at: float
+    why: str
+    hosts: int
+    hosts_before: int
+    processes: int
+    processes_before: int
+
+
+class GpuSample(TypedDict, total=False):
+    """The values of a GPU in a line of telemetry-<host>.jsonl."""
+
+    index: int
+    utilisation_pct: float | None
+    memory_gib: float | None
+    power_w: float | None
+    temperature_c: float | None
+    sm_clock_mhz: float | None
+    throttle: list[str] | None
+    energy_wh: float | None
+
+
+class TelemetryLine(TypedDict, total=False):
+    """A line of telemetry-<host>.jsonl. Headers have `host`, samples have `step`."""
+
+    t: float
+    host: str
+    before_s: float  # of the main process's host, as age_s
+    age_s: float
+    cpus: float
+    step: int
+    cpu_pct: float
+    memory_gib: float
+    gpus: list[GpuSample]
+
+
+class Confusion(TypedDict, total=False):
+    """confusion.json. split, val_images: with the matrix of the best weights on the test split."""
+
+    step: int
+    classes: list[str]
+    confusion: list[list[int]]
+    mistakes: list[list[int]]
+    split: str
+    val_images: list[int]
+
+
+class Report(TypedDict, total=False):
+    """report.json of validate.py."""
+
+    step: int
+    classes: list[str]
+    confusion: list[list[int]]
+    mistakes: list[list[int]]
+    split: str
+    checkpoint: str
+    device: str
+    strategy: str
+    loss: float
+    top1: float
+    top5: float
+    expected_calibration_error: float
+    images_per_s: float
+    images: int
+    per_class: dict[str, list[float]]
+    classes_left_out: int
+
+
+class Stamp(TypedDict, total=False):
+    """A replay in verified.json of verify.py. files: the SHA-256 of each file."""
+
+    date: str
+    commit: str | None
+    kind: str
+    device: str
+    config: str
+    mixed_precision: str
+    steps: int
+    of_steps: int
+    intervals: list[str]
+    checkpoints: list[str]
+    findings: list[str]
+    not_verified: list[str]
+    recipe_changes: list[str]
+    differences: dict[str, float]
+    files: dict[str, str]
+
+
+class Verified(TypedDict):
+    """verified.json of verify.py."""
+
+    stamps: list[Stamp]
+
+
+class TrialRow(TypedDict, total=False):
+    """A trial in the result of find_batch_size.py."""
+
+    outcome: str
+    per_device_batch_size: int
+    seconds: float
+    memory_gib: float | None
+    images_per_s: float | None
+
+
+class Search(TypedDict, total=False):
+    """The result of find_batch_size.py."""
+
+    script: str
+    strategy: str
+    device: str
+    mixed_precision: str
+    half_precision: str
+    compile: str
+    grad_checkpointing: bool
+    processes: int
+    answer: int
+    knee: int
+    quantum: int
+    limit_gib: float
+    recipe: dict[str, Any]
+    sharding: dict[str, Any]
+    trials: list[TrialRow]
+
+
+def kinds(schema: Any) -> dict[str, Kind]:
+    """Return the kind of each value of a schema, without None, for onecurve.system.files.fitting."""
+    return {name: _kind(hint) for name, hint in typing.get_type_hints(schema).items()}
+
+
+def _kind(hint: Any) -> Kind:
+    arguments = typing.get_args(hint)
+    if typing.is_typeddict(hint):
+        return kinds(hint)
+    if isinstance(hint, types.UnionType):
+        return _kind(next(member for member in arguments if member is not types.NoneType))
+    if typing.get_origin(hint) is list:
+        return [_kind(arguments[0])]
+    return {"*": _kind(arguments[1])} if typing.get_origin(hint) is dict else hint
