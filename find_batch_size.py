@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from onecurve.flags.fields import without
+from onecurve.flags.fields import flags_where, without
 from onecurve.flags.recipe import ImageRecipe, recipe_part
 from onecurve.flags.recipe import parse as parse_recipe
 from onecurve.system.cli import check_positive, command_parser, config_file, run_command, split_at_script
@@ -47,7 +47,6 @@ from tools.launch.hosts import read_hostfile
 
 STEPS = 7
 UNTIMED = 4  # create the optimizer's state, and capture a step graph
-WITHOUT_MEMORY = {"batch_size", "epochs", "lr", "seed", "streams", "max_val_images"}  # do not affect memory
 SHOWN = 25  # last lines of a launch that failed
 RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = "ran", "out of memory", "more than the images", "ran in the margin"
 # Share of the limit that is kept free where a recipe's memory differs from step to step. RandAugment's own
@@ -119,7 +118,7 @@ class Search:
             raise ValueError(f"{flags.script[0]} has no images, whose number could be searched for")
         self.recipe = parse_recipe(kind, flags.script[1:])  # a wrong flag ends the search with status 2
         self.limit_gib = self._first_limit(use_cpu=config.get("use_cpu", False))
-        self.margin = MARGIN if getattr(self.recipe, "randaug_layers", 0) else 0.0  # of the limit
+        self.margin = MARGIN if self.recipe.randaug_layers else 0.0  # of the limit
         place = Path("runs/find_batch_size") / Path(flags.script[0]).stem
         names = (place / f"{name}.json" for name in numbered(flags.config_file.stem))
         self.output = flags.output or next(file for file in names if not file.exists())
@@ -236,7 +235,7 @@ class Search:
             "s3": "none",
             "output_dir": run,
         }
-        if sizes := getattr(self.recipe, "train_sizes", ()):
+        if sizes := self.recipe.train_sizes:
             flags["train_sizes"] = max(sizes)
         replaced = [field for field in fields(self.recipe) if field.name in flags]
         return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
@@ -269,11 +268,12 @@ class Search:
         """Writes the result and prints the commands that train with it."""
         ran = [trial for trial in self.trials if trial.outcome == RAN]
         speeds = {t.per_device_batch_size: t.images_per_s for t in ran if t.images_per_s is not None}
+        deciding = flags_where(type(self.recipe), "changes_memory")
         report = self.settings | {
             "config_file": str(self.flags.config_file),
             "processes": self.processes,
             "flags": self.flags.script[1:],
-            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name not in WITHOUT_MEMORY},
+            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name in deciding},
             "quantum": self.flags.quantum,
             "limit_gib": self.limit_gib,
             "margin": self.margin,

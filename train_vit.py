@@ -32,12 +32,21 @@ class Vit(ImageRecipe):
     epochs: int = flag(100, "passes over the training images", minimum=1)
     batch_size: int = flag(512, "images per optimizer step over the whole job", minimum=1)
     lr: float = flag(5e-4, "peak learning rate", minimum=0)
-    model: str = flag("vit_base_patch32_224", "any model of timm")
-    pretrained: bool = flag(False, "start from the hub's weights for the model")
-    weights: str | None = flag(
-        None, "start from a safetensors file, or a folder of a run, of a checkpoint or of the hub"
+    model: str = flag("vit_base_patch32_224", "any model of timm", decides_defaults=True, in_names=2)
+    pretrained: bool = flag(
+        False, "start from the hub's weights for the model", initial_weights=True, training_only=True
     )
-    freeze: bool = flag(False, "train only the head: a linear probe of --pretrained or --weights")
+    weights: str | None = flag(
+        None,
+        "start from a safetensors file, or a folder of a run, of a checkpoint or of the hub",
+        is_path=True,
+        decides_defaults=True,
+        initial_weights=True,
+        training_only=True,
+    )
+    freeze: bool = flag(
+        False, "train only the head: a linear probe of --pretrained or --weights", training_only=True
+    )
     image_size: int = flag(None, "edge of the square input in pixels; unset: the model's own", minimum=1)
     interpolation: str | None = flag(
         None,
@@ -55,8 +64,12 @@ class Vit(ImageRecipe):
     )
     patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
     depth: int | None = flag(None, "number of blocks; unset: the model's own", minimum=1)
-    drop_path: float = flag(0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99)
-    dropout: float = flag(0.0, "share of activations dropped in training", minimum=0, maximum=0.99)
+    drop_path: float = flag(
+        0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99, drawn_on_device=True
+    )
+    dropout: float = flag(
+        0.0, "share of activations dropped in training", minimum=0, maximum=0.99, drawn_on_device=True
+    )
     mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
     cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
@@ -135,7 +148,8 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     registered(recipe.model)  # refuses an unknown one
     recipe = recipe.resolved()
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
-    options |= {name: n for name in ("patch_size", "depth") if (n := getattr(recipe, name))}
+    sizes = {"patch_size": recipe.patch_size, "depth": recipe.depth}
+    options |= {name: size for name, size in sizes.items() if size}
     options = fitting(recipe.model, recipe.image_size, **options)
     try:
         if recipe.weights:

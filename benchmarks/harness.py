@@ -138,7 +138,7 @@ def train_watched(
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             recipe = parse(recipe_class(script))
-            script.main.__wrapped__(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+            script.main.__wrapped__(recipe, *start(recipe, clip_norm=recipe.clip_norm))
     finally:
         if real:
             script.training_batches = real  # type: ignore[attr-defined]

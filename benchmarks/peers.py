@@ -100,8 +100,8 @@ def timm_flags(words: list[str], folder: Path) -> list[str]:
             Image.fromarray(pixels).save(place)
     flags: dict[str, Any] = {"data-dir": folder, "output": folder / "out", "model": recipe.model}
     flags["img-size"] = recipe.image_size
-    for name in ("batch_size", "drop_path", "mixup", "cutmix", "lr", "weight_decay"):
-        flags[name.replace("_", "-")] = getattr(recipe, name)
+    flags |= {"batch-size": recipe.batch_size, "drop-path": recipe.drop_path, "mixup": recipe.mixup}
+    flags |= {"cutmix": recipe.cutmix, "lr": recipe.lr, "weight-decay": recipe.weight_decay}
     flags |= {"num-classes": len(images.classes), "smoothing": recipe.label_smoothing, "opt": "adamw"}
     flags["amp-dtype"] = "bfloat16"
     flags |= {"device": "cuda" if torch.cuda.is_available() else "cpu", "epochs": 1, "warmup-epochs": 0}

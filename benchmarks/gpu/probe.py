@@ -35,6 +35,7 @@ import torch
 from benchmarks.gpu.device import product_flops
 from benchmarks.harness import Enough, train_watched, wait_for_device
 from onecurve.distributed.strategy import device_name
+from onecurve.flags.recipe import ImageRecipe
 from onecurve.models.script import load_script
 from onecurve.run.run import Run
 from onecurve.system.cli import split_at_script
@@ -93,11 +94,13 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
 
 def facts_of(script: Any, run: Run) -> dict[str, Any]:
     """Operations of an image, and the device's a second: of a bf16 product, and of the data sheet."""
-    if not (size := getattr(run.recipe, "image_size", 0)):
+    if not isinstance(run.recipe, ImageRecipe):
         return {}
     name = device_name(run.accelerator)
     return {
-        "flops_per_image": flops.flops_per_image(lambda: script.build_model(run.recipe, 10), size),
+        "flops_per_image": flops.flops_per_image(
+            lambda: script.build_model(run.recipe, 10), run.recipe.image_size
+        ),
         "product": product_flops(run.accelerator.device, torch.bfloat16),
         "sheet": None if name.startswith("CPU") else flops.peak_flops(name, "bf16"),
     }

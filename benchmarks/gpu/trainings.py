@@ -36,7 +36,7 @@ def succeeds(words: list[str]) -> bool:
     sys.argv = words
     try:
         recipe = parse(recipe_class(script), words[1:])
-        script.main.__wrapped__(recipe, *start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0)))
+        script.main.__wrapped__(recipe, *start(recipe, clip_norm=recipe.clip_norm))
     except (Exception, SystemExit):
         traceback.print_exc()
         return False

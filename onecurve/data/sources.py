@@ -114,9 +114,8 @@ def check_inputs(recipe: ImageRecipe) -> int:
     Returns 0. Raises ValueError for data of this host that can't be used, if that is known by then, and for
     weights that are not there.
     """
-    weights = getattr(recipe, "weights", None)  # a flag of some scripts
-    if weights and not Path(weights).expanduser().exists():
-        raise ValueError(f"--weights {weights}: there is no such folder or file")
+    if recipe.weights and not Path(recipe.weights).expanduser().exists():
+        raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")
     data, columns = recipe.data, Columns(recipe.image_column, recipe.label_column)
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))

@@ -73,15 +73,11 @@ from onecurve.distributed.strategy import (
     versions,
 )
 from onecurve.distributed.watch import stop, watch, watch_ranks
-from onecurve.flags.recipe import Batch, Job, recipe_part
+from onecurve.flags.recipe import Batch, Job, agreed_part
 from onecurve.system.env import is_hosts_first, rank, world_size
 from onecurve.system.paths import ROOT
 from onecurve.system.phase import CUDA, GROUP, STARTING, now, record_collectives, spending
 from onecurve.system.processes import deaf_launcher
-
-# Settings that are no part of the recipe, but by which ranks would go different ways.
-ALIKE = ["per_device_batch_size", "max_steps", "patience", "checkpoint_every", "keep_every", "log_every"]
-ALIKE += ["log_samples"]
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
@@ -159,8 +155,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[Accelerator, Batch]:
         blocks |= {"short_attention": accelerator.short_attention and kernel_version()}
     if job.deterministic and accelerator.device.type == "cpu":  # its sums within a gradient depend on them
         blocks |= {"threads": torch.get_num_threads()}
-    alike = {name: getattr(job, name) for name in ALIKE if hasattr(job, name)}
-    agree(accelerator, {**code, "recipe": recipe_part(job) | alike, **blocks})
+    agree(accelerator, {**code, "recipe": agreed_part(job), **blocks})
     if rehearsal:
         accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
     for remark in (*remarks, replacement_problem(), deaf_launcher()):

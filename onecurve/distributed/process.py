@@ -41,7 +41,7 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
         def train() -> None:
             now.enter(STARTING)  # the script has imported all
             recipe = from_flags(kind).resolved()
-            accelerator, batch = start(recipe, clip_norm=getattr(recipe, "clip_norm", 0.0))
+            accelerator, batch = start(recipe, clip_norm=recipe.clip_norm)
             main(recipe, accelerator, batch)
 
         @functools.wraps(main)

@@ -4,9 +4,10 @@ A field's type gives the conversion: int, float, str, bool, a tuple of them, eac
 """
 
 import argparse
+import ast
+import contextlib
 import dataclasses
 import math
-import re
 import sys
 import time
 import types
@@ -23,6 +24,7 @@ from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean, is_printable, message_text, shortened, some_of
 
 LARGEST = 1e15  # of any flag's number
+RECIPES = Path(__file__).with_name("recipe.py")  # declares the flags that scripts share
 
 SYNONYMS = {"lr": ("learning_rate",)}  # further names of a flag
 # Flags that have left: the value without effect, and the reason
@@ -34,6 +36,28 @@ def without_left(recipe: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in recipe.items() if name not in LEFT or value != LEFT[name][0]}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Answers to the questions that other code asks about a flag. The defaults are safe for a new flag.
+
+    A flag declares what differs from the defaults. Where a subclass declares the flag again, the facts of the
+    first declaration remain.
+    """
+
+    part_of_recipe: bool = True  # changes what is trained: a resumed run must have the same value
+    per_host: bool = False  # ranks may have different values; different values of other flags end the job
+    is_path: bool = False  # may be a local path: two spellings of one path are equal
+    locates: str = ""  # changes only where files are: "results" or "cache"
+    measures_best: bool = False  # changes the metric or the images by which the best checkpoint is chosen
+    decides_defaults: bool = False  # other flags' defaults depend on its value
+    initial_weights: bool = False  # chooses weights to start from
+    training_only: bool = False  # a trained model is built and used without it; can be switched off
+    drawn_on_device: bool = False  # its random numbers differ between kinds of device
+    changes_memory: bool = True  # the memory of a training step may depend on it
+    replayed: bool = False  # a setting that verify.py repeats, because logged numbers or bits depend on it
+    in_names: int = 0  # its position in the name that a comparison gives to a run; 0: only if names are equal
+
+
 def flag(
     default: Any,
     help: str = "",
@@ -41,24 +65,86 @@ def flag(
     choices: tuple = (),
     minimum: float = -math.inf,
     maximum: float = math.inf,
-    part_of_recipe: bool = True,
     per_script: bool = False,
     also: tuple[str, str] = ("", ""),
+    part_of_recipe: bool = True,
+    **facts: Any,
 ) -> Any:
-    """Declares a field of a recipe as a flag. part_of_recipe: a resumed run must have the same value.
+    """Declares a field of a recipe as a flag about what is trained. facts: see Facts.
 
     help: empty where flags.yaml has it, as it takes more than a line. per_script: each script's
     recipe declares its own default. also: another name, and what its value means, as ("model_folder",
     "{}/*").
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
-    metadata |= {"part_of_recipe": part_of_recipe, "per_script": per_script}
-    return dataclasses.field(default=default, metadata=metadata)
+    facts |= {"part_of_recipe": part_of_recipe}
+    Facts(**facts)  # refuses an unknown fact
+    return dataclasses.field(default=default, metadata=metadata | {"per_script": per_script, "facts": facts})
 
 
-def setting(default: Any, help: str = "", **bounds: Any) -> Any:
-    """Declares a flag about where or how to run, not about what is trained."""
-    return flag(default, help, part_of_recipe=False, **bounds)
+def setting(default: Any, help: str = "", **options: Any) -> Any:
+    """Declares a flag about where or how to run, not about what is trained. options: see flag()."""
+    return flag(default, help, part_of_recipe=False, **options)
+
+
+@cache
+def facts_of(recipe_class: type) -> dict[str, Facts]:
+    """Return the facts about each flag of a recipe."""
+    facts: dict[str, dict[str, Any]] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
+        for field in dataclasses.fields(base):
+            facts[field.name] = facts.get(field.name, {}) | field.metadata["facts"]
+    return {name: Facts(**known) for name, known in facts.items()}
+
+
+def flags_where(recipe_class: type, fact: str) -> list[str]:
+    """Return the flags of a recipe for which a fact is true."""
+    return [name for name, facts in facts_of(recipe_class).items() if getattr(facts, fact)]
+
+
+def switched_off(field: dataclasses.Field) -> Any:
+    """Return the value with which a flag has no effect: False of a switch, None of others."""
+    return False if _base_type(field) is bool else None
+
+
+@cache
+def _declarations(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the flags that a file's classes declare, with their facts: {class: {flag: {fact: value}}}.
+
+    The text is parsed, because importing a script takes seconds. A file with a mistake declares nothing.
+    """
+    with contextlib.suppress(SyntaxError, ValueError):
+        statements = ast.parse(file.read_text()).body
+        return {part.name: _flags_in(part) for part in statements if isinstance(part, ast.ClassDef)}
+    return {}
+
+
+def _flags_in(recipe: ast.ClassDef) -> dict[str, dict[str, Any]]:
+    facts, flags = {"also", *(fact.name for fact in dataclasses.fields(Facts))}, dict[str, dict[str, Any]]()
+    for part in recipe.body:
+        if not (isinstance(part, ast.AnnAssign) and isinstance(part.value, ast.Call)):
+            continue
+        if ast.unparse(part.value.func) in ("flag", "setting"):
+            pairs = {word.arg: word.value for word in part.value.keywords if word.arg}
+            values = {name: ast.literal_eval(value) for name, value in pairs.items() if name in facts}
+            flags[ast.unparse(part.target)] = values
+    return flags
+
+
+@cache
+def declared(fact: str) -> dict[str, Any]:
+    """Return {name: value} for the flags of all recipes that declare a true fact, under all of their names.
+
+    For readers of recorded runs, whose scripts are unknown, older, or slow to import.
+    """
+    values: dict[str, Any] = {}
+    for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
+        for flags in _declarations(file).values():
+            for name, facts in flags.items():
+                if value := facts.get(fact):
+                    names = (name, facts.get("also", ("",))[0])
+                    values |= dict.fromkeys(filter(None, names), value)
+    return values
 
 
 @cache
@@ -118,11 +204,13 @@ def _why_left(flag: str) -> str:
 
 def _of_our_scripts(unknown: str) -> str:
     """Return which other train scripts have this flag. Their text is searched, as imports take seconds."""
-    field = re.compile(rf"^    {re.escape(unknown.removeprefix('--'))}: .*= (flag|setting)\(", re.M)
-    shared = Path(__file__).with_name("recipe.py").read_text().partition("class ImageRecipe")[2]
-    sources = {path.name: path.read_text() for path in sorted(ROOT.glob("train_*.py"))}
+    name = unknown.removeprefix("--")
+    is_shared = name in _declarations(RECIPES)["ImageRecipe"]
     scripts = [
-        name for name, text in sources.items() if field.search(text + shared * ("(ImageRecipe)" in text))
+        path.name
+        for path in sorted(ROOT.glob("train_*.py"))
+        if any(name in flags for flags in _declarations(path).values())
+        or (is_shared and "(ImageRecipe)" in path.read_text())
     ]
     return f"{some_of(scripts)} {'has' if len(scripts) == 1 else 'have'} it" if scripts else ""
 

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from onecurve.flags.fields import Parser, add_flag, as_text, flag, read_config, setting, typed
+from onecurve.flags.fields import (
+    Parser,
+    add_flag,
+    as_text,
+    flag,
+    flags_where,
+    read_config,
+    setting,
+    switched_off,
+    typed,
+)
 from onecurve.system.env import is_under_deepspeed
 from onecurve.system.paths import ROOT
 from onecurve.system.text import plural
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 R = TypeVar("R", bound="DataclassInstance")
+RecipeT = TypeVar("RecipeT", bound="Recipe")
 
 
 class Metric(typing.NamedTuple):
@@ -56,16 +67,25 @@ class Job:
     """Settings of the computation, which distributed.accelerator.start needs."""
 
     unit: typing.ClassVar[str] = "images"  # the word for samples in messages
-    best_by = "accuracy"  # where it is no flag
+    # Flags of some scripts, with their values in the other scripts
+    step_graph = typing.cast(bool | None, False)
 
-    batch_size: int = flag(256, "images per optimizer step over the whole job", minimum=1, per_script=True)
+    batch_size: int = flag(
+        256,
+        "images per optimizer step over the whole job",
+        minimum=1,
+        per_script=True,
+        decides_defaults=True,
+        changes_memory=False,  # the images of a forward do
+        in_names=4,
+    )
     per_device_batch_size: int | None = setting(None, minimum=1)
     mixed_precision: str | None = setting(None, choices=("no", "bf16", "fp16"))
     grad_compression: str = flag("no", choices=("no", "bf16"))
     compile: str | None = setting(None, choices=("no", "default", "reduce-overhead", "max-autotune"))
     grad_checkpointing: bool = setting(False)
-    deterministic: bool = setting(False)
-    deepspeed_config: str | None = setting(None)
+    deterministic: bool = setting(False, replayed=True)
+    deepspeed_config: str | None = setting(None, is_path=True, per_host=True)
     timeout_s: int = setting(
         300, "seconds after which a silent process ends the job", minimum=1, maximum=7 * 24 * 3600
     )
@@ -75,21 +95,42 @@ class Job:
 class Recipe(Job):
     """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
 
-    data: str = flag("generated", "training data", per_script=True)
-    epochs: int = flag(10, "passes over the training images", minimum=1, per_script=True)
-    lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True)
-    seed: int = flag(0, minimum=0, maximum=2**32 - 1)
+    # Flags of some scripts, with their values in the other scripts
+    best_by = "accuracy"
+    clip_norm = 0.0
+    ema_decay = 0.0
+    freeze = False
+    holdout = typing.cast(float | str | None, None)
+    model = typing.cast(str | None, None)
+    optimizer = "adamw"
+    randaug_layers = 0
+    train_sizes = typing.cast(tuple[int, ...], ())
+    weights = typing.cast(str | None, None)
+
+    data: str = flag("generated", "training data", per_script=True, is_path=True, in_names=1)
+    epochs: int = flag(
+        10,
+        "passes over the training images",
+        minimum=1,
+        per_script=True,
+        changes_memory=False,
+        in_names=3,
+    )
+    lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True, changes_memory=False, in_names=5)
+    seed: int = flag(0, minimum=0, maximum=2**32 - 1, changes_memory=False, in_names=7)
     max_steps: int | None = setting(None, minimum=1)
     patience: int | None = setting(None, minimum=1)
-    output_dir: str | None = setting(None, also=("model_folder", "{}/*"))
-    name: str | None = setting(None)
+    output_dir: str | None = setting(
+        None, also=("model_folder", "{}/*"), is_path=True, locates="results", per_host=True
+    )
+    name: str | None = setting(None, locates="results")
     resume: str = setting("auto")
     allow_changed: tuple[str, ...] = setting(())
     checkpoint_every: int | str = setting("epoch")
     checkpoint_s: float = setting(60.0, minimum=0)
     keep_every: int | None = setting(None, minimum=1)
-    s3: str | None = setting(None)
-    log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1)
+    s3: str | None = setting(None, locates="results")
+    log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1, replayed=True)
     log_samples: bool = setting(False)
     trackers: tuple[str, ...] = setting(("tensorboard",), choices=("tensorboard", "wandb", "trackio", "none"))
     telemetry_s: float = setting(1.0, minimum=0)
@@ -146,16 +187,18 @@ class ImageRecipe(Recipe):
     data: str = flag("cifar10")
     image_column: str | None = flag(None)
     label_column: str | None = flag(None)
-    holdout: float | str | None = flag(None, minimum=0, also=("fold", "{}"))
+    holdout: float | str | None = flag(None, minimum=0, also=("fold", "{}"), measures_best=True, in_names=6)
     image_size: int = flag(32, minimum=1, per_script=True)
-    max_val_images: int | None = flag(None, minimum=1)
-    best_by: str = flag("accuracy", choices=tuple(METRICS))
-    streams: int | None = flag(None, minimum=1)
+    max_val_images: int | None = flag(
+        None, minimum=1, measures_best=True, training_only=True, changes_memory=False
+    )
+    best_by: str = flag("accuracy", choices=tuple(METRICS), measures_best=True)
+    streams: int | None = flag(None, minimum=1, changes_memory=False)
     shuffle_window: int = flag(4096, minimum=1)
     on_bad_image: str = flag("fail", choices=("fail", "skip"))
-    cache_dir: str | None = setting(None)
-    cache_gib: float = setting(112.0, minimum=0)
-    workers: int = setting(2, minimum=0)
+    cache_dir: str | None = setting(None, is_path=True, locates="cache", per_host=True)
+    cache_gib: float = setting(112.0, minimum=0, per_host=True)
+    workers: int = setting(2, minimum=0, per_host=True, replayed=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,7 +265,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
     groups: list[Any] = [parser.add_argument_group(GROUPS.get(kind.__name__, parser.prog)) for kind in kinds]
     for field in fields:
         home = next(k for k, kind in enumerate(kinds) if field.name in inspect.get_annotations(kind))
-        add_flag(groups[home], field, getattr(recipe_class, "unit", "images"))
+        add_flag(groups[home], field, recipe_class.unit if issubclass(recipe_class, Job) else "images")
     add = parser.add_argument_group("flags").add_argument
     add("--config", metavar="FILE", help="YAML or JSON with any flags as keys")
     add("--print_config", action="store_true", help="print the recipe as YAML for --config, and exit")
@@ -262,9 +305,20 @@ def from_flags(recipe_class: type[R]) -> R:
 
 def recipe_part(recipe: Job) -> dict[str, Any]:
     """The fields that define the training, without those about where or how to run."""
-    return {
-        f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.metadata["part_of_recipe"]
-    }
+    return {name: getattr(recipe, name) for name in flags_where(type(recipe), "part_of_recipe")}
+
+
+def agreed_part(job: Job) -> dict[str, Any]:
+    """Return the fields whose values must be the same on all ranks."""
+    exempt = flags_where(type(job), "per_host")
+    return {name: value for name, value in vars(job).items() if name not in exempt}
+
+
+def untrained(recipe: RecipeT) -> RecipeT:
+    """Return the recipe of the same model with new weights, all of which are trained."""
+    names = flags_where(type(recipe), "training_only")
+    off = {field.name: switched_off(field) for field in dataclasses.fields(recipe) if field.name in names}
+    return dataclasses.replace(recipe, **off)
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:

@@ -62,7 +62,8 @@ def data_config(record: dict[str, Any], recipe: Any = None) -> DataConfig:
 
     record: DataConfig.to_json(), or timm's. ValueError for an interpolation or a crop mode that is not known.
     """
-    flags = {name: value for name in FLAGS if (value := getattr(recipe, name, None)) is not None}
+    given = vars(recipe) if recipe else {}
+    flags = {name: given[name] for name in FLAGS if given.get(name) is not None}
     base = IMAGENET if flags.get("interpolation") == LEGACY else IMAGENET | record
     interpolation, crop_pct, crop_mode = ((base | flags)[name] for name in FLAGS)
     if interpolation not in (*INTERPOLATIONS, LEGACY) or crop_mode not in CROP_MODES:

@@ -5,7 +5,6 @@ parameters and images, the data and the batch size. It neither trains nor downlo
 """
 
 import builtins
-import dataclasses
 import dis
 import importlib.util
 import json
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onecurve.flags.fields import LEFT
-from onecurve.flags.recipe import Recipe, parse, recipe_part
+from onecurve.flags.fields import LEFT, flags_where
+from onecurve.flags.recipe import Recipe, parse, recipe_part, untrained
 from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
 
@@ -30,9 +29,6 @@ TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or nam
 MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
 MOVE = "Move its import or definition into that section: the exported model.py has torch, but not our code"
 CLASSES = 10  # more classes change the size little
-# Flags that start from trained weights, and their values for new weights
-AFRESH: dict[str, Any] = {"pretrained": False, "weights": None, "freeze": False}
-NOT_OF_THE_MODEL = (*AFRESH, "max_val_images")  # flags that do not change the trained model's structure
 
 
 def own_script(name: str | None) -> Path:
@@ -101,15 +97,15 @@ def recipe_of(script: ModuleType, words: list[str]) -> Any:
 def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
     """A manifest's recipe as flags of its script, to be checked like a user's.
 
-    It leaves out the initial weights, the number of evaluated images, and flags that have left, which changed
-    no weight's name or shape. ValueError for a key that is no part of the recipe.
+    It leaves out flags for the training alone, and flags that have left, which changed no weight's name or
+    shape. ValueError for a key that is no part of the recipe.
     """
     recipe = {name: value for name, value in recipe.items() if name not in LEFT}
     if unknown := recipe.keys() - recipe_part(kind()).keys():
         raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
-    words = []
+    words, left_out = [], flags_where(kind, "training_only")
     for name, value in recipe.items():
-        if name in NOT_OF_THE_MODEL or value is None or value == []:  # an empty list is the default
+        if name in left_out or value is None or value == []:  # an empty list is the default
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
@@ -129,9 +125,7 @@ def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ..
 def main() -> None:
     del sys.argv[0]  # so that errors name the script
     script = load_script(Path(sys.argv[0]))
-    recipe = recipe_of(script, sys.argv[1:])
-    names = {field.name for field in dataclasses.fields(recipe)}
-    recipe = dataclasses.replace(recipe, **{k: v for k, v in AFRESH.items() if k in names})
+    recipe = untrained(recipe_of(script, sys.argv[1:]))
     with torch.device("meta"):
         model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
     size = {

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
-from onecurve.flags.fields import LEFT, without_left
+from onecurve.flags.fields import LEFT, flags_where, without_left
 from onecurve.flags.recipe import Recipe, recipe_part
 from onecurve.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
 from onecurve.run.starts import STARTS, comparable
@@ -247,8 +247,7 @@ def _is_restarted() -> bool:
 
 def model_part(recipe: Recipe) -> str:
     """What stands before the name of a run whose script has --model."""
-    model = getattr(recipe, "model", None)
-    return re.sub(r"[^\w.-]+", "_", model) + "_" if model else ""
+    return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
 
 
 def script_name() -> str:
@@ -275,10 +274,12 @@ def differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
     left = [name for name in without_left(theirs) if name in LEFT]
     theirs = recipe.without_derived(defaults | theirs)
+    paths = flags_where(type(recipe), "is_path")
     return [f"--{name} was {theirs[name]}, and has left" for name in left] + [
         f"--{key} was {theirs[key]}, now {value}"
         for key, value in ours.items()
-        if comparable(key, theirs[key]) != comparable(key, value) and key not in recipe.allow_changed
+        if comparable(theirs[key], key in paths) != comparable(value, key in paths)
+        and key not in recipe.allow_changed
     ]
 
 

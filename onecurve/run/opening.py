@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import subprocess
@@ -24,6 +25,7 @@ from onecurve.checkpoint.training import TrainingState
 from onecurve.distributed import strategy as job
 from onecurve.distributed.agreement import once
 from onecurve.distributed.rendezvous import most_hosts, most_processes
+from onecurve.flags.fields import flags_where
 from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part
 from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.numerics.order import Steps
@@ -42,7 +44,6 @@ from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
 
 VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
-MEASURED = ("best_by", "holdout", "max_val_images")  # flags: what the best evaluation is measured by and on
 
 
 @dataclass
@@ -174,8 +175,9 @@ class Opening:
             )
         for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
             print(change, flush=True)
-        ours = recipe_part(recipe)
-        is_other = is_other or any(about["recipe"].get(n, ours.get(n)) != ours.get(n) for n in MEASURED)
+        ours = json.loads(json.dumps(recipe_part(recipe)))  # as the manifest's
+        measuring = flags_where(type(recipe), "measures_best")
+        is_other = is_other or any(about["recipe"].get(name, ours[name]) != ours[name] for name in measuring)
         if is_new or is_other:  # the best evaluation is another run's, or not comparable
             anew: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
             state = dataclasses.replace(state, evaluated=False, **anew)
@@ -258,7 +260,8 @@ class Opening:
         own = None if place.is_new else place.checkpoint
         with writing("the log", place.path):
             remove_temporary(place.path / "checkpoints")  # a downloaded one of another run
-            add_start(place.path, start, own.manifest if own else None)
+            paths = flags_where(type(self.recipe), "is_path")
+            add_start(place.path, start, own.manifest if own else None, paths)
             (place.path / "result.json").unlink(missing_ok=True)
             log = RunLog(place.path, self.recipe, about, state, steps)
             if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):
@@ -374,9 +377,7 @@ def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
 def _defaults(recipe: Recipe) -> dict[str, Any]:
     """The script's default recipe; fields that others decide have the values of this recipe."""
     own = type(recipe)()
-    deciding = {
-        name: getattr(recipe, name) for name in ("batch_size", "model", "weights") if hasattr(own, name)
-    }
+    deciding = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
     with_derived = dataclasses.asdict(type(recipe)(**deciding).resolved())
     return with_derived | {name: getattr(own, name) for name in deciding}
 

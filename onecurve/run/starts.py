@@ -14,7 +14,7 @@ manifest, and has no `step`.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,8 @@ from onecurve.run.schemas import Result, StartLine, kinds
 from onecurve.system.files import fitting, open_to_append, read_lines
 
 STARTS = "starts.jsonl"
-PATHS = ("data", "weights")  # flags of a recipe that may be local paths
+# Keys of `changed` with which the images of evaluations changed
+CONTENT, CROPPED = "content of the data", "cropped images"
 LEFT_OUT = ("argv", "defaults")
 MOST_IN_TURN = 4  # values that in_turn() names
 
@@ -43,15 +44,18 @@ class Start:
         return "step" in self.about
 
 
-def add_start(folder: Path, start: StartLine, continued: dict[str, Any] | None) -> None:
+def add_start(
+    folder: Path, start: StartLine, continued: dict[str, Any] | None, paths: Collection[str]
+) -> None:
     """Appends a start. OSError if it can't be written.
 
-    continued: the manifest of the run's own checkpoint from which it resumes.
+    continued: the manifest of the run's own checkpoint from which it resumes. paths: the flags that may be
+    local paths.
     """
     file, line = folder / STARTS, {name: value for name, value in start.items() if name not in LEFT_OUT}
     if file.is_symlink():  # to a file that is not the run's
         file.unlink()
-    changed = changes(continued, start) if continued else {}
+    changed = changes(continued, start, paths) if continued else {}
     lines = [line | {"changed": changed}]
     if continued and not file.exists():
         earlier = {"recipe": continued.get("recipe"), "source": continued.get("data")}
@@ -65,21 +69,28 @@ def add_start(folder: Path, start: StartLine, continued: dict[str, Any] | None) 
         os.fsync(opened.fileno())
 
 
-def changes(manifest: dict[str, Any], start: StartLine) -> dict[str, list[Any]]:
+def changes(manifest: dict[str, Any], start: StartLine, paths: Collection[str]) -> dict[str, list[Any]]:
     """Return how a start's recipe differs from that of its checkpoint: {name: [before, now]}."""
     before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
     pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
-    pairs = {name: pair for name, pair in pairs.items() if len({repr(comparable(name, v)) for v in pair}) > 1}
-    pairs["content of the data"] = [manifest.get("data"), start["source"]]
-    pairs["cropped images"] = [manifest.get("cropped", start["cropped"]), start["cropped"]]
+    pairs = {
+        name: pair
+        for name, pair in pairs.items()
+        if comparable(pair[0], name in paths) != comparable(pair[1], name in paths)
+    }
+    pairs[CONTENT] = [manifest.get("data"), start["source"]]
+    pairs[CROPPED] = [manifest.get("cropped", start["cropped"]), start["cropped"]]
     pairs["state of the optimizer"] = ["restored", "restored" if start["has_optimizer"] else "zero"]
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def comparable(key: str, value: Any) -> Any:
-    """Return a local path as an absolute, normalised one; other values, names and addresses as they are."""
-    is_path = key in PATHS and isinstance(value, str) and ":" not in value
-    return os.path.abspath(os.path.expanduser(value)) if is_path else value
+def comparable(value: Any, is_path: bool) -> Any:
+    """Return a local path as an absolute, normalised one; other values, names and addresses as they are.
+
+    is_path: the value of a flag that may be a local path.
+    """
+    is_local = is_path and isinstance(value, str) and ":" not in value
+    return os.path.abspath(os.path.expanduser(value)) if is_local else value
 
 
 def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:

@@ -6,6 +6,7 @@ checkpointing computes again does not count. A GPU's peak stands in devices.yaml
 """
 
 import copy
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -18,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from onecurve.flags.fields import flags_where, switched_off
 from onecurve.flags.recipe import ImageRecipe, Recipe
-from onecurve.models.script import AFRESH
 from onecurve.system.paths import shortest
 
 TABLE = Path(__file__).with_name("devices.yaml")
@@ -83,12 +84,13 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
     devices: of all processes, as torch names them.
     """
     build: Any = getattr(sys.modules["__main__"], "build_model", None)
-    if build is None or getattr(recipe, "train_sizes", None) or not isinstance(recipe, ImageRecipe):
+    if build is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
         return None
     fresh = copy.copy(recipe)  # replace() would refuse --freeze without weights
-    for name in ("pretrained", "weights"):
-        if hasattr(fresh, name):
-            object.__setattr__(fresh, name, AFRESH[name])
+    choosing = flags_where(type(recipe), "initial_weights")
+    for field in dataclasses.fields(recipe):
+        if field.name in choosing:
+            object.__setattr__(fresh, field.name, switched_off(field))
     try:
         counted = flops_per_image(partial(build, fresh, classes), recipe.image_size)
     except Exception as error:  # a model may raise many kinds

@@ -1,5 +1,7 @@
 """Agreement: processes neither go different ways nor wait for ever."""
 
+import copy
+import dataclasses
 import os
 import re
 import signal
@@ -9,7 +11,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from onecurve.distributed import agreement
 from onecurve.distributed.channel import Channel
+from onecurve.flags.fields import facts_of
+from onecurve.flags.recipe import agreed_part, parse
+from onecurve.models.script import load_script, recipe_class
 from onecurve.system.processes import is_alive
 from tests.conftest import CNN, ROOT, STRATEGIES, Job, free_port, mutate, torchrun, wait_until
 
@@ -36,10 +42,34 @@ def assert_refused(jobs: list[tuple[int, str]], message: str) -> None:
 
 
 def test_another_recipe_on_one_host(tmp_path, cache):
-    other = ["--lr", "0.5", "--widths", "8,8,32", "--log_every", "7"]
+    other = ["--lr", "0.5", "--widths", "8,8,32", "--log_every", "7", "--profile", "3"]
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], flags=([], other))
-    assert_refused(jobs, "recipe is log_every=7, lr=0.5, widths=[8, 8, 32]")
+    assert_refused(jobs, "recipe is log_every=7, lr=0.5, profile=3, widths=[8, 8, 32]")
     assert not list(tmp_path.glob("run*"))
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
+def test_a_difference_in_any_flag_is_named_on_all_ranks(script, monkeypatch):
+    """No flag has to be listed for it. An unnamed difference could let a rank wait for ever."""
+    recipe = parse(recipe_class(load_script(ROOT / f"{script}.py")), [])
+    names = [field.name for field in dataclasses.fields(recipe)]
+    unnamed = [name for name in names if name not in disagreement(recipe, name, monkeypatch)]
+    assert unnamed == [name for name in names if facts_of(type(recipe))[name].per_host]
+
+
+def disagreement(recipe, name: str, monkeypatch) -> str:
+    """The error that both ranks raise if one has another value of a flag; empty if they agree."""
+    other, gathered, errors = copy.copy(recipe), [], []
+    object.__setattr__(other, name, "another value")
+    for one in (recipe, other, recipe, other):  # each rank's part first, then what each rank does with all
+        monkeypatch.setattr(agreement, "gather_object", lambda mine: gathered.extend(mine) or gathered[:2])
+        try:
+            agreement.agree(None, {"recipe": agreed_part(one)})
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    assert errors[2] == errors[3]
+    return errors[2]
 
 
 @pytest.mark.full

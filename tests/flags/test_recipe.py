@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.flags.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, share_out
+from onecurve.flags.fields import Facts, declared, facts_of
+from onecurve.flags.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, setting, share_out
+from onecurve.models.script import load_script, recipe_class
 from onecurve.run.folder import differences
 from tests.conftest import ROOT
 from train_cnn_a import CnnA
@@ -24,7 +26,7 @@ class Sample(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned(CnnA):
-    weights: str | None = flag(None, "a file")
+    weights: str | None = flag(None, "a file", is_path=True)
 
 
 TWICE = "are two names of one setting. Give one of them"
@@ -199,6 +201,51 @@ def test_the_recipe_is_what_is_trained_not_where():
     where = ("output_dir", "per_device_batch_size", "max_steps", "mixed_precision", "timeout_s", "log_every")
     assert not set(where) & recipe_part(CnnA()).keys()
     assert {"data", "epochs", "batch_size", "lr", "seed", "widths"} <= recipe_part(CnnA()).keys()
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
+def test_each_flag_answers_each_question(script):
+    """A new flag has the safe answers without declaring any. Its answers do not contradict each other."""
+    recipe = recipe_class(load_script(ROOT / f"{script}.py"))
+    facts, fields = facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
+    assert facts.keys() == fields.keys()
+    for name, one in facts.items():
+        for fact in dataclasses.fields(Facts):
+            assert type(getattr(one, fact.name)) is type(fact.default), (name, fact.name)
+        trained, text = one.part_of_recipe, str(fields[name].type)
+        assert not (trained and (one.per_host or one.locates or one.replayed)), name
+        assert trained or not (one.measures_best or one.training_only or one.drawn_on_device), name
+        assert trained or not (one.initial_weights or one.decides_defaults or one.in_names), name
+        assert one.locates in ("", "results", "cache"), name
+        assert "str" in text or not (one.is_path or one.locates), name
+        assert one.training_only or not one.initial_weights, name
+        assert not one.training_only or text == "<class 'bool'>" or "None" in text, name
+    positions = [one.in_names for one in facts.values() if one.in_names]
+    assert len({*positions}) == len(positions)
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
+@pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(Facts) if not fact.default])
+def test_the_text_of_the_scripts_declares_what_their_recipes_do(script, fact):
+    """The log book reads the text, as it must not import the script of a recorded run."""
+    facts = facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
+    answers = {name: value for name, one in facts.items() if (value := getattr(one, fact))}
+    assert answers == {name: value for name, value in declared(fact).items() if name in facts}
+
+
+def test_a_flag_that_is_declared_again_keeps_its_facts():
+    @dataclass(frozen=True, kw_only=True)
+    class Again(Tuned):
+        batch_size: int = flag(32, "images")
+        cache_dir: str | None = setting(None, "a folder")
+        weights: str | None = flag(None, "a file", is_path=False)
+
+    facts = facts_of(Again)
+    assert facts["batch_size"] == Facts(decides_defaults=True, changes_memory=False, in_names=4)
+    assert facts["cache_dir"] == Facts(part_of_recipe=False, is_path=True, locates="cache", per_host=True)
+    assert facts["weights"] == Facts()
+    with pytest.raises(TypeError, match="is_paht"):
+        flag(None, "a file", is_paht=True)
 
 
 def test_the_printed_recipe_is_a_config_file_of_itself(tmp_path, capsys):

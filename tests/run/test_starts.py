@@ -58,11 +58,11 @@ MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy"
 
 
 def test_a_start_changes_no_earlier_line(tmp_path):
-    add_start(tmp_path, start(0), None)
+    add_start(tmp_path, start(0), None, ())
     first = (tmp_path / STARTS).read_bytes()
     (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # a full disk
     changed = {"recipe": {"lr": 0.2}, "source": "digits-2", "has_optimizer": False}
-    add_start(tmp_path, start(7, **changed), MANIFEST)
+    add_start(tmp_path, start(7, **changed), MANIFEST, ())
     assert (tmp_path / STARTS).read_bytes().startswith(first)
     assert [line["step"] for line in read_lines(tmp_path / STARTS)] == [0, 7]
     assert read_lines(tmp_path / STARTS)[1]["changed"] == {
@@ -76,12 +76,12 @@ def test_a_start_changes_no_earlier_line(tmp_path):
 def test_another_path_to_the_same_data_is_no_change(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     manifest = MANIFEST | {"recipe": {"data": str(tmp_path / "pictures")}}
-    add_start(tmp_path, start(7, recipe={"data": "pictures"}), manifest)
+    add_start(tmp_path, start(7, recipe={"data": "pictures"}), manifest, ["data"])
     assert read_lines(tmp_path / STARTS)[-1]["changed"] == {}
 
 
 def test_the_steps_of_an_earlier_version_are_a_start_without_a_step(tmp_path):
-    add_start(tmp_path, start(7), MANIFEST)
+    add_start(tmp_path, start(7), MANIFEST, ())
     earlier, now = read_lines(tmp_path / STARTS)
     assert earlier == {"strategy": "ddp", "processes": 2, "recipe": {"lr": 0.1}, "source": "digits-1"}
     assert (now["step"], now["changed"]) == (7, {})
@@ -91,12 +91,12 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
     target = tmp_path / "target"
     target.write_text("mine\n")
     (tmp_path / STARTS).symlink_to(target)
-    add_start(tmp_path, start(0), None)
+    add_start(tmp_path, start(0), None, ())
     assert target.read_text() == "mine\n"
     (tmp_path / STARTS).unlink()
     os.mkfifo(tmp_path / STARTS)
     with pytest.raises(OSError, match="no regular file"):
-        add_start(tmp_path, start(0), None)
+        add_start(tmp_path, start(0), None, ())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from onecurve.flags.fields import without_left
+from onecurve.flags.fields import declared, without_left
 from onecurve.run.schemas import Search, kinds
 from onecurve.system.files import fitting, read_json
 from onecurve.system.paths import public_path
@@ -17,13 +17,11 @@ from tools.logbook.markdown import code, render
 from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
-NOT_COMPARED = ("name", "output_dir", "model_folder", "s3")  # places of files
 # Flags whose resolved values stand in result.json.
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
 # Undisturbed runs have a smaller spread of images/s. Seen: at most 0.18 on an H200; 0.5 to 1.2 on 2 CPU cores
 # that other programs used as well.
 LARGEST_SPREAD = 0.25
-NAMED = ("data", "model", "epochs", "batch_size", "lr", "holdout", "seed")  # in names where they differ
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,10 @@ class Comparison:
         where = [run.job for run in runs]
         hosts = [plural(one.get("hosts", "?"), "host") for one in facts]
         flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
-        others = [name for name in flags if name not in (*NAMED, *NOT_COMPARED)]
-        always = [scripts, where, *(_values(runs, name) for name in NAMED if name in flags)]
+        positions = declared("in_names")
+        first = sorted((name for name in flags if name in positions), key=lambda name: positions[name])
+        others = [name for name in flags if name not in (*first, *_places_of_results())]
+        always = [scripts, where, *(_values(runs, name) for name in first)]
         parts: list[tuple[str, ...]] = [()] * len(runs)
         for column in [*always, hosts, *(_values(runs, name) for name in others)]:
             if len(set(column)) > 1 and (column in always or len(set(parts)) < len(runs)):
@@ -168,7 +168,7 @@ def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
 def conditions(run: RunRecord) -> dict[str, str]:
     """Settings of the run that a comparison names where they differ."""
     facts, about = run.facts, run.about
-    left_out = (*NOT_COMPARED, *RESOLVED)
+    left_out = (*_places_of_results(), *RESOLVED)
     recipe = {name: run.over_starts(partial(_flag, name)) for name in run.recipe if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
@@ -185,6 +185,11 @@ def conditions(run: RunRecord) -> dict[str, str]:
         "host": "; ".join(sorted(hosts)) or "not known",
         "started from": public_path(about.get("resumed_from", "fresh weights")),
     }
+
+
+def _places_of_results() -> list[str]:
+    """Return the flags that say where a run's results are, which differ between any two runs."""
+    return [name for name, files in declared("locates").items() if files == "results"]
 
 
 def _flag(name: str, about: dict[str, Any]) -> str:

@@ -17,9 +17,9 @@ from tools.logbook.run_record import RunRecord, as_flag, devices, mixed_precisio
 
 Value = Callable[[dict[str, Any]], Any]  # of a line of starts.jsonl
 
-# Settings that a row of the table of starts names where they change; other ones have columns.
-NAMED = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads", "deterministic"]
-NAMED += ["gradient_reduction", "half_precision"]
+# Keys of starts.jsonl that have no column in the table of starts: a row names those that changed.
+KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
+KEYS_WITHOUT_COLUMN += ["deterministic", "gradient_reduction", "half_precision"]
 
 
 def over_steps(run: RunRecord, value: Value) -> Any:
@@ -140,7 +140,7 @@ def _row(run: RunRecord, k: int) -> list[Any]:
 
 def _setting_changes(before: Start, now: Start) -> list[str]:
     """Return `torch was 2.11.0, now 2.15.0` for each of the settings that has no column."""
-    pairs = {name: (before.about.get(name), now.about.get(name)) for name in NAMED}
+    pairs = {name: (before.about.get(name), now.about.get(name)) for name in KEYS_WITHOUT_COLUMN}
     for name in ("versions", "sharding"):
         old, new = before.about.get(name, {}), now.about.get(name, {})
         pairs |= {key: (old.get(key), new.get(key)) for key in old | new}

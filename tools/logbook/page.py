@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from operator import methodcaller
 from typing import Any
 
+from onecurve.flags.fields import declared
 from onecurve.flags.recipe import METRICS
 from onecurve.run.schemas import RecipeFile, Report, Result, Stamp, kinds
 from onecurve.system.files import own_files
@@ -13,7 +14,6 @@ from onecurve.system.text import some_of
 from tools.logbook import history
 from tools.logbook.markdown import code, each, formatted, render
 from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
-from tools.logbook.seeds import PLACES
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
 SHOWN_CLASSES = 20  # rows of the table of classes
@@ -21,8 +21,6 @@ MOST_STARTS = 20  # above, the table of starts is folded
 SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
-# Flags that have a column of their own in the index, or name places.
-IN_COLUMNS = {"data", "model", "batch_size", "epochs", *PLACES} - {"seed"}
 INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
 INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
@@ -68,7 +66,8 @@ def index_values(run: RunRecord) -> dict[str, Any]:
     found = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
     found |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
     defaults = run.about.get("defaults") or {}
-    changed = [name for name in defaults if name not in IN_COLUMNS and name in run.recipe]
+    in_columns = {*found, *declared("locates")}
+    changed = [name for name in defaults if name not in in_columns and name in run.recipe]
     changed = [name for name in changed if not history.is_default(run, name, defaults[name])]
     found["flags"] = ", ".join(f"{name} {public_path(as_flag(run.recipe[name]))}" for name in changed)
     return {name: run.facts.get(name) for name in INDEXED} | found | {"hosts": run.over_starts(host_count)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from onecurve.flags.fields import without_left
+from onecurve.flags.fields import declared, without_left
 from onecurve.flags.recipe import METRICS, parse_fold, score
 from onecurve.run.schemas import (
     Confusion,
@@ -25,7 +25,7 @@ from onecurve.run.schemas import (
     Verified,
     kinds,
 )
-from onecurve.run.starts import STARTS, Start, in_order, in_turn, kept
+from onecurve.run.starts import CONTENT, CROPPED, STARTS, Start, in_order, in_turn, kept
 from onecurve.system.files import Kind, fitting, parse_json, read_own, sha256_of
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
@@ -41,8 +41,6 @@ MEANING = {  # of a verification that found no difference
     " weights: the differences of the replayed steps are reported, without a verdict",
 }
 COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # with a replay, beside the checkpoints
-# Flags that change the images or the metric of evaluations, which are then not compared with earlier ones
-MEASURED = {"best_by", "holdout", "max_val_images", "data", "content of the data", "cropped images"}
 MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
 MOST_SAMPLES = 5_000  # of a host's telemetry on a page, as 64 hosts write 8 GB a day
 FEWEST_SPEEDS = 8  # that have deciles
@@ -94,7 +92,7 @@ class RunRecord:
             self.problems.append("telemetry-<host>.jsonl is missing")
         result = self._read("result.json")
         lines = self._read_lines(STARTS, set()) if (folder / STARTS).exists() else []
-        best_began = [line.get("step", 0) for line in lines if MEASURED & line.get("changed", {}).keys()]
+        best_began = [line.get("step", 0) for line in lines if measures_anew(line)]
         self.derived = self._derived(max(best_began, default=0))
         self.facts = self.derived | result
         self.starts = in_order([*map(with_totals, lines)], self.facts.get("steps", 0))
@@ -224,8 +222,7 @@ class RunRecord:
         run.facts["hosts"] = host_count(about)
         if {"epochs", "steps_per_epoch"} <= about.keys():
             run.facts["total_steps"] = about["epochs"] * about["steps_per_epoch"]
-        later = (one.about.get("changed", {}).keys() for one in self.kept if one.first >= start.last)
-        if any(MEASURED & names for names in later):
+        if any(measures_anew(one.about) for one in self.kept if one.first >= start.last):
             run.unknown = {"val_name", "val_images", "test_name", "test_images"}
         return run
 
@@ -424,6 +421,11 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
         for name, pair in pairs
         if isinstance(pair, list) and len(pair) == 2
     )
+
+
+def measures_anew(start: dict[str, Any]) -> bool:
+    """Return True for a line of starts.jsonl that changed the metric or the images of evaluations."""
+    return not {CONTENT, CROPPED, *declared("measures_best")}.isdisjoint(start.get("changed", {}))
 
 
 def with_totals(line: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from onecurve.flags.fields import declared
 from onecurve.system.text import natural
 from tools.logbook.run_record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # of the test
 TINY = 1e-12  # a deviation that is rounding
-# What does not decide what is trained
-PLACES = ("seed", "name", "output_dir", "model_folder", "s3", "cache_dir")
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ def headline(run: RunRecord) -> float | None:
 
 def _job(run: RunRecord) -> str:
     """What the runs of a group have in common."""
-    recipe = {name: value for name, value in run.recipe.items() if name not in PLACES}
+    left_out = {"seed", *declared("locates")}
+    recipe = {name: value for name, value in run.recipe.items() if name not in left_out}
     recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
     places = [run.facts.get("script"), run.about.get("source"), run.where, run.recipe_changes]
     return json.dumps([recipe, places, run.over_starts(mixed_precision)], sort_keys=True)

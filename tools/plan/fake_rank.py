@@ -60,7 +60,7 @@ def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe)
         kind = PartialState._prepare_backend(PartialState.__new__(PartialState))[1]
         PartialState._prepare_backend = lambda *_, **__: ("fake", kind)
         dist.init_process_group("fake", rank=0, world_size=batch.processes, store=FakeStore())
-    accelerator = make_accelerator(recipe, batch, deepspeed, getattr(recipe, "clip_norm", 0.0))
+    accelerator = make_accelerator(recipe, batch, deepspeed, recipe.clip_norm)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _leave_out_comparisons()
     return accelerator

@@ -113,9 +113,9 @@ class Planning:
         loaded = load_script(Path(script[0]))
         self.recipe = recipe_of(loaded, self.script[1:])
         self.build_optimizer = getattr(loaded, "build_optimizer", lambda: None)
-        if getattr(self.recipe, "freeze", False):
+        if self.recipe.freeze:
             print("--freeze: planned as if all layers were trained, with more memory, traffic and time")
-        self.images = _training_images(self.recipe.data, getattr(self.recipe, "holdout", None))
+        self.images = _training_images(self.recipe.data, self.recipe.holdout)
         # Refuses what the training would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
         kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]
@@ -222,11 +222,11 @@ class Planning:
     def execution(self, strategy: str) -> Execution:
         """Return how a step runs: as CUDA graphs where onecurve/distributed/step_graph.py makes them."""
         recipe = self.recipe
-        fits = strategy in ("single", "ddp", "fsdp") and getattr(recipe, "step_graph", False) is not False
+        fits = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False
         fits &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
         fits &= not recipe.grad_checkpointing and recipe.grad_compression == "no"
         fuses_sgd = "fused" in signature(self.build_optimizer).parameters and strategy != "fsdp"
-        fits &= getattr(recipe, "optimizer", "adamw") in ("adamw", "sgd" if fuses_sgd else "adamw")
+        fits &= recipe.optimizer in ("adamw", "sgd" if fuses_sgd else "adamw")
         return Execution.of(recipe.compile, fits)
 
     def recommendation(self, lines: Sequence[Line]) -> str:

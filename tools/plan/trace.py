@@ -34,8 +34,8 @@ from onecurve.distributed.accelerator import wrap
 from onecurve.distributed.ema import EMA
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
-from onecurve.flags.recipe import Batch, ImageRecipe
-from onecurve.models.script import AFRESH, CLASSES, load_script, recipe_of
+from onecurve.flags.recipe import Batch, ImageRecipe, untrained
+from onecurve.models.script import CLASSES, load_script, recipe_of
 from onecurve.numerics.order import reseed
 from onecurve.telemetry.flops import Device, find_device
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
@@ -107,8 +107,8 @@ class Training:
         recipe = recipe_of(script, words[1:])
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
             raise ValueError(f"{words[0]} has no build_model(): only scripts for images can be planned")
-        afresh = {name: value for name, value in AFRESH.items() if hasattr(recipe, name)}
-        self.recipe = recipe = dataclasses.replace(recipe, **afresh, grad_compression="no", compile="no")
+        recipe = dataclasses.replace(untrained(recipe), grad_compression="no", compile="no")
+        self.recipe = recipe
         batch = Batch(size * processes, size, processes, 1)
         self.accelerator = start_as_rank_0(config_file, batch, hosts, recipe)
         self.accelerator.short_attention = device is not None and _has_kernel(device, self.accelerator)
@@ -119,11 +119,11 @@ class Training:
     def wrap(self) -> None:
         self.optimizer: Any = self.script.build_optimizer(self.model, self.recipe)
         self.model, self.optimizer = wrap(self.accelerator, self.model, self.optimizer)
-        decay = getattr(self.recipe, "ema_decay", 0)
+        decay = self.recipe.ema_decay
         self.averaged = EMA(self.model, self.optimizer, decay) if decay else None
 
     def shape(self, size: int) -> tuple[int, ...]:
-        edge = max(getattr(self.recipe, "train_sizes", ()) or (self.recipe.image_size,))
+        edge = max(self.recipe.train_sizes or (self.recipe.image_size,))
         return size, 3, edge, edge
 
     def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
@@ -133,7 +133,7 @@ class Training:
             loss = F.cross_entropy(self.model(images).float(), labels)
             self.accelerator.backward(loss)  # under DeepSpeed with the optimizer's step
             at_gradients()
-            if clip := getattr(self.recipe, "clip_norm", 0):
+            if clip := self.recipe.clip_norm:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -36,9 +36,10 @@ NOT_REPLAYED = {"step", "epoch", "wall_s", "train/images_per_s", "train/mfu_pct"
 NOT_REPLAYED |= {"interrupted_at", "resumed_at", "why"}
 NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
 EXACT = ("lr", "images", "logged_step")  # last words of keys whose values no rounding changes
-SAME = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]  # in result.json
-SAME += ["val_name", "val_images", "test_name", "test_images"]
-AS_STARTED = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
+# Keys of result.json: about the start, as starts.jsonl repeats them, and those that a replay must repeat
+START_KEYS = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
+REPEATED_KEYS = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]
+REPEATED_KEYS += ["val_name", "val_images", "test_name", "test_images"]
 SAME_WHERE_KNOWN = ("source", "unit", "val_chosen", "parameters", "total_steps")  # in either file
 SAME_BITS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
 
@@ -107,7 +108,7 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
         ]
         found += [
             f"{name} is {facts.get(name)} in result.json, {last[name]} in the last start in starts.jsonl"
-            for name in AS_STARTED
+            for name in START_KEYS
             if name in last and facts.get(name) != last[name]
         ]
     evaluated = ["best_step", *(f"{kind}_{name}" for kind in ("best", "final") for name in METRICS)]
@@ -136,7 +137,7 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
 
 def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
     """Differences in what the page says of the training. is_moved: the data is at another place now."""
-    names = [name for name in SAME if name not in run.unknown and not (is_moved and name == "data")]
+    names = [name for name in REPEATED_KEYS if name not in run.unknown and not (is_moved and name == "data")]
     pairs = {name: (run.facts.get(name), replay.facts.get(name)) for name in names}
     told, again = run.about | run.facts, replay.about | replay.facts
     # Older versions have not recorded all of these.

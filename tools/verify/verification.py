@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from onecurve.checkpoint.format import step_name, step_of, steps_in, verify
-from onecurve.flags.fields import without_left
-from onecurve.flags.recipe import METRICS, recipe_part
+from onecurve.flags.fields import flags_where, without_left
+from onecurve.flags.recipe import METRICS
 from onecurve.models.preprocessing import FLAGS, LEGACY
 from onecurve.models.script import load_script, own_script, recipe_class
 from onecurve.run.schemas import Stamp
@@ -30,19 +30,16 @@ from tools.logbook.run_record import (
     BIT_FOR_BIT,
     EVALUATED_AGAIN,
     MEANING,
-    MEASURED,
     VERIFIED,
     RunRecord,
     as_flag,
+    measures_anew,
     stamped_files,
 )
 from tools.verify import replay
 from tools.verify.replay import Interval, Outcome
 
-DRAWN_ON_DEVICE = ("dropout", "drop_path")  # a GPU's random numbers differ from a CPU's
 SHOWN = 15  # last lines of a failed replay
-# Settings outside of the recipe that the run's numbers may depend on
-KEPT = ("log_every", "deterministic", "image_column", "label_column", "workers")
 NOT_VERIFIED = (
     "devices, hosts, strategy, model FLOPs, times, speeds and memory",
     "commit, versions and command",
@@ -61,7 +58,7 @@ class Part:
     @property
     def repeats_evaluation(self) -> bool:
         """True if its start has evaluated the step again at which it began."""
-        return bool(MEASURED & self.record.about.get("changed", {}).keys())
+        return measures_anew(self.record.about)
 
 
 class Verification:
@@ -104,9 +101,13 @@ class Verification:
                 parts[-1:] = [replace(parts[-1], last=start.first), Part(start.first, self.last, record)]
         return parts or [Part(0, self.last, self.record)]
 
+    def _repeated_flags(self) -> list[str]:
+        """Return the flags that a replay takes from the run."""
+        return [*flags_where(self.kind, "part_of_recipe"), *flags_where(self.kind, "replayed")]
+
     def _trained_by(self, record: RunRecord) -> list[Any]:
         """Return what a replay takes from the run, and what its bits depend on."""
-        names = (*recipe_part(self.kind()), *KEPT)
+        names = self._repeated_flags()
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
         about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
         return [*(record.recipe.get(name) for name in names), *facts, *about]
@@ -130,7 +131,7 @@ class Verification:
     def recipe_changes(self) -> Iterator[str]:
         """Yields `step 100: lr was 0.003, now 0.001`, by the recipes themselves."""
         for before, part in pairwise(self.parts):
-            names = recipe_part(self.kind())
+            names = flags_where(self.kind, "part_of_recipe")
             old, new = before.record.recipe, part.record.recipe
             changed = [
                 f"{n} was {as_flag(old.get(n))}, now {as_flag(new.get(n))}"
@@ -157,7 +158,7 @@ class Verification:
     def _check_device(self, record: RunRecord) -> None:
         devices = record.about.get("devices") or [""]
         theirs = "cpu" if devices[0].startswith("CPU") else "cuda"
-        drawn = [name for name in DRAWN_ON_DEVICE if record.recipe.get(name)]
+        drawn = [name for name in flags_where(self.kind, "drawn_on_device") if record.recipe.get(name)]
         if drawn and theirs != self.device:
             raise ValueError(
                 f"the run's --{drawn[0]} was drawn on {printable(devices[0])}, which draws other numbers than"
@@ -258,7 +259,7 @@ class Verification:
 
     def _config(self, run: RunRecord, folder: Path) -> Path:
         """A file for --config with the run's recipe and the settings that its numbers depend on."""
-        names = (*recipe_part(self.kind()), *KEPT)
+        names = self._repeated_flags()
         values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
         size = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
         flags = [name for name in FLAGS if name in names]  # earlier versions have recorded nothing
