@@ -30,7 +30,7 @@ from tools.launch.hosts import Host, close_and_wait, read_hostfile, select
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
+    flags = parse_flags(sys.argv[1:])
     clients: list[HostClient] = []
     try:
         hosts = select(read_hostfile(flags.hostfile), flags.include, flags.exclude)
@@ -40,7 +40,7 @@ def main() -> int:
         with ThreadPoolExecutor(1) as beside:
             model = beside.submit(_model, flags.script).result if flags.script else None
             findings = checks.run(model)
-        show(hosts, checks, findings)
+        print_findings(hosts, checks, findings)
         if flags.json:
             content = {"findings": [dataclasses.asdict(f) | {"remedy": f.remedy} for f in findings]}
             flags.json.write_text(json.dumps(content | {"facts": checks.facts}, indent=1) + "\n")
@@ -49,7 +49,7 @@ def main() -> int:
     return int(any(finding.fails for finding in findings))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
     parser.add_argument("--hostfile", type=Path, default=ROOT / "hostfile")
     parser.add_argument("--include", default="", help="as launch.py's")
@@ -80,7 +80,7 @@ def _model(script: list[str]) -> dict[str, Any]:
         return {"error": (done.stderr.strip() or done.stdout.strip() or "no answer").splitlines()[-1]}
 
 
-def show(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
+def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table

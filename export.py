@@ -40,7 +40,7 @@ OPTIONAL = "pip install -r requirements-onnx.txt"
 
 
 def main() -> int:
-    flags, words = parse(sys.argv[1:])
+    flags, words = parse_flags(sys.argv[1:])
     folder = Path(os.path.expanduser(flags.folder)).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{flags.folder} is there already: give a new folder, or remove it")
@@ -73,7 +73,7 @@ def main() -> int:
     return 0
 
 
-def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags, and the words of the script that trained the model."""
     parser = command_parser(__doc__, usage="export.py MODEL FOLDER [flags] [flags of the script, as --data]")
     add = parser.add_argument

@@ -42,7 +42,7 @@ from onecurve.system.cli import check_positive, command_parser, config_file, run
 from onecurve.system.files import read_json, read_lines, read_yaml, write_json
 from onecurve.system.paths import ROOT
 from onecurve.system.text import numbered
-from tools.batch_size.largest import LaunchResult, knee, launch, next_size
+from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
 from tools.launch.hosts import read_hostfile
 
 STEPS = 7
@@ -77,11 +77,11 @@ ROW = "{:>8}  {:<20}  {:>13}  {:>9}  {:>7}"
 
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    Search(parse(sys.argv[1:])).run()
+    BatchSearch(parse_flags(sys.argv[1:])).run()
     return 0
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     """The search's flags; `script` has the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
     parser.add_argument("--config_file", type=config_file, required=True, help="one of accelerate_configs/")
@@ -101,7 +101,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-class Search:
+class BatchSearch:
     def __init__(self, flags: argparse.Namespace):
         """Checks the flags before anything is launched. ValueError for a mistake."""
         from onecurve.models.script import load_script, recipe_class  # imports torch
@@ -201,7 +201,7 @@ class Search:
                 launcher = [str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
             words = [sys.executable, *launcher, *self._words(size, run)]
             limit_gib = None if self.on_gpu else self.limit_gib
-            ended = launch(words, limit_gib, self.flags.trial_timeout_s)
+            ended = launch_limited(words, limit_gib, self.flags.trial_timeout_s)
             if ended.status == 0:
                 return self._read(size, ended, run), 0
         lines = ended.output.splitlines()

@@ -35,7 +35,7 @@ from onecurve.system.cli import (
     underscores,
 )
 from onecurve.system.files import read_yaml, write_text
-from onecurve.system.gpus import devices
+from onecurve.system.gpus import list_gpus
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
 from tools.launch.elastic import ElasticJob
@@ -51,7 +51,7 @@ DEEPSPEED_ENV += ["WANDB_MODE", "WANDB_PROJECT"]
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
+    flags = parse_flags(sys.argv[1:])
     if flags.write_deepspeed_env:
         return write_deepspeed_env()
     if flags.min_hosts is None and flags.max_hosts is None:
@@ -59,7 +59,7 @@ def main() -> int:
     return elastic_job(flags).run()
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     """The launcher's flags; `script` has the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
     add = parser.add_argument
@@ -169,7 +169,7 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
 def _gpus_here() -> int:
     """Return the number of this machine's GPUs, or 1 for a rehearsal."""
     is_rehearsal = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return 1 if is_rehearsal else len(devices().gpus) or 1
+    return 1 if is_rehearsal else len(list_gpus().gpus) or 1
 
 
 def _for_several(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> list[str]:

@@ -39,7 +39,7 @@ Command = Callable[[argparse.Namespace], list[Path]]  # writes pages
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
+    flags = parse_flags(sys.argv[1:])
     made = flags.make(flags)
     pages = [shortest(page.absolute()) for page in (write_index(flags.folder), *made)]
     print("\n".join(pages))
@@ -47,7 +47,7 @@ def main() -> int:
     return 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def parse_flags(words: list[str]) -> argparse.Namespace:
     parser = CommandParser(prog="logbook.py", allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="{add,compare,index}")
 
@@ -85,8 +85,8 @@ def write_run(logbook: Path, run: RunRecord) -> Path:
     stem = run.folder.resolve().name.removeprefix(f"{strategy}_")
     folder = logbook / script / strategy
     page = free_page(folder, file_name(stem), run.identity)
-    drawn = pictures.draw(run, page.with_suffix(""))
-    return write_page(page, index_values(run) | run.identity, run_page.page(run, page.stem, drawn))
+    drawn = pictures.draw_run(run, page.with_suffix(""))
+    return write_page(page, index_values(run) | run.identity, run_page.run_page(run, page.stem, drawn))
 
 
 def compare_runs(flags: argparse.Namespace) -> list[Path]:
@@ -104,7 +104,7 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
     links = [
         next((link for link, mark in marks.items() if is_same(mark, run.identity)), None) for run in runs
     ]
-    text = comparison.page(what, f"{page.stem}.png", links)
+    text = comparison.comparison_page(what, f"{page.stem}.png", links)
     return [write_page(page, {"title": comparison.title(what)} | identity, text)]
 
 

@@ -23,7 +23,7 @@ from onecurve.system.threads import run_with_heartbeat
 
 
 def main() -> int:
-    flags = parse(sys.argv[1:])
+    flags = parse_flags(sys.argv[1:])
     from onecurve.system.progress import Display
     from tools.plan.planning import HEAD, ROW, Line, Planning, cluster_of  # imports torch
 
@@ -52,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
     add = parser.add_argument
     add("--hosts", type=int, default=1, help="default: 1")

@@ -80,16 +80,16 @@ def main() -> None:
         model, preparation = build(accelerator, flags, trained)
         began = time.perf_counter()
         classes = trained.classes or list(map(str, range(trained.published)))
-        rows = predict(accelerator, model, Pictures(files, preparation), classes, flags)
+        rows = predict_images(accelerator, model, Pictures(files, preparation), classes, flags)
         seconds = time.perf_counter() - began
 
         def report() -> None:
             folder = Path(flags.output_dir or f"predictions/{trained.run_name}")
             features = [row.pop("features") for row in rows if "features" in row]
-            looks = write(folder, rows, trained)
+            looks = write_predictions(folder, rows, trained)
             for line in conversion_warnings(looks, preparation.is_cropped):
                 print(f"warning: {line}", file=sys.stderr)
-            show(rows, folder, seconds)
+            print_predictions(rows, folder, seconds)
             if flags.embeddings:
                 write_embeddings(Path(flags.embeddings), rows, features)
 
@@ -125,7 +125,7 @@ def build(
 
 
 @torch.inference_mode()
-def predict(
+def predict_images(
     accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
 ) -> list[Row]:
     """A row per picture, in order, the same on all processes. Collective."""
@@ -158,7 +158,7 @@ def predict(
 # --- Files
 
 
-def write(folder: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
+def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     """Write predictions.csv, predictions.jsonl and sheet.png, each atomically.
 
     Return what the conversion of the sheet's pictures met.
@@ -176,7 +176,7 @@ def write(folder: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     write_csv(folder / "predictions.csv", table)
     (folder / "sheet.png").unlink(missing_ok=True)  # an earlier call's
     good = [row for row in rows if "classes" in row][:SHEET]
-    return draw(folder / "sheet.png", good, trained) if good else []
+    return draw_sheet(folder / "sheet.png", good, trained) if good else []
 
 
 def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -> None:
@@ -190,16 +190,16 @@ def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -
     write_bytes(file, content.getvalue())
 
 
-def draw(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
+def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     """Draws a contact sheet: the pictures with their most likely class."""
     from PIL import Image, ImageOps
 
-    from onecurve.data.decode import decode
+    from onecurve.data.decode import decode_image
     from onecurve.run import plots
 
     looks, squares = list[Look](), list[np.ndarray]()
     for row in rows:
-        pixels = decode(data := Path(row["file"]).read_bytes())
+        pixels = decode_image(data := Path(row["file"]).read_bytes())
         looks.append(look_at(data, pixels))
         squares.append(np.asarray(ImageOps.pad(Image.fromarray(pixels), (EDGE, EDGE), color="white")))
     shown = [(Path(printable(row["file"])).name, row["classes"][0], row["probabilities"][0]) for row in rows]
@@ -208,7 +208,7 @@ def draw(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     return looks
 
 
-def show(rows: list[Row], folder: Path, seconds: float) -> None:
+def print_predictions(rows: list[Row], folder: Path, seconds: float) -> None:
     """Prints the first predictions, the unreadable files, and the speed."""
     good, bad = ([row for row in rows if key in row] for key in ("classes", "error"))
     for row in good[:PRINTED]:

@@ -49,7 +49,7 @@ BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**2
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        Preparation(parse(sys.argv[1:])).run()
+        Preparation(parse_flags(sys.argv[1:])).run()
     except OSError as error:  # a full disk, above all
         what = message_text(f"{error.filename}: {error.strerror}" if error.filename else error)
         print(f"error: {what}. Correct that, then run the same command to resume", file=sys.stderr)
@@ -60,7 +60,7 @@ def main() -> int:
     return 0
 
 
-def parse(words: list[str]) -> argparse.Namespace:
+def parse_flags(words: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("--data", help="folder or s3://bucket/prefix of the archives")

@@ -122,9 +122,9 @@ def main() -> None:
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
             worst = positions[np.searchsorted(rows["id"], [image["id"] for image in found["worst"]])]
-            reports.show(found, title)
+            reports.print_report(found, title)
             pictures = pixels_of(split, worst, recipe, preprocessing.crop).numpy()
-            reports.write(folder, found, rows, name_of, pictures, title)
+            reports.write_report(folder, found, rows, name_of, pictures, title)
             print(*(folder / name for name in reports.FILES), sep="\n")
 
         flags.finish(accelerator, report)

@@ -34,7 +34,7 @@ from tools.verify.verification import Verification
 
 
 def main() -> int:
-    run = Verification(parse(sys.argv[1:]))
+    run = Verification(parse_flags(sys.argv[1:]))
     found = replay.contradictions(run.record, run.kept)
     for finding in found:
         print(finding, flush=True)
@@ -46,7 +46,7 @@ def main() -> int:
     return run.conclude(found, outcomes)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
     parser.add_argument("--script", type=Path, help="the run's train script, if it is not the project's")

@@ -24,7 +24,7 @@ from torchvision import transforms
 
 from benchmarks.harness import benchmark_parser, in_turn, report
 from onecurve.data.crops import random_resized_crop
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from onecurve.numerics.augment import CROP
 from onecurve.numerics.order import uniforms
 from onecurve.system.cli import run_command
@@ -61,7 +61,7 @@ def main() -> int:
 
     def by_ours(files: list[bytes], interpolation: str = "bilinear") -> None:
         for data, own in zip(files, draws, strict=True):
-            random_resized_crop(decode(data), flags.size, own, interpolation)
+            random_resized_crop(decode_image(data), flags.size, own, interpolation)
 
     by_ours_bicubic = partial(by_ours, interpolation="bicubic")
 

@@ -44,7 +44,7 @@ from onecurve.run.plots import Panel, panels
 from onecurve.system.cli import command_parser
 from onecurve.system.files import read_lines
 from onecurve.system.paths import ROOT
-from tools.logbook.markdown import table
+from tools.logbook.markdown import markdown_table
 
 HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches a step: for 1, 2, 3 and 4 hosts
 CHECKPOINT_EVERY = 64
@@ -387,7 +387,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(itertools.chain(*rows)))
     values = [[*map(row.get, names), holds(row)] for row in rows]
     shown = [[f"{v:.2g}" if isinstance(v, float) else v for v in cells] for cells in values]
-    print(table(shown, [*names, "holds"], numbers=False))
+    print(markdown_table(shown, [*names, "holds"], numbers=False))
 
 
 if __name__ == "__main__":

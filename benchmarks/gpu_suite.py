@@ -176,7 +176,7 @@ class Suite:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     shown = [["" if v is None else f"{v:,}" if isinstance(v, int) else v for v in row] for row in rows]
-    return markdown.table(shown, columns, numbers=False)
+    return markdown.markdown_table(shown, columns, numbers=False)
 
 
 def checks_at_once(dry_run: bool) -> int:

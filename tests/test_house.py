@@ -4,7 +4,7 @@ import ast
 import itertools
 import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import fields
 from pathlib import Path
 
@@ -59,6 +59,18 @@ def test_files_are_short():
 def test_each_file_name_has_one_meaning():
     names = Counter(path.name for path in sources() if path.parts[0] in ("onecurve", "tools"))
     assert [name for name, count in names.items() if count > 1 and name != "__init__.py"] == []
+
+
+def test_each_public_name_has_one_meaning():
+    """Every command has its own main and parse_flags. All other functions and classes can be told by name."""
+    places = defaultdict(list)
+    for path in sources():
+        if path.parts[0] not in ("tests", "benchmarks") and not path.match("train_*.py"):
+            for node in ast.parse((ROOT / path).read_text()).body:
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                    places[node.name].append(str(path))
+    del places["main"], places["parse_flags"]
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_the_scripts_share_no_more_flags():

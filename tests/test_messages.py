@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from onecurve.data.cache import prepare_data
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from onecurve.data.sources import find_source
 from onecurve.flags.recipe import ImageRecipe, parse, share_out
 from tests.conftest import ROOT
@@ -87,7 +87,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         images("w.safetensors"),
         build_model(Vit(model="test_vit", weights="w.safetensors"), 10),
     ),
-    "an image of Git LFS": lambda: decode(POINTER),
+    "an image of Git LFS": lambda: decode_image(POINTER),
     "a table of Git LFS": lambda: (
         Path("data.parquet").write_bytes(POINTER),
         prepare_data("data.parquet", Path("cache"), holdout=0.5),

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from onecurve.data.images import Images
-from onecurve.data.splits import AHEAD, ArraySplit, Part
+from onecurve.data.splits import AHEAD, ArraySplit, SplitPart
 from onecurve.models.script import load_script, recipe_class
 from onecurve.numerics import augment
 from onecurve.numerics.augment import DRAWS, RAND_AUGMENT
@@ -48,7 +48,7 @@ def waits(file: Path, name: str, folder: Path) -> dict[str, int]:
     for split, count in (("train", 48), ("val", VAL)):
         np.save(folder / f"{split}.npy", np.zeros((count, 32, 32, 3), np.uint8))
         pixels = np.load(folder / f"{split}.npy", mmap_mode="c")
-        splits.append(ArraySplit(pixels, Part(split, np.arange(count) % 10)))
+        splits.append(ArraySplit(pixels, SplitPart(split, np.arange(count) % 10)))
     images = Images("", tuple("0123456789"), *splits, val_name="val")
     script = load_script(file)
     numbers = dict(epochs=2, batch_size=16, per_device_batch_size=8, clip_norm=1.0, log_every=2)
@@ -96,7 +96,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         rand_augment(images, draws[:, RAND_AUGMENT], 2, 10)
         assert seen.copies == 1
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
-        split = ArraySplit(np.zeros((64, 32, 32, 3), np.uint8), Part("train", np.arange(64) % 10))
+        split = ArraySplit(np.zeros((64, 32, 32, 3), np.uint8), SplitPart("train", np.arange(64) % 10))
         plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
         found = [seen.copies for _ in split.batches(iter(plan), train=True, **options)]
@@ -108,7 +108,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
 def test_a_step_of_an_array_takes_its_part_of_a_group(train):
     """And has the images and labels that it would have alone."""
     pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
-    split, draw = ArraySplit(pixels, Part("train", np.arange(64) % 10)), np.random.RandomState(1)
+    split, draw = ArraySplit(pixels, SplitPart("train", np.arange(64) % 10)), np.random.RandomState(1)
     split.mirror = True
     plan = [(epoch, draw.permutation(64)[: 16 - epoch]) for epoch in (0, 1) for _ in range(AHEAD + 2)]
     options = dict(device="cpu", train=train, size=8, seed=0, workers=0)

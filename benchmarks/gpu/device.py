@@ -17,7 +17,7 @@ from torch.utils.benchmark import Timer
 
 from benchmarks.gpu import attention
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, succeeds
-from onecurve.system.gpus import devices
+from onecurve.system.gpus import list_gpus
 
 # Type, and the TFLOP/s that are expected. What is expected here is what one H200 had: docs/gpu.md.
 PRODUCTS = {"fp32": (torch.float32, 50.9), "bf16": (torch.bfloat16, 738), "fp16": (torch.float16, 689)}
@@ -71,7 +71,7 @@ def facts(on_gpu: bool) -> Result:
         return Result("CPU", note=f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     about = torch.cuda.get_device_properties(0)
     size = f"{about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} multiprocessors"
-    versions = f"driver {devices().driver}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    versions = f"driver {list_gpus().driver}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     return Result(about.name, note=f"{size}, {versions}")
 
 

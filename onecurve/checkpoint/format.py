@@ -61,7 +61,7 @@ class OptimizerScalars(TypedDict):
     groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """Raised when a checkpoint does not verify."""
 
 
@@ -84,14 +84,14 @@ def can_store(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def encode(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """Makes a scalar or a small tensor fit for JSON."""
     if not isinstance(value, Tensor):
         return value
     return {"dtype": _DTYPES[value.dtype], "value": value.tolist()}
 
 
-def decode(value: Any) -> Any:
+def decode_value(value: Any) -> Any:
     """Reverses encode(); tensors are on the CPU. ValueError for anything that encode() does not make."""
     if not isinstance(value, dict):
         return value
@@ -209,13 +209,13 @@ def commit(
     return folder
 
 
-def write_index(parent: Path, latest: int, best: int | None) -> None:
+def write_step_index(parent: Path, latest: int, best: int | None) -> None:
     """Writes index.json, for people, `--weights` and validate.py. Resuming does not read it."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
     write_json(parent / INDEX_FILE, names)
 
 
-def parse_index(content: bytes, where: Path | str) -> dict[str, int]:
+def parse_step_index(content: bytes, where: Path | str) -> dict[str, int]:
     """The steps that index.json names: {"latest": 390, "best": 260}. ValueError for other content."""
     try:
         steps = {label: step_of(name) for label, name in parse_json(content, where).items()}
@@ -227,7 +227,7 @@ def parse_index(content: bytes, where: Path | str) -> dict[str, int]:
 def best_in(parent: Path) -> Path | None:
     """The folder of the best checkpoint, which index.json names; None where it is not there."""
     index = parent / INDEX_FILE
-    best = parse_index(index.read_bytes(), shortest(index)).get("best") if index.is_file() else None
+    best = parse_step_index(index.read_bytes(), shortest(index)).get("best") if index.is_file() else None
     folder = None if best is None else parent / step_name(best)
     return folder if folder and folder.is_dir() else None
 
@@ -271,9 +271,11 @@ def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
         for name, expected in manifest["files"].items():
             path = _own(folder / name)
             if path.stat().st_size != expected["size"]:
-                raise Damaged(f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}")
+                raise DamagedCheckpoint(
+                    f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
+                )
             if sha256_of(path, heartbeat) != expected["sha256"]:
-                raise Damaged(f"{path} has changed since it was written (SHA-256)")
+                raise DamagedCheckpoint(f"{path} has changed since it was written (SHA-256)")
     except OSError as error:  # a disk error or a permission: the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
@@ -282,7 +284,7 @@ def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
 def _own(path: Path) -> Path:
     """The path of a regular file. Damaged for anything else: a link, or a pipe that would never be read."""
     if path.is_symlink() or not path.is_file():
-        raise Damaged(f"{path} is {'no regular file' if os.path.lexists(path) else 'missing'}")
+        raise DamagedCheckpoint(f"{path} is {'no regular file' if os.path.lexists(path) else 'missing'}")
     return path
 
 
@@ -291,7 +293,7 @@ class FileEntry(TypedDict):
     sha256: str
 
 
-class Manifest(TypedDict):
+class CheckpointManifest(TypedDict):
     digest: str
     format_version: Any
     step: int
@@ -305,10 +307,10 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         manifest = parse_json(content, where)
     except ValueError:
         manifest = {}
-    if not fits(manifest, Manifest) or any(file["size"] < 0 for file in manifest["files"].values()):
-        raise Damaged(f"{where} is not a manifest")
+    if not fits(manifest, CheckpointManifest) or any(file["size"] < 0 for file in manifest["files"].values()):
+        raise DamagedCheckpoint(f"{where} is not a manifest")
     if manifest.pop("digest") != _digest(manifest):
-        raise Damaged(f"{where} has changed since it was written")
+        raise DamagedCheckpoint(f"{where} has changed since it was written")
     version, names = manifest["format_version"], manifest["files"].keys()
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
@@ -316,9 +318,11 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
         )
     needed = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
     if not needed <= names <= needed | {EMA_FILE}:
-        raise Damaged(f"{where} names other files than those of a checkpoint: {', '.join(sorted(names))}")
+        raise DamagedCheckpoint(
+            f"{where} names other files than those of a checkpoint: {', '.join(sorted(names))}"
+        )
     if step_of(Path(folder).name) != manifest["step"]:
-        raise Damaged(f"{where} belongs to step {manifest['step']}")
+        raise DamagedCheckpoint(f"{where} belongs to step {manifest['step']}")
     return manifest
 
 
@@ -333,7 +337,7 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
         folder = parent / step_name(step)
         try:
             found = verify(folder, heartbeat)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             damaged.append(folder)
             print(f"checkpoint of step {step:,} is damaged: {error}", flush=True)
             continue

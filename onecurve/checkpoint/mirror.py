@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import JSON_LIMIT_BYTES, MANIFEST_FILE, Damaged, step_name, step_of, steps_in
+from onecurve.checkpoint.format import (
+    JSON_LIMIT_BYTES,
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    step_name,
+    step_of,
+    steps_in,
+)
 from onecurve.system.files import discard, own_files, read_regular, sha256_of, sync, write_bytes
 from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
@@ -165,7 +172,7 @@ def fetch_newest(
             fetch(store, step, parent, heartbeat)
             remove(damaged)
             return step
-        except (Damaged, WrongSize) as error:
+        except (DamagedCheckpoint, WrongSize) as error:
             print(f"checkpoint of step {step:,} is damaged: {error}", flush=True)
             damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
@@ -195,7 +202,9 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
         for name, about in manifest["files"].items():
             store.download(f"{remote}/{name}", part / name, about["size"], heartbeat)
             if sha256_of(part / name, heartbeat) != about["sha256"]:
-                raise Damaged(f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)")
+                raise DamagedCheckpoint(
+                    f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)"
+                )
             sync(part / name)
         (part / MANIFEST_FILE).write_bytes(content)
         sync(part / MANIFEST_FILE)

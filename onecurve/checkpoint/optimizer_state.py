@@ -79,10 +79,10 @@ class OptimizerState:
         others, groups = self.layout.other_state(), self.layout.changed_groups()
         return {
             "scalars": {
-                parameter: {n: checkpoints.encode(v) for n, v in state.items() if not _is_array(v)}
+                parameter: {n: checkpoints.encode_value(v) for n, v in state.items() if not _is_array(v)}
                 for parameter, state in others.items()
             },
-            "groups": [{n: checkpoints.encode(v) for n, v in group.items()} for group in groups],
+            "groups": [{n: checkpoints.encode_value(v) for n, v in group.items()} for group in groups],
         }
 
     # --- In
@@ -147,11 +147,13 @@ class OptimizerState:
             layout.fill(((n, mine) for n, mine in layout.own(held) if n in dtypes), receive)
         for parameter, values in state["optimizer"]["scalars"].items():
             for name, value in values.items():
-                self._put(parameter, name, checkpoints.decode(value))
+                self._put(parameter, name, checkpoints.decode_value(value))
         groups = state["optimizer"]["groups"]
         for group, values, like in zip(layout.inner.param_groups, groups, self.trial.groups, strict=False):
             values = group_values(values)
-            group |= {name: _placed(checkpoints.decode(v), like.get(name)) for name, v in values.items()}
+            group |= {
+                name: _placed(checkpoints.decode_value(v), like.get(name)) for name, v in values.items()
+            }
 
     def _put(self, parameter: str, name: str, value: Any) -> None:
         like = self.trial.states.get(parameter, {}).get(name)

@@ -115,7 +115,7 @@ class Saver:
             self.committed = step
             if self.lost():  # while it was written
                 return
-            checkpoints.write_index(parent, step, best)
+            checkpoints.write_step_index(parent, step, best)
             needed = set()
             if self.mirror:
                 self.mirror.offer(step, best)

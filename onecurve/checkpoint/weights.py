@@ -31,7 +31,7 @@ from onecurve.checkpoint.format import (
     TensorFile,
     best_in,
     newest,
-    parse_index,
+    parse_step_index,
     step_name,
     step_of,
     steps_in,
@@ -315,7 +315,7 @@ def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartb
         content = store.read(key, JSON_LIMIT_BYTES)
         if content is None:
             raise ValueError(f"{store.url} holds no run: {key} is missing")
-        step = parse_index(content, f"{store.url}/{key}").get("best")
+        step = parse_step_index(content, f"{store.url}/{key}").get("best")
         if step is None:
             raise ValueError(f"{store.url} does not hold its best checkpoint: take --which latest")
         try:

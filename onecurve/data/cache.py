@@ -23,7 +23,7 @@ import numpy as np
 
 from onecurve.data.class_names import refuse_duplicates
 from onecurve.data.conversions import Look, conversion_warnings, sample
-from onecurve.data.decode import FILES, SPLITS, STORED, CachedImages, Damaged, Encoded, checks_jpegs
+from onecurve.data.decode import FILES, SPLITS, STORED, CachedImages, DamagedImage, Encoded, checks_jpegs
 from onecurve.data.equal import EqualImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_file
@@ -54,10 +54,10 @@ class Prepared(NamedTuple):
 def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None, **flags: Any) -> Path:
     """The folder of prepare(), with further flags of ImageRecipe."""
     recipe = ImageRecipe(data=data, cache_dir=str(cache_dir), **flags)
-    return Path(prepare(recipe, heartbeat).folder)
+    return Path(prepare_cache(recipe, heartbeat).folder)
 
 
-def prepare(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
+def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
     """Finds or makes the cache folder of recipe.data; one process per host calls it.
 
     is_evaluated: nothing is trained, so the data need no second split. Calls beat() about every second.
@@ -219,8 +219,10 @@ def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> 
             starts = range(0, len(images), CHECKED)
             chunks = [Chunk(images, None, range(len(images))[k : k + CHECKED]) for k in starts]
             found.append(_decode_chunks(chunks, beat, advance))
-    damaged = sorted(str(error) for errors in found for error in errors if isinstance(error, Damaged))
-    train, *others = ([str(error) for error in errors if not isinstance(error, Damaged)] for errors in found)
+    damaged = sorted(str(error) for errors in found for error in errors if isinstance(error, DamagedImage))
+    train, *others = (
+        [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in found
+    )
     evaluated = [text for texts in others for text in texts] if others else train
     if train or evaluated:
         broken = {"count": count, "train": train if others else [], "evaluated": evaluated}

@@ -52,7 +52,7 @@ MOST_PADDING = 2**16  # bytes before a marker
 _PADDING = re.compile(b"\xff+")
 
 
-def decode(data: bytes) -> np.ndarray:
+def decode_image(data: bytes) -> np.ndarray:
     """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
 
     Decodes the first frame or page, composites transparency on white, and scales 16-bit values by 1/257,
@@ -130,7 +130,7 @@ def checks_jpegs() -> bool:
 
 def _refusal(data: bytes) -> str | None:
     try:
-        decode(data)
+        decode_image(data)
     except ValueError as error:
         return str(error)
     return None
@@ -284,7 +284,7 @@ def save_images(
     (folder / f"{split}_items.json").write_text(json.dumps(layout))
 
 
-class Damaged(ValueError):
+class DamagedImage(ValueError):
     """A part of an image is missing. Decoders fill it with grey."""
 
 
@@ -333,12 +333,12 @@ class Encoded(ABC):
         part is missing), OSError where its file can't be read."""
         data = self.content(i)
         try:
-            pixels = decode(data)
+            pixels = decode_image(data)
             if strict and data[:2] == JPEG and (what := damage(data)):
-                raise Damaged(what)
+                raise DamagedImage(what)
             return pixels
         except ValueError as error:
-            kind = Damaged if isinstance(error, Damaged) else ValueError
+            kind = DamagedImage if isinstance(error, DamagedImage) else ValueError
             raise kind(f"{self.where(i)}: {error}") from None
 
 

@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from onecurve.data.cache import prepare
+from onecurve.data.cache import prepare_cache
 from onecurve.data.decode import SPLITS, STORED, torchcodec_decoder
-from onecurve.data.splits import ArraySplit, FileSplit, Part, ShardSplit, Split, part_file
+from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit, Split, SplitPart, part_file
 from onecurve.distributed.agreement import agree, once
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import read_json
@@ -82,7 +82,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     is_evaluated: nothing is trained; of data with one split, `val` is that one, and one class is enough.
     """
     now.enter(DATA)
-    make = partial(prepare, recipe, is_evaluated=is_evaluated)
+    make = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
     folder, left_out = prepared  # as JSON, from another process
     images = open_images(Path(folder), recipe)
@@ -142,20 +142,20 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     )
 
 
-def _parts(folder: Path) -> list[Part]:
+def _parts(folder: Path) -> list[SplitPart]:
     """The images to train on, those to evaluate, and with --holdout the data's own held-out split."""
     whole = [
-        Part(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
+        SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in STORED
         if (folder / f"{split}_labels.npy").exists()
     ]
     if not part_file(folder, "train").exists():
         return whole
     files = [part_file(folder, part) for part in SPLITS]
-    return [Part("train", whole[0].labels[np.load(file)], file, folder) for file in files] + whole[1:]
+    return [SplitPart("train", whole[0].labels[np.load(file)], file, folder) for file in files] + whole[1:]
 
 
-def _open_shards(folder: Path, place: str, parts: list[Part], recipe: ImageRecipe) -> list[ShardSplit]:
+def _open_shards(folder: Path, place: str, parts: list[SplitPart], recipe: ImageRecipe) -> list[ShardSplit]:
     """Opens all splits. place: the folder of the manifest, or s3://bucket/prefix."""
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import MANIFEST, parse_manifest

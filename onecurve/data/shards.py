@@ -67,7 +67,7 @@ class SplitManifest:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     kind: str  # "shards", "index" or "in_place"
     name: str
     classes: tuple[str, ...]  # names in label order; names that occur twice with their WordNet ids
@@ -102,7 +102,7 @@ def index_name(split: str) -> str:
     return f"{split}_index.npy"
 
 
-def find_local(folder: Path) -> Manifest | None:
+def find_local(folder: Path) -> ShardManifest | None:
     """The manifest of a prepared folder; None if it is no prepared folder.
 
     Raises ValueError if it is damaged, or if a shard is missing or has another size.
@@ -134,7 +134,7 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(f"{path} has {found:,} bytes where {MANIFEST} says {size:,}: prepare again")
 
 
-def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
+def find_stored(store: ObjectStore) -> tuple[ShardManifest, bytes]:
     """The manifest below a prefix, and its bytes. Raises ValueError when it is missing or damaged."""
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
@@ -147,7 +147,7 @@ def find_stored(store: ObjectStore) -> tuple[Manifest, bytes]:
     return manifest, content
 
 
-def parse_manifest(content: bytes, where: str) -> Manifest:
+def parse_manifest(content: bytes, where: str) -> ShardManifest:
     """Parses a manifest. Raises ValueError that names the first problem."""
     try:
         values = parse_json(content, where)
@@ -167,7 +167,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         shards = tuple(Shard(*VALUES_OF_SHARD(shard)) for shard in found["shards"])
         splits[split] = SplitManifest(found["images"], found["index_sha256"], shards)
     classes, sha256 = _class_names(values["classes"]), hashlib.sha256(content).hexdigest()
-    manifest = Manifest(values["kind"], values["name"], classes, splits, sha256)
+    manifest = ShardManifest(values["kind"], values["name"], classes, splits, sha256)
     if problem := _problem(manifest):
         raise ValueError(f"{where} is no manifest of shards ({problem}): prepare again")
     if "train" not in splits:
@@ -175,7 +175,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     return manifest
 
 
-def _problem(manifest: Manifest) -> str | None:
+def _problem(manifest: ShardManifest) -> str | None:
     """Returns an error for values that no preparation writes, else None."""
     if manifest.kind not in ("shards", "index", "in_place"):
         return f"kind {_brief(manifest.kind)}"
@@ -212,7 +212,7 @@ def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
     return tuple(c["name"] if times[c["name"]] == 1 else f"{c['name']} ({c['wnid']})" for c in classes)
 
 
-def parse_index(content: bytes, manifest: Manifest, split: str, where: str) -> np.ndarray:
+def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where: str) -> np.ndarray:
     """Parses an index: int64 [N, 4]. Raises ValueError unless it agrees with the manifest."""
     expected = manifest.splits[split]
     if hashlib.sha256(content).hexdigest() != expected.index_sha256:

@@ -34,7 +34,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat, start_daemon
 
 if TYPE_CHECKING:
     from onecurve.data.lists import Listed
-    from onecurve.data.shards import Manifest
+    from onecurve.data.shards import ShardManifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
 EARLY_S = 1.0  # of waiting before torch is imported
@@ -216,7 +216,7 @@ def _find_stored_shards(data: str) -> Source:
     return _of_shards(manifest, store.url, read)
 
 
-def _of_shards(manifest: "Manifest", place: str, read: Callable[[str], bytes]) -> Source:
+def _of_shards(manifest: "ShardManifest", place: str, read: Callable[[str], bytes]) -> Source:
     """The source of shards in a place. read(name): the content of a file beside them."""
 
     from onecurve.data import shards
@@ -226,7 +226,7 @@ def _of_shards(manifest: "Manifest", place: str, read: Callable[[str], bytes]) -
         for split in manifest.splits:
             name = shards.index_name(split)
             content = run_with_heartbeat(partial(read, name), beat)
-            rows = shards.parse_index(content, manifest, split, f"{place}/{name}")
+            rows = shards.parse_shard_index(content, manifest, split, f"{place}/{name}")
             (folder / name).write_bytes(content)
             save_labels(folder, split, rows[:, 3])
             beat()

@@ -29,12 +29,12 @@ from onecurve.system.env import processes_per_host
 
 if TYPE_CHECKING:  # for shards
     from onecurve.data.shard_cache import ShardCache
-    from onecurve.data.shards import Manifest
+    from onecurve.data.shards import ShardManifest
 
 AHEAD = 64  # micro-batches whose labels and pixels' places are sent at once
 
 
-class Part(NamedTuple):
+class SplitPart(NamedTuple):
     """The images of a split: all that a cache folder stores as "train" or "val", or some of them."""
 
     split: str  # where they are stored
@@ -105,10 +105,10 @@ class ArraySplit(Shuffled):
     """One split as a mapped array, uint8 [stored images, H, W, 3], and its labels, int64 [N]."""
 
     cropped = False
-    part: Part
+    part: SplitPart
     mirror = False  # training also flips images
 
-    def __init__(self, images: np.ndarray, part: Part):
+    def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
         self.rows = None if part.file is None else np.load(part.file)  # of the images; None: all
@@ -195,7 +195,7 @@ class EncodedSplit(Shuffled):
     """One split of encoded images; labels int64 [N]. skip: in training, skip broken images."""
 
     cropped = True
-    part: Part
+    part: SplitPart
     mirror = False  # training also flips crops
     open: Callable[[], Encoded]
     labels: np.ndarray
@@ -247,7 +247,7 @@ class EncodedSplit(Shuffled):
 class FileSplit(EncodedSplit):
     """Images in a cache folder, or in files that it names: too large for memory, or of differing sizes."""
 
-    def __init__(self, folder: Path, part: Part, skip: bool = False):
+    def __init__(self, folder: Path, part: SplitPart, skip: bool = False):
         super().__init__(len(part.labels))
         self.open = partial(CachedImages, folder, part.split, part.file)
         self.labels, self.skip = part.labels, skip
@@ -269,9 +269,9 @@ class ShardSplit(EncodedSplit):
     def __init__(
         self,
         folder: Path,
-        manifest: "Manifest",
+        manifest: "ShardManifest",
         place: str,
-        part: Part,
+        part: SplitPart,
         recipe: ImageRecipe,
         cache: "ShardCache | None",
         beside: "ShardSplit | None" = None,

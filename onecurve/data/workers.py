@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from onecurve.data.crops import CROP_SCALE, evaluation_crop, random_resized_crop
-from onecurve.data.decode import Encoded, decode, torchcodec_decoder
+from onecurve.data.decode import Encoded, decode_image, torchcodec_decoder
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms
@@ -306,7 +306,7 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
     def __getitem__(self, i: int) -> tuple[int, Tensor | str]:
         size, mean, std, is_cropped, crop = self.preprocessing
         try:
-            pixels = decode(retried(Path(self.files[i]).read_bytes)())  # uint8 [H, W, 3]
+            pixels = decode_image(retried(Path(self.files[i]).read_bytes)())  # uint8 [H, W, 3]
         except OSError as error:
             return i, error.strerror or str(error)
         except ValueError as error:

@@ -65,9 +65,9 @@ def _check_that_no_gpu_is_left_out() -> None:
     if _gpus_are_hidden() or is_on("ACCELERATE_USE_CPU"):
         return
 
-    from onecurve.system.gpus import devices, driver_problem, needed_driver
+    from onecurve.system.gpus import driver_problem, list_gpus, needed_driver
 
-    found, cuda = devices(), torch.version.cuda
+    found, cuda = list_gpus(), torch.version.cuda
     if not found.gpus and not found.problem:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -147,7 +147,7 @@ _live: "WeakSet[StepGraph]" = WeakSet()
 
 
 @dataclass
-class Part:
+class GraphPart:
     """One graph of a step, and its loss."""
 
     replay: Callable[[], None] | None = None
@@ -162,7 +162,7 @@ class Shape:
     inputs: Tensor
     labels: Tensor
     steps: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[GraphPart] = field(default_factory=list)
 
 
 class StepGraph:
@@ -211,7 +211,7 @@ class StepGraph:
             part = self.shape.parts[-1 if is_last else min(number, 1)]
             self._replay(part)
         else:
-            part = Part()
+            part = GraphPart()
             with spending(WARM_UP), on_step_stream(self.accelerator):
                 self._run(self.shape, part)
         assert part.loss is not None
@@ -231,7 +231,7 @@ class StepGraph:
             with spending(CAPTURE):
                 self._capture_step(self.shape)
 
-    def _run(self, shape: Shape, part: Part) -> None:
+    def _run(self, shape: Shape, part: GraphPart) -> None:
         """Call the step. The loss is detached, as its autograd graph would live on into the capture."""
         numbers = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.rates, strict=True):
@@ -243,7 +243,7 @@ class StepGraph:
             for group, number in zip(self.groups, numbers, strict=True):
                 group["lr"] = number
 
-    def _replay(self, part: Part) -> None:
+    def _replay(self, part: GraphPart) -> None:
         """Replay a graph, as one micro-batch for Accelerate. The watch sees one that does not end."""
         self._reshard()
         self.replays += 1
@@ -267,7 +267,7 @@ class StepGraph:
                 before = _reserved() if self.on_gpu else 0
                 for number in sorted({0, min(1, self.micro_batches - 1), self.micro_batches - 1}):
                     self.accelerator.step = step + number
-                    parts.append(part := Part())
+                    parts.append(part := GraphPart())
                     part.replay = self.capture(partial(self._run, shape, part), pool)
                 if self.on_gpu:
                     _check_memory(before)

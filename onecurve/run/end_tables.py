@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported where it is needed
 TIMED_STEPS = 10  # of shorter runs no speed is shown: the first steps take longer
 
 
-def show(folder: Path, chance: float | None) -> None:
+def print_result(folder: Path, chance: float | None) -> None:
     """Prints result.json and the weights as tables, and the files. chance: the share of the largest class."""
     from rich.console import Console
 

@@ -156,7 +156,9 @@ class RunFolder:
                 what = "and --resume is never" if is_never else "which is finished"
                 raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
             if there >= 0:  # also where nothing is fetched, as the mirror removes what is older
-                with contextlib.suppress(checkpoints.Damaged, WrongSize):  # fetch_newest() finds another one
+                with contextlib.suppress(
+                    checkpoints.DamagedCheckpoint, WrongSize
+                ):  # fetch_newest() finds another one
                     _check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
             if there > here:
                 fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
@@ -263,12 +265,12 @@ def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
         return ""
     if (script := record.get("script")) != script_name():
         return f" ({script}'s)"
-    if differing := "; ".join(differences(record["recipe"], recipe)):
+    if differing := "; ".join(recipe_differences(record["recipe"], recipe)):
         return f" ({differing}; --allow_changed names what may differ)"
     return ", and --resume is never" if recipe.resume == "never" else ""
 
 
-def differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
+def recipe_differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
     """The flags that differ, each as `--epochs was 3, now 10`, without those that --allow_changed names.
     A flag that is missing in the other recipe counts as its default."""
     ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
@@ -289,7 +291,7 @@ def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str
     is_ours = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
     if not is_ours or _is_finished(partial(read_json, folder / "result.json"), last_step):
         return ""
-    differing = differences(record["recipe"], recipe)
+    differing = recipe_differences(record["recipe"], recipe)
     return differing[0] if len(differing) == 1 else ""
 
 
@@ -385,7 +387,7 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
 
 def _check_recipe(where: str, manifest: dict[str, Any], recipe: Recipe) -> None:
     theirs = manifest.get("recipe")
-    differing = "; ".join(differences(theirs, recipe)) if isinstance(theirs, dict) else "it has none"
+    differing = "; ".join(recipe_differences(theirs, recipe)) if isinstance(theirs, dict) else "it has none"
     if differing:
         raise ValueError(
             f"{where} is of another recipe ({differing}): give the same flags, or name with"

@@ -17,7 +17,7 @@ from onecurve.distributed import strategy as job
 from onecurve.distributed.rendezvous import hosts
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
-from onecurve.run.end_tables import show
+from onecurve.run.end_tables import print_result
 from onecurve.run.folder import RunFolder, script_name
 from onecurve.run.log import Predictions, RunLog
 from onecurve.run.schemas import Result, ResultEnd
@@ -66,13 +66,13 @@ class MainRecord:
         self._wait_for_save(heartbeat)
         step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.place.mirror
         assert step
-        gone: tuple[type[ValueError], ...] = (checkpoints.Damaged,)
+        gone: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
             if mirror and step not in checkpoints.steps_in(parent):
                 from onecurve.checkpoint.mirror import committed, fetch
                 from onecurve.system.s3 import WrongSize
 
-                gone = (checkpoints.Damaged, WrongSize)
+                gone = (checkpoints.DamagedCheckpoint, WrongSize)
                 if step in committed(mirror.store):
                     fetch(mirror.store, step, parent, heartbeat)
             self.best = checkpoints.verify(parent / step_name(step), heartbeat)
@@ -112,7 +112,7 @@ class MainRecord:
             self.final["mfu_pct"] = mfu_pct
         with writing("the end of the run", folder):
             # After an interruption an evaluation may come after its checkpoint.
-            checkpoints.write_index(folder / "checkpoints", state.step, state.best_step)
+            checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
             # After a day they take seconds, for which a launcher does not wait when it stops a run; the page
             # of an unfinished one makes them.
             from onecurve.telemetry.summary import energy_wh
@@ -129,7 +129,7 @@ class MainRecord:
                 sync(file)
             write_json(folder / "result.json", {**content, **self._times()})
         counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # by class
-        show(folder, max(counts) / sum(counts) if counts else None)
+        print_result(folder, max(counts) / sum(counts) if counts else None)
 
     def _draw(self, content: Result, predictions: Predictions) -> None:
         """Draws the pictures, for the trackers, too. Raises OSError. content: of result.json."""

@@ -251,7 +251,7 @@ class TrialRow(TypedDict, total=False):
     images_per_s: float | None
 
 
-class Search(TypedDict, total=False):
+class SearchResult(TypedDict, total=False):
     """The result of find_batch_size.py."""
 
     script: str

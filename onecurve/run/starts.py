@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.run.schemas import Result, StartLine, kinds
-from onecurve.system.files import fitting, open_to_append, read_lines
+from onecurve.system.files import open_to_append, read_lines, typed_values
 
 STARTS = "starts.jsonl"
 # Keys of `changed` with which the images of evaluations changed
@@ -112,7 +112,7 @@ def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ..
 
     result: the content of result.json, which tells of the last start alone.
     """
-    lines = [fitting(line, kinds(StartLine))[0] for line in read_lines(folder / STARTS)]
+    lines = [typed_values(line, kinds(StartLine))[0] for line in read_lines(folder / STARTS)]
     starts = [start.about for start in kept(in_order(lines, result["steps"]))]
     found = [(about.get("strategy", "?"), tuple(about.get("devices") or "?")) for about in starts]
     return found or [(result["strategy"], (result["device"],) * result["processes"])]

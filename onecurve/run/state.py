@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from onecurve.checkpoint.format import STATE_FILE, Checkpoint, OptimizerScalars
 from onecurve.flags.recipe import score
-from onecurve.system.files import fitting, read_json
+from onecurve.system.files import read_json, typed_values
 from onecurve.system.phase import now
 from onecurve.system.processes import own_age_s
 
@@ -54,7 +54,7 @@ class RunState:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
         """ValueError names the fields that are missing or wrong."""
-        kept, wrong = fitting(content, typing.get_type_hints(cls))
+        kept, wrong = typed_values(content, typing.get_type_hints(cls))
         wrong += [name for name in NEEDED if name not in kept and name not in wrong]
         if not kept.get("losses") or kept.get("accumulations", 0) < 1:
             wrong += ["losses or accumulations"]

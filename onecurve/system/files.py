@@ -368,7 +368,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
                 yield parse_json(text, file)
 
 
-def fitting(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
+def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
     """The values with the expected type, and the names of those with another type.
 
     Unknown keys and nulls are in neither.
@@ -392,7 +392,7 @@ def fits(value: Any, kind: Kind) -> bool:
     if isinstance(kind, types.UnionType):
         return any(fits(value, member) for member in typing.get_args(kind))
     if isinstance(kind, dict):
-        return isinstance(value, dict) and not fitting(value, kind)[1]
+        return isinstance(value, dict) and not typed_values(value, kind)[1]
     if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return isinstance(value, dict) and all(key in value and fits(value[key], hints[key]) for key in hints)

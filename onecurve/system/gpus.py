@@ -27,7 +27,7 @@ class Devices(NamedTuple):
     problem: str | None = None
 
 
-def devices() -> Devices:
+def list_gpus() -> Devices:
     try:
         import pynvml
 

@@ -10,7 +10,7 @@ from onecurve import __version__
 from onecurve.checkpoint.format import FORMAT_VERSION
 from tests.conftest import latest, metrics, run
 from tests.support.compare import assert_same_losses, assert_same_tensors
-from tools.logbook.page import page
+from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 STORED = Path(__file__).parent / "stored"
@@ -32,7 +32,7 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
     assert "continuing at step 16" in output
     record = RunRecord(folder)
     assert [start.about.get("step") for start in record.starts] == [None, 16]
-    assert "an earlier version, which did not record its starts" in page(record, "run", [])
+    assert "an earlier version, which did not record its starts" in run_page(record, "run", [])
     assert_same_losses(metrics(folder), metrics(stored))
     assert_same_tensors(folder, stored, tolerance=1e-5)
 
@@ -45,4 +45,4 @@ def test_runs_and_checkpoints_carry_the_version(tmp_path):
     assert record.about["version"] == __version__
     manifest = json.loads((latest(tmp_path / "run") / "manifest.json").read_text())
     assert manifest["written_by"]["version"] == __version__
-    assert f"| version | {__version__} |" in page(record, "run", [])
+    assert f"| version | {__version__} |" in run_page(record, "run", [])

@@ -14,7 +14,7 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
 from onecurve.checkpoint import weights
-from onecurve.checkpoint.format import Snapshot, commit, remove, write_index
+from onecurve.checkpoint.format import Snapshot, commit, remove, write_step_index
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags
 from onecurve.models.timm_models import data_config_of
@@ -148,7 +148,7 @@ def test_a_run_a_checkpoint_and_an_exported_folder_have_weights(tmp_path):
     run = tmp_path / "run"
     best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
     assert first(run) == 3.0  # the newest, without an index
-    write_index(run / "checkpoints", 20, 10)
+    write_step_index(run / "checkpoints", 20, 10)
     assert first(run) == 2.0  # the best one's averaged weights
     assert first(best) == 2.0
     assert first(latest) == 3.0
@@ -170,7 +170,7 @@ def test_a_training_may_replace_its_best_checkpoint(when, tmp_path, monkeypatch)
 
     def save(step: int) -> None:
         checkpoint(run, step, 0.0, ema=step, **about)
-        write_index(run / "checkpoints", step, step)
+        write_step_index(run / "checkpoints", step, step)
 
     def replace() -> None:
         save(2)

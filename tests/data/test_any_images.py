@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from PIL import Image, ImageOps
 
 from onecurve.data import cache
-from onecurve.data.cache import Prepared, prepare, prepare_data
+from onecurve.data.cache import Prepared, prepare_cache, prepare_data
 from onecurve.data.class_folders import LeftOut, beside_splits, find_pictures, list_splits
-from onecurve.data.decode import EXTENSIONS, FORMATS, decode
+from onecurve.data.decode import EXTENSIONS, FORMATS, decode_image
 from onecurve.data.images import load, open_images, summary, warnings
 from onecurve.data.splits import FileSplit
 from onecurve.data.tables import parquet_files
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency
 
 
 def prepare_with(data: Path, cache: Path, **flags) -> Prepared:
-    return prepare(ImageRecipe(data=str(data), cache_dir=str(cache), **flags), lambda: None)
+    return prepare_cache(ImageRecipe(data=str(data), cache_dir=str(cache), **flags), lambda: None)
 
 
 # Layouts
@@ -59,7 +59,7 @@ def test_the_names_of_splits(names, tmp_path):
     images = opened(root, tmp_path / "cache")
     assert (images.classes, images.val_name) == (("cat", "dog"), "test" if "Test" in val else "val")
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0, 1], [0, 1])
-    expected = [decode((root / val / c / "1.png").read_bytes()) for c in ("cat", "dog")]
+    expected = [decode_image((root / val / c / "1.png").read_bytes()) for c in ("cat", "dog")]
     assert (images.val.images == np.stack(expected)).all()
 
 
@@ -69,8 +69,8 @@ def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path
     prepared = prepare_with(root, tmp_path / "cache")
     assert prepared.left_out == "valid/, as val/ is there"
     images = open_images(Path(prepared.folder))
-    assert (images.val.images[0] == decode((root / "val/cat/1.png").read_bytes())).all()
-    assert (images.test.images[0] == decode((root / "test/cat/1.png").read_bytes())).all()
+    assert (images.val.images[0] == decode_image((root / "val/cat/1.png").read_bytes())).all()
+    assert (images.test.images[0] == decode_image((root / "test/cat/1.png").read_bytes())).all()
     shutil.rmtree(root / "test/cat")
     assert open_images(Path(prepare_with(root, tmp_path / "cache").folder)).test.labels.tolist() == [1]
 
@@ -98,7 +98,7 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
     images = opened(root, tmp_path / "cache")
     assert images.classes == ("a", "b")
     order = ["a/2.png", "a/2023/1.png", "a/2023/x/9.png", "b/deep/er/1.png"]
-    expected = np.stack([decode((root / "train" / path).read_bytes()) for path in order])
+    expected = np.stack([decode_image((root / "train" / path).read_bytes()) for path in order])
     assert (images.train.images == expected).all()
     assert images.train.labels.tolist() == [0, 0, 0, 1]
 
@@ -115,7 +115,9 @@ def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
     assert len(images.train) == 2 * len(EXTENSIONS) + 2 == 36
     names = sorted(path.name for path in (root / "train" / "a").iterdir())
     for k, name in enumerate(names):
-        assert (images.train.images[k] == decode((root / "train" / "a" / name).read_bytes())).all(), name
+        assert (images.train.images[k] == decode_image((root / "train" / "a" / name).read_bytes())).all(), (
+            name
+        )
 
 
 def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
@@ -236,7 +238,7 @@ AS_PIL = {
 def test_pixels_are_those_of_pil(kind):
     data = AS_PIL[kind]
     tolerance = 2 if "JPEG" in kind else 0  # torchcodec's decoder
-    assert np.abs(decode(data).astype(int) - pil(data)).max() <= tolerance
+    assert np.abs(decode_image(data).astype(int) - pil(data)).max() <= tolerance
 
 
 OVER_WHITE = {
@@ -256,7 +258,7 @@ def test_what_is_transparent_is_white(kind):
     rgba = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA")).astype(float)
     alpha = rgba[..., 3:] / 255
     expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
-    assert np.abs(decode(data) - expected).max() <= 1  # rounding
+    assert np.abs(decode_image(data) - expected).max() <= 1  # rounding
     assert np.abs(pil(data) - expected).max() > 50  # PIL alone shows what is below
 
 
@@ -265,7 +267,7 @@ def test_sixteen_bits_are_scaled_by_257(format):
     grey = np.asarray(photo().convert("L"))
     data = encode(Image.fromarray(grey.astype(np.uint16) * 257), format)
     assert Image.open(io.BytesIO(data)).mode.startswith("I")
-    assert (decode(data) == grey[:, :, None]).all()
+    assert (decode_image(data) == grey[:, :, None]).all()
 
 
 # What is said

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from onecurve.data.conversions import SAMPLE, conversion_warnings, look_at
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from tests.support.data_sets import class_folders, encode, opened, picture, png, write
 from tests.support.imagenet import prep
 
@@ -67,7 +67,7 @@ TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits: the files have 16 bi
 )
 def test_a_conversion_that_can_erase_the_signal(image, format, said):
     """One line for each. A tenth of the images is enough, fewer are not."""
-    looks = [look_at(data, decode(data)) for data in (encode(image, format), png(1))]
+    looks = [look_at(data, decode_image(data)) for data in (encode(image, format), png(1))]
     lines = conversion_warnings(looks[:1], is_cropped=True)
     assert len(lines) == bool(said), lines
     assert not said or said in lines[0]

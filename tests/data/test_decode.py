@@ -15,7 +15,7 @@ from onecurve.data.crops import _resize, evaluation_crop, random_resized_crop
 from onecurve.data.decode import (
     checks_jpegs,
     damage,
-    decode,
+    decode_image,
     jpeg_frame,
     open_image,
     torchcodec_decoder,
@@ -53,7 +53,9 @@ def pictures(root: Path, count: int, broken: str = "") -> Path:
     return write(root, images | ({broken: half(images[broken])} if broken else {}))
 
 
-@pytest.mark.parametrize("opener", [decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))])
+@pytest.mark.parametrize(
+    "opener", [decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))]
+)
 def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
     """EPS bytes, whatever the file is called: PIL hands them to the `gs` on the PATH when it is asked to."""
     marker = tmp_path / "started"
@@ -67,10 +69,10 @@ def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
 
 def test_the_formats_that_are_opened():
     for format in ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF"):
-        assert decode(encode(picture(), format)).shape == (32, 32, 3)
+        assert decode_image(encode(picture(), format)).shape == (32, 32, 3)
     for format in ("PCX", "TGA", "ICO", "SGI", "DDS"):
         with pytest.raises(ValueError, match="not an image of a known format"):
-            decode(encode(picture(), format))
+            decode_image(encode(picture(), format))
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": "4:2:0"}], ids=str)
@@ -80,7 +82,7 @@ def test_few_bytes_are_not_decoded_to_many_pixels(options):
         data = header_alone(side, options)
         assert len(data) < 700
         assert jpeg_frame(data)[:2] == (side, side)
-        for read in (decode, open_image, lambda data: list(recoded(one_image(data), 8, 90))):
+        for read in (decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             with pytest.raises(ValueError, match=f"{side:,} x {side:,} pixels"):
                 read(data)
@@ -98,7 +100,7 @@ def test_whole_jpegs_are_taken_for_whole(photographs):
     for image in (picture().convert("L"), picture().convert("CMYK"), Image.new("RGB", (999, 1))):
         data = encode(image)
         assert damage(data) is None
-        decode(data)
+        decode_image(data)
     assert damage(png()) is None
 
 
@@ -109,7 +111,7 @@ def test_half_a_jpeg_with_an_end_marker(options):
     options = dict(options)
     whole = encode(picture(width=256, height=256).convert(options.pop("mode", "RGB")), quality=95, **options)
     for part in (half(whole), whole[: len(whole) * 9 // 10] + b"\xff\xd9"):
-        decode(part)  # no decoder raises
+        decode_image(part)  # no decoder raises
         assert damage(part)
 
 
@@ -132,11 +134,13 @@ def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
 
 def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
     jpeg = encode(picture(), "JPEG")
-    assert decode(jpeg[:2] + b"\xff" * 1000 + jpeg[2:]).shape == decode(jpeg).shape  # the format allows it
+    assert (
+        decode_image(jpeg[:2] + b"\xff" * 1000 + jpeg[2:]).shape == decode_image(jpeg).shape
+    )  # the format allows it
     monkeypatch.setattr("onecurve.data.decode._decode_by_pil", None)  # it would read for half a minute
     padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "its header has 20,000,000 bytes of"
     with pytest.raises(ValueError, match=reason):
-        decode(padded)
+        decode_image(padded)
     assert damage(padded).startswith(reason)
 
 
@@ -145,7 +149,7 @@ def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
 def test_bombs_are_refused_by_their_header(format, monkeypatch):
     data = encode(Image.new("L", (9_500, 9_500)), format)
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    for read in (open_image, decode):
+    for read in (open_image, decode_image):
         with pytest.raises(ValueError, match="decompression bomb"):
             read(data)
 
@@ -181,7 +185,7 @@ def test_photographs_are_resized_as_pil_does(photographs):
     """Training crops are within 1 of 255, except for a few values in ten million, which are within 2."""
     far, values = 0, 0
     for file in sorted(photographs.glob("*.JPEG"))[:20]:
-        image = decode(file.read_bytes())
+        image = decode_image(file.read_bytes())
         theirs = np.asarray(Image.fromarray(image).resize((256, 256), Image.Resampling.BICUBIC))
         gap = np.abs(_resize(image, 256, 256, "bicubic") - theirs.astype(int))
         far, values = far + (gap > 1).sum(), values + gap.size
@@ -206,7 +210,7 @@ def test_a_large_text_or_profile_hides_no_pixel(kind):
     if kind != "ICC":
         (info.add_itxt if kind == "iTXt" else info.add_text)("workflow", "a" * size, zip=kind != "tEXt")
     data = encode(picture(), "PNG", pnginfo=info, icc_profile=bytes(size) if kind == "ICC" else None)
-    assert (decode(data) == decode(png())).all()
+    assert (decode_image(data) == decode_image(png())).all()
 
 
 PROFILES = [b"\xff\xe2\xff\xffICC_PROFILE\0" + bytes([k, 5]) + bytes(65519) for k in range(1, 6)]
@@ -221,16 +225,16 @@ BROKEN = {
 @pytest.mark.parametrize("reason", BROKEN)
 def test_broken_files_are_errors_with_the_reason(reason):
     with pytest.raises(ValueError, match=reason):
-        decode(BROKEN[reason])
+        decode_image(BROKEN[reason])
 
 
 def test_without_torchcodec_pil_decodes_the_same_and_it_is_said_once(photographs, monkeypatch, capsys):
     files = [file.read_bytes() for file in sorted(photographs.glob("*.JPEG"))[:9]]
     files += [encode(picture(k, 61, 47), progressive=bool(k)) for k in (0, 1)]
-    expected = [decode(data) for data in files]
+    expected = [decode_image(data) for data in files]
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     torchcodec_decoder.cache_clear()
-    found = [decode(data) for data in files]
+    found = [decode_image(data) for data in files]
     monkeypatch.undo()
     torchcodec_decoder.cache_clear()
     for ours, theirs in zip(found, expected, strict=True):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from onecurve.data.names import CollectedNames, open_names
 from onecurve.run import plots
 from onecurve.system.s3 import ObjectStore
@@ -38,7 +38,7 @@ def test_an_image_has_the_name_of_its_file(kind, are_decoded, flags, tmp_path):
     assert hasattr(images.val, "images") == are_decoded
     for split in (images.train, images.val):
         for position, name in enumerate(names_in(split)):
-            expected = decode((tmp_path / "pets" / name).read_bytes())
+            expected = decode_image((tmp_path / "pets" / name).read_bytes())
             found = split.images[split.part.stored(np.array([position]))[0]] if are_decoded else None
             assert (split.open().decode(position) if found is None else found).tolist() == expected.tolist()
     folder = images.train.part.folder
@@ -136,7 +136,9 @@ def test_the_report_has_ids_and_names(tmp_path, monkeypatch):
         drawn(path, images, texts, title)
 
     monkeypatch.setattr(plots, "image_sheet", image_sheet)
-    report.write(tmp_path / "out", found, rows, names.__getitem__, np.zeros((3, 4, 4, 3), np.uint8), "title")
+    report.write_report(
+        tmp_path / "out", found, rows, names.__getitem__, np.zeros((3, 4, 4, 3), np.uint8), "title"
+    )
     assert [image["id"] for image in found["worst"]] == [9, 3, 5]
     assert all(image["file"] == names[image["id"]] for image in found["worst"])
     assert json.loads((tmp_path / "out/report.json").read_text())["worst"] == found["worst"]

@@ -26,11 +26,11 @@ from onecurve.checkpoint.format import Checkpoint
 from onecurve.data import cache as image_cache
 from onecurve.data import conversions
 from onecurve.data import decode as decode_module
-from onecurve.data.cache import prepare, prepare_data
-from onecurve.data.decode import CachedImages, decode
+from onecurve.data.cache import prepare_cache, prepare_data
+from onecurve.data.decode import CachedImages, decode_image
 from onecurve.data.images import open_images
 from onecurve.data.sources import find_source
-from onecurve.data.splits import ArraySplit, FileSplit, Part
+from onecurve.data.splits import ArraySplit, FileSplit, SplitPart
 from onecurve.flags.recipe import ImageRecipe, parse
 from onecurve.models.preprocessing import DataConfig
 from onecurve.models.script import recipe_class
@@ -229,7 +229,7 @@ def test_a_run_of_an_earlier_version_is_not_resumed_with_images_of_another_kind(
 
 def test_images_much_taller_than_wide_are_shifted_within_themselves():
     images = np.repeat(np.arange(4, dtype=np.uint8), 64 * 4 * 3).reshape(4, 64, 4, 3)
-    pixels, labels = read(ArraySplit(images, Part("train", np.arange(4))), [(0, np.arange(4))])
+    pixels, labels = read(ArraySplit(images, SplitPart("train", np.arange(4))), [(0, np.arange(4))])
     assert (pixels == labels[:, None, None, None]).all()
 
 
@@ -393,17 +393,17 @@ def test_exif_turns_upright_in_both_decoders(format, orientation):
     exif[0x0112] = orientation
     data = encode(picture(2, 48, 32), format, exif=exif)
     upright = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
-    assert decode(data).shape == ((48, 32, 3) if orientation >= 5 else (32, 48, 3))
-    assert np.abs(decode(data) - upright.astype(int)).max() <= 2
+    assert decode_image(data).shape == ((48, 32, 3) if orientation >= 5 else (32, 48, 3))
+    assert np.abs(decode_image(data) - upright.astype(int)).max() <= 2
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}])
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
 def test_a_jpeg_cut_short_is_an_error(options, part):
     data = encode(picture(3, 200, 200), **options)
-    assert decode(data).shape == (200, 200, 3)
+    assert decode_image(data).shape == (200, 200, 3)
     with pytest.raises(ValueError, match=r".+"):
-        decode(data[: int(len(data) * part)])
+        decode_image(data[: int(len(data) * part)])
 
 
 # Batches of files
@@ -440,7 +440,7 @@ def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path
     from torchvision.transforms.v2 import functional as F
 
     for k, path in enumerate(sorted((tmp_path / "data" / "val").glob("*/*"))[:5]):
-        pixels = torch.from_numpy(decode(path.read_bytes()).copy()).permute(2, 0, 1)
+        pixels = torch.from_numpy(decode_image(path.read_bytes()).copy()).permute(2, 0, 1)
         expected = F.center_crop(F.resize(pixels, [round(48 * 256 / 224)], antialias=True), [48, 48])
         assert (one[k].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
 
@@ -760,7 +760,7 @@ def test_a_user_without_a_home_folder_gives_a_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):
-        prepare(ImageRecipe(data="digits"), lambda: None)
+        prepare_cache(ImageRecipe(data="digits"), lambda: None)
     with pytest.raises(ValueError, match="--data ~nobody-here/pets: does not exist"):
         prepare_data("~nobody-here/pets", tmp_path)
 

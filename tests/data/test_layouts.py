@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import prep_imagenet
-from onecurve.data.cache import prepare
+from onecurve.data.cache import prepare_cache
 from onecurve.data.images import open_images
 from onecurve.flags.recipe import ImageRecipe, parse
 from tests.conftest import ROOT
@@ -70,7 +70,7 @@ def test_a_layout_of_the_document(layout, flags, chooses, once, tmp_path):
     data = tmp_path / "pets_index" if (tmp_path / "pets_index").exists() else root
     words = " ".join(words).replace("FOLDER", str(root)).replace("'", "").split()
     recipe = parse(ImageRecipe, ["--data", str(data), "--cache_dir", str(tmp_path / "cache"), *words])
-    images = open_images(Path(prepare(recipe, lambda: None).folder), recipe)
+    images = open_images(Path(prepare_cache(recipe, lambda: None).folder), recipe)
     assert (images.val_name, images.test_name) == (chooses.strip("`"), once.strip("`"))
     held_out = EACH // 4 if chooses == "`holdout`" else 0
     assert (len(images.train), len(images.val)) == (EACH - held_out, held_out or EACH)

@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from onecurve.data import workers
 from onecurve.data.cache import prepare_data
 from onecurve.data.crops import evaluation_crop
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from onecurve.data.images import Images, open_images
-from onecurve.data.shards import Manifest, Shard, SplitManifest, parse_index
+from onecurve.data.shards import Shard, ShardManifest, SplitManifest, parse_shard_index
 from onecurve.data.splits import ShardSplit
 from onecurve.data.workers import decoded
 from onecurve.flags.recipe import ImageRecipe, share_out
@@ -99,7 +99,7 @@ def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
     [(_, ids, pixels, labels)] = read(images.val, [(0, np.array([24, 0, 13]))], train=False)
     assert labels.tolist() == [0, 0, 1]
     for i, found in zip(ids.tolist(), pixels, strict=True):
-        assert np.array_equal(found, evaluation_crop(decode(jpeg(183 + i)), 32))
+        assert np.array_equal(found, evaluation_crop(decode_image(jpeg(183 + i)), 32))
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000  # no image was copied
 
 
@@ -274,12 +274,12 @@ def test_an_index_is_taken_if_its_images_lie_in_their_shards_in_order(changes, o
     np.save(out, rows)
     shards = tuple(map(Shard, ("a.tar", "b.tar"), ENDS, (count, 4 - count), (None, None)))
     split = SplitManifest(4, hashlib.sha256(out.getvalue()).hexdigest(), shards)
-    manifest = Manifest("shards", "x", ("cat", "dog"), {"train": split}, "")
+    manifest = ShardManifest("shards", "x", ("cat", "dog"), {"train": split}, "")
     if good:
-        assert parse_index(out.getvalue(), manifest, "train", "here").tolist() == rows.tolist()
+        assert parse_shard_index(out.getvalue(), manifest, "train", "here").tolist() == rows.tolist()
     else:
         with pytest.raises(ValueError, match=r"^here .*: prepare again$"):
-            parse_index(out.getvalue(), manifest, "train", "here")
+            parse_shard_index(out.getvalue(), manifest, "train", "here")
 
 
 # Paths in an index

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from onecurve.data.cache import prepare_data
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from onecurve.data.images import Images, open_images
 from onecurve.data.tables import Columns, Table, read_labels, write_tables
 from tests.conftest import rows_of
@@ -217,7 +217,7 @@ def test_a_data_set_of_the_hub_that_holds_files(tmp_path, monkeypatch):
     put(tmp_path, *paths)
     images = opened("hub:lab/photos", tmp_path / "cache")
     assert (images.classes, images.val_name) == (("a", "b"), "test")
-    expected = [decode((tmp_path / path).read_bytes()) for path in paths[:4]]
+    expected = [decode_image((tmp_path / path).read_bytes()) for path in paths[:4]]
     assert (images.train.images == np.stack(expected)).all()
 
 

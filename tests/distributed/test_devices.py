@@ -166,7 +166,7 @@ def test_start_lines_appear_once_where_local_rank_is_0_in_each_process(tmp_path,
 
 def test_an_unsupported_question_leaves_the_other_answers(driver):
     driver(count=2)
-    found = gpus.devices()
+    found = gpus.list_gpus()
     assert (found.driver, found.driver_cuda, found.problem) == ("535.183.01", (12, 2), None)
     assert [gpu["name"] for gpu in found.gpus] == ["Tesla T4", "Tesla T4"]
     assert found.gpus[0]["memory_gib"] is None

@@ -11,7 +11,7 @@ import pytest
 from onecurve.flags.fields import Facts, declared, facts_of
 from onecurve.flags.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, setting, share_out
 from onecurve.models.script import load_script, recipe_class
-from onecurve.run.folder import differences
+from onecurve.run.folder import recipe_differences
 from tests.conftest import ROOT
 from train_cnn_a import CnnA
 
@@ -290,7 +290,7 @@ def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
 def test_streams_that_were_derived_differ_only_with_the_batch_size():
     def differing(theirs: dict, *words: str) -> str:
         recorded = json.loads(json.dumps(recipe_part(CnnA()))) | theirs
-        return "; ".join(differences(recorded, parse(CnnA, list(words))))
+        return "; ".join(recipe_differences(recorded, parse(CnnA, list(words))))
 
     assert differing({}) == ""
     assert differing({}, "--batch_size", "96", "--allow_changed", "batch_size") == ""
@@ -303,8 +303,8 @@ def test_a_flag_that_has_left_stays_without_effect_in_old_recipes(tmp_path):
     (tmp_path / "old.yaml").write_text("half_residual: false\nepochs: 3\n")
     recipe = parse(CnnA, ["--config", str(tmp_path / "old.yaml")])
     assert recipe.epochs == 3
-    assert differences({"epochs": 3, "half_residual": False}, recipe) == []
-    assert differences({"epochs": 3, "half_residual": True}, recipe) == [
+    assert recipe_differences({"epochs": 3, "half_residual": False}, recipe) == []
+    assert recipe_differences({"epochs": 3, "half_residual": True}, recipe) == [
         "--half_residual was True, and has left"
     ]
 
@@ -312,9 +312,9 @@ def test_a_flag_that_has_left_stays_without_effect_in_old_recipes(tmp_path):
 def test_a_recipe_older_than_a_flag_has_the_default():
     older = json.loads(json.dumps(recipe_part(CnnA())))
     assert older.pop("crop_scale") == [0.08, 1.0]
-    assert differences(older, CnnA()) == []
+    assert recipe_differences(older, CnnA()) == []
     wider = parse(CnnA, ["--crop_scale", "0.25,1"])
-    assert differences(older, wider) == ["--crop_scale was [0.08, 1.0], now [0.25, 1.0]"]
+    assert recipe_differences(older, wider) == ["--crop_scale was [0.08, 1.0], now [0.25, 1.0]"]
 
 
 @pytest.mark.parametrize(
@@ -330,4 +330,4 @@ def test_a_recipe_older_than_a_flag_has_the_default():
 )
 @pytest.mark.parametrize("name", ["data", "weights"])
 def test_one_path_in_two_spellings(name, recorded, now, is_same):
-    assert (differences({name: recorded}, parse(Tuned, [f"--{name}", now])) == []) == is_same
+    assert (recipe_differences({name: recorded}, parse(Tuned, [f"--{name}", now])) == []) == is_same

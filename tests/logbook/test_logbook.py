@@ -33,7 +33,7 @@ from tests.logbook.pages import (
 )
 from tools.logbook import comparison, history, markdown
 from tools.logbook.comparison import Comparison
-from tools.logbook.page import index, index_values, page
+from tools.logbook.page import index, index_values, run_page
 from tools.logbook.run_record import RunRecord, stamped_files
 
 FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s", "0.2"]
@@ -226,7 +226,7 @@ def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
     folder = write_run(tmp_path / "run", strategy="single", processes=1)
     record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
     assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
-    assert history.verdict(record) == ""
+    assert history.resume_verdict(record) == ""
 
 
 UNCHANGED = "the training is unchanged up to rounding."
@@ -247,11 +247,11 @@ def test_unchanged_is_said_only_where_it_is_known(name, tmp_path):
     folder = write_starts(write_run(tmp_path / "run"), *starts)
     found = [{key: v for key, v in line.items() if v is not None} for line in lines(folder / "starts.jsonl")]
     write_lines(folder / "starts.jsonl", found)
-    verdict = history.verdict(RunRecord(folder))
+    verdict = history.resume_verdict(RunRecord(folder))
     assert said in verdict
     assert bool(said) == bool(verdict)
     assert ("unchanged" in verdict) == (UNCHANGED in said or name == "micro-batch")
-    assert verdict in page(RunRecord(folder), "run", [])
+    assert verdict in run_page(RunRecord(folder), "run", [])
 
 
 def test_pages_of_made_runs_are_the_stored_ones(book, tmp_path):
@@ -310,7 +310,7 @@ def test_missing_or_broken_files_are_named(how, tmp_path):
         (problem,) = RunRecord(folder).problems
         is_unnamed = how == "missing" and name.startswith("telemetry")
         assert problem.startswith("telemetry-<host>.jsonl" if is_unnamed else name), problem
-    text = page(RunRecord(everything), "x", []).partition("## Missing or broken files")[2]
+    text = run_page(RunRecord(everything), "x", []).partition("## Missing or broken files")[2]
     # A run without a result need not have these.
     unknown = ("telemetry", "confusion") if how == "missing" else ()
     assert all(name in text for name in names if not name.startswith(unknown)), text
@@ -380,7 +380,10 @@ def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, st
         (folder / "nvidia-smi-h.txt").rename(folder / f"nvidia-smi-{name}.txt")
         run = RunRecord(folder)
         compared = Comparison([run, RunRecord(whole)], allow_different_data=True)
-        pages = {"run": page(run, "x", []), "two": comparison.page(compared, "two.png", [None, "run.md"])}
+        pages = {
+            "run": run_page(run, "x", []),
+            "two": comparison.comparison_page(compared, "two.png", [None, "run.md"]),
+        }
         pages["index"] = index({"run.md": index_values(run)}, {"two.md": comparison.title(compared)})
         Image.new("RGB", (301, 1)).save(Path(place) / "two.png")
         for stem, text in pages.items():
@@ -405,7 +408,7 @@ def test_a_page_without_escaping_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
     monkeypatch.setattr(environment, "cache", None)
     run = RunRecord(write_run(tmp_path / "run", recipe={"model": HOSTILE}))
-    (tmp_path / "page.md").write_text(page(run, "x", []))
+    (tmp_path / "page.md").write_text(run_page(run, "x", []))
     with pytest.raises(AssertionError, match="<"):
         check(tmp_path / "page.md")
 
@@ -413,7 +416,7 @@ def test_a_page_without_escaping_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", ["https://wandb.ai/me/x", "javascript:alert(1)", "data:text/html,x", "//x"])
 def test_only_an_address_of_the_web_is_a_link(url, tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"wandb_url": url}))
-    text = page(RunRecord(tmp_path), "run", [])
+    text = run_page(RunRecord(tmp_path), "run", [])
     assert rows(text)["W&B run"] == [url]
     assert ("](" in text) == url.startswith("https:")
 
@@ -557,5 +560,5 @@ def test_a_comparison_that_makes_no_sense_is_refused(book, tmp_path, capsys):
     errors += "script, strategy, processes, recipe, trials missing or wrong)\n"
     assert book("compare", folder, folder, "--batch_search", file)[::2] == (1, errors)
     with pytest.raises(SystemExit, match="2"):
-        logbook.parse(["compare", "a", "b", "--target_accuracy=inf"])
+        logbook.parse_flags(["compare", "a", "b", "--target_accuracy=inf"])
     assert "--target_accuracy inf: must be more than 0 and finite" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from logbook import read_mark
-from onecurve.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_index
+from onecurve.checkpoint.format import MANIFEST_FILE, STATE_FILE, Checkpoint, check_manifest, parse_step_index
 from onecurve.data.cache import prepare_data
 from onecurve.data.images import open_images
 from onecurve.data.shards import parse_manifest
@@ -25,8 +25,8 @@ from tests.support.data_sets import class_folders
 from tools.doctor.facts import facts
 from tools.logbook import markdown
 from tools.logbook.comparison import read_search
-from tools.logbook.figures import draw
-from tools.logbook.page import page
+from tools.logbook.figures import draw_run
+from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 LATIN_1, RED = os.fsdecode(b"caf\xe9"), "\x1b[31mred"
@@ -78,7 +78,7 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
     [report] = folder.glob("validation/*/report.json")
     assert read_json(report)["classes"] == SHOWN
     record = RunRecord(folder)
-    text = page(record, "run", draw(record, tmp_path / "pictures"))
+    text = run_page(record, "run", draw_run(record, tmp_path / "pictures"))
     assert r"caf\\xe9" in text  # Markdown's backslash
     text.encode()
 
@@ -99,7 +99,7 @@ def test_such_names_are_shown_wherever_they_are(tmp_path):
     row = [plots.Panel(LATIN_1, RED, bars={LATIN_1: 1.0})]
     plots.panels(tmp_path / "a.png", [row], f"{RED} $x$")
     plots.confusion_matrix(tmp_path / "b.png", [[1, 0], [0, 1]], [LATIN_1, RED], LATIN_1)
-    text = [markdown.text(RED), markdown.code(LATIN_1), markdown.block(f"a\n{RED}")]
+    text = [markdown.text(RED), markdown.code_span(LATIN_1), markdown.block(f"a\n{RED}")]
     text += [markdown.folded("", LATIN_1), markdown.link(RED, LATIN_1)]
     assert "caf%E9" in text[-1]
     assert all(line.isprintable() for part in text for line in part.splitlines())
@@ -114,7 +114,7 @@ READERS = {  # file: what reads it, or for those that go on without it, what the
     "any.json": read_json,
     STATE_FILE: lambda file: RunState.read(Checkpoint(file.parent, {"step": 1})),
     MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
-    "index.json": lambda file: parse_index(file.read_bytes(), file),
+    "index.json": lambda file: parse_step_index(file.read_bytes(), file),
     "shards.json": lambda file: parse_manifest(file.read_bytes(), str(file)),
     "search.json": read_search,
     "config.json": lambda file: read_config(file, ()),

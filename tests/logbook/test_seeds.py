@@ -8,7 +8,7 @@ from scipy import stats
 
 from tests.logbook.pages import is_golden, rows, write_run
 from tests.logbook.test_logbook import page_of
-from tools.logbook.seeds import Group, compare, verdict
+from tools.logbook.seeds import Group, compare_groups, seed_verdict
 
 
 def group(name: str, values, seeds=None) -> Group:
@@ -29,11 +29,11 @@ def test_the_interval_is_scipys():
 def test_pairs_of_equal_seeds_and_welchs_test_of_others():
     draws = np.random.RandomState(0).normal(0.9, 0.01, (2, 5))
     draws[1] += 0.01
-    paired = compare(group("a", draws[0]), group("b", draws[1]))
+    paired = compare_groups(group("a", draws[0]), group("b", draws[1]))
     expected = stats.ttest_rel(draws[1], draws[0])
     assert (paired.p, paired.is_paired) == (pytest.approx(expected.pvalue), True)
     assert paired[1:3] == pytest.approx(tuple(expected.confidence_interval()))
-    welch = compare(group("a", draws[0]), group("b", draws[1][:4], seeds=(5, 6, 7, 8)))
+    welch = compare_groups(group("a", draws[0]), group("b", draws[1][:4], seeds=(5, 6, 7, 8)))
     expected = stats.ttest_ind(draws[1][:4], draws[0], equal_var=False)
     assert (welch.p, welch.is_paired) == (pytest.approx(expected.pvalue), False)
     assert welch[1:3] == pytest.approx(tuple(expected.confidence_interval()))
@@ -42,17 +42,17 @@ def test_pairs_of_equal_seeds_and_welchs_test_of_others():
 
 def test_verdicts():
     low, high = group("a", [0.90, 0.91, 0.92]), group("b", [0.95, 0.96, 0.98])
-    assert verdict(low, high).startswith("b is better than a with n = 3 (+0.0533, 95 %: ")
-    assert verdict(high, low).startswith("a is worse than b with n = 3 (-0.0533, ")
+    assert seed_verdict(low, high).startswith("b is better than a with n = 3 (+0.0533, 95 %: ")
+    assert seed_verdict(high, low).startswith("a is worse than b with n = 3 (-0.0533, ")
     assert re.fullmatch(
         r"c and a are not distinguishable with n = 3 \(\+0.0067, .*; paired t-test, p = 0.\d\d\).",
-        verdict(low, group("c", [0.92, 0.90, 0.93])),
+        seed_verdict(low, group("c", [0.92, 0.90, 0.93])),
     )
-    assert "n = 2 and 3" in verdict(low, group("d", [0.9, 0.95]))
-    assert "Welch t-test" in verdict(low, group("d", [0.9, 0.95]))
+    assert "n = 2 and 3" in seed_verdict(low, group("d", [0.9, 0.95]))
+    assert "Welch t-test" in seed_verdict(low, group("d", [0.9, 0.95]))
     alone, equal = "a single run does not show how seeds vary.", "all pairs differ by the same amount."
-    assert verdict(low, group("e", [0.9])).endswith(f"no test, because {alone}")
-    assert verdict(low, low).endswith(f"no test, because {equal}")
+    assert seed_verdict(low, group("e", [0.9])).endswith(f"no test, because {alone}")
+    assert seed_verdict(low, low).endswith(f"no test, because {equal}")
 
 
 def make_run(folder, seed: int, accuracy: float, lr: float = 0.003):

@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import CNN, python, result, run
 from tests.logbook.pages import check, is_golden, rows, write_lines, write_run
 from tools.logbook.figures import _telemetry
-from tools.logbook.page import page
+from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord, _thinned
 from tools.logbook.spent import lost_s, main_processes, parts_s, paused_s
 
@@ -19,7 +19,7 @@ SPENT |= {"first evaluation": 1.5, "plots": 0.5}
 
 def section(run: RunRecord) -> str:
     """The section, which begins no other one."""
-    return page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
+    return run_page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
 
 
 def test_the_section_is_the_stored_one(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from onecurve.checkpoint.format import steps_in
 from tests.conftest import HALF_THE_CORES, STRATEGIES, Job, copy_project, full, metrics, mutate, result, run
 from tools.logbook import markdown as md
-from tools.logbook.page import page
+from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 EPOCH, EPOCHS = 13, 6  # steps; 143 of the digits are held out
@@ -51,7 +51,7 @@ def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     assert "test_accuracy" in found, "of the best weights"
     assert output.count(f"{sentence}\n") == 1, "a line of the log"
     assert f"ended early, by {by} " in output, "the table"
-    assert md.text(sentence) in page(RunRecord(folder), "run", [])
+    assert md.text(sentence) in run_page(RunRecord(folder), "run", [])
     ours, theirs = ({x["step"]: x for x in metrics(f) if "train/loss" in x} for f in (folder, whole))
     assert len(ours.keys() & theirs.keys()) > end // 8
     for step in ours.keys() & theirs.keys():

@@ -10,7 +10,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score
 from sklearn.utils.class_weight import compute_class_weight
 
 from onecurve.data.images import Images
-from onecurve.data.splits import ArraySplit, Part
+from onecurve.data.splits import ArraySplit, SplitPart
 from onecurve.flags.recipe import METRICS, ImageRecipe
 from onecurve.run.evaluation import evaluated_ids, mean_of_classes
 from tests.conftest import CNN, Job, full, metrics, mutate, python, result, run, torchrun
@@ -92,7 +92,7 @@ def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, 
 def test_a_part_of_the_images_is_of_all_classes():
     """The images are sorted by class: the first 20 are zeros."""
     labels = np.arange(97) // 49
-    split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), Part("val", labels))
+    split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), SplitPart("val", labels))
     ids = evaluated_ids(split, ImageRecipe(max_val_images=20))
     assert np.bincount(labels[ids]).sum() == 20 == len(set(ids))
     assert np.bincount(labels[ids]).min() >= 5
@@ -119,7 +119,7 @@ def test_the_metrics_and_weights_are_scikit_learns():
     found = [mean_of_classes(METRICS[metric], counts) for metric in ("balanced_accuracy", "macro_f1")]
     assert found[0] == pytest.approx(balanced_accuracy_score(labels, predicted))
     assert found[1] == pytest.approx(f1_score(labels, predicted, average="macro"))
-    split = ArraySplit(np.zeros((5, 1, 1, 3), np.uint8), Part("train", labels))
+    split = ArraySplit(np.zeros((5, 1, 1, 3), np.uint8), SplitPart("train", labels))
     images, device = Images("x", tuple("abcdef"), split, split, "val"), torch.device("cpu")
     expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)
     assert images.class_weights("balanced", device)[[0, 1, 3]].numpy() == pytest.approx(expected)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onecurve.run.end_tables import show
+from onecurve.run.end_tables import print_result
 from onecurve.run.lease import FolderRecord, Lease, is_owned
 from tests.conftest import Job, full, python, read_until, result, run, torchrun
 
@@ -82,7 +82,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
         for step, a in ((10, 0.5), (20, 0.9), (30, 0.8))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    show(tmp_path, 2 / 3)
+    print_result(tmp_path, 2 / 3)
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "│ 95 % interval of the best accuracy │ 0.8647 to 0.9269 │" in rows
     assert "│ chance: the share of the largest class │ 0.6667 │" in rows
@@ -106,7 +106,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
 
 def weights(folder: Path, capsys, best: Path | None = None) -> list[str]:
     """The rows of the last table, each in one line; the commands below it are checked."""
-    show(folder, None)
+    print_result(folder, None)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())
     assert f"validate.py {best or folder}\n" in output

@@ -9,7 +9,7 @@ import pytest
 
 from onecurve.flags.recipe import METRICS, score
 from onecurve.run.schemas import MetricsLine, RecipeFile, Report, Result, StartLine, Verified, kinds
-from onecurve.system.files import fitting
+from onecurve.system.files import typed_values
 from tests.conftest import run
 from tools.logbook.run_record import RunRecord
 
@@ -39,7 +39,7 @@ def test_a_run_writes_what_the_schemas_say(folder):
         seen.add(schema)
         left_out = {"argv", "defaults"} if schema is StartLine else set()
         assert schema.__required_keys__ - left_out <= content.keys()
-        assert fitting(content, kinds(schema))[1] == []
+        assert typed_values(content, kinds(schema))[1] == []
         unknown = content.keys() - kinds(schema).keys()
         metrics = {name for name in unknown if name.startswith(("train/", "val/", "test/"))}
         assert unknown == (metrics if schema is MetricsLine else set())

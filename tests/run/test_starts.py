@@ -9,7 +9,7 @@ import pytest
 from onecurve.run.starts import STARTS, add_start, in_order, in_turn, kept
 from onecurve.system.files import read_lines
 from tests.conftest import CNN, STRATEGIES, full, python, run
-from tools.logbook.history import verdict
+from tools.logbook.history import resume_verdict
 from tools.logbook.run_record import RunRecord
 
 FLAGS = ["--data", "digits", "--batch_size", 64, "--epochs", 2, "--telemetry_s", 0, "--trackers", "none"]
@@ -42,7 +42,7 @@ def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
     assert [(start.first, start.last) for start in record.kept] == steps
     last = record.starts[-1].about
     assert last["changed"] == {"lr": [0.003, 0.001]}
-    assert verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
+    assert resume_verdict(record) == f"The recipe changed. Step {steps[-1][0]}: lr was 0.003, now 0.001."
     assert {name: last[name] for name in record.about if name in last} == {
         name: value for name, value in record.about.items() if name != "defaults"
     }

@@ -9,7 +9,7 @@ import pytest
 from onecurve.checkpoint.format import Checkpoint
 from onecurve.run.run import Run
 from onecurve.run.state import NEEDED, RunState
-from onecurve.system.files import fits, fitting
+from onecurve.system.files import fits, typed_values
 
 OPTIMIZER = {"scalars": {"head.weight": {"step": 3}}, "groups": [{}]}
 
@@ -60,8 +60,8 @@ def test_fitting_keeps_what_has_the_expected_type():
     kinds = {"a": int, "b": list[str], "c": {"*": float, "d": str}, "e": int | None}
     content = {"a": 1, "b": ["x"], "c": {"d": "x", "z": 2, "none": None}, "e": 3, "unknown": object()}
     kept = {name: value for name, value in content.items() if name != "unknown"}
-    assert fitting(content, kinds) == (kept, [])
+    assert typed_values(content, kinds) == (kept, [])
     wrong = {"a": True, "b": ["x", 1], "c": {"d": 1}, "e": "3"}
-    assert fitting(wrong, kinds) == ({}, ["a", "b", "c", "e"])
+    assert typed_values(wrong, kinds) == ({}, ["a", "b", "c", "e"])
     assert fits([{"n": 1.5}], [{"n": float}])
     assert not fits([{"n": "1"}], [{"n": float}])

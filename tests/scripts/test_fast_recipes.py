@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import train_cnn_b
 from onecurve.data.images import Images
-from onecurve.data.splits import ArraySplit, Part
+from onecurve.data.splits import ArraySplit, SplitPart
 from onecurve.flags.recipe import parse, share_out
 from onecurve.numerics.order import Steps
 from tests.conftest import ROOT, python, result, run
@@ -41,7 +41,7 @@ def test_the_images_are_as_large_as_the_epoch_says():
     assert [training_size(recipe, epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
     assert training_size(CnnB(), 39) == 32
     pixels, labels = np.zeros((16, 24, 24, 3), np.uint8), np.zeros(16, np.int64)
-    splits = [ArraySplit(pixels, Part(split, labels)) for split in ("train", "val")]
+    splits = [ArraySplit(pixels, SplitPart(split, labels)) for split in ("train", "val")]
     images = Images("", ("a",), *splits, val_name="val")
     recipe = CnnB(epochs=4, batch_size=8, train_sizes=(16, 24), image_size=32)
     batch = share_out(8, None, 1)

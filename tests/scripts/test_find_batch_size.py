@@ -18,7 +18,7 @@ from onecurve.system.processes import is_alive
 from tests.conftest import ROOT, Job, rows_of, wait_until
 from tests.distributed.test_agreement import ranks_of
 from tests.support.commands import call
-from tools.batch_size.largest import LaunchResult, knee, launch, next_size
+from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
 
 LARGEST = "tools.batch_size.largest"
 # Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
@@ -123,7 +123,7 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
     begin = "import subprocess, sys\nsubprocess."
     starter.write_text(f"{begin}Popen([sys.executable, {str(sleeper)!r}], start_new_session=True)")
     launcher.write_text(f"{begin}run([sys.executable, {str(starter)!r}])\n{sleeper.read_text()}")
-    ended = launch([sys.executable, str(launcher)], limit_gib=None, timeout_s=5)
+    ended = launch_limited([sys.executable, str(launcher)], limit_gib=None, timeout_s=5)
     assert (ended.status, ended.is_out_of_memory) == (None, False)
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
@@ -133,7 +133,7 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("code", "is_out_of_memory"), rows_of("out of memory"))
 def test_what_counts_as_out_of_memory(code, is_out_of_memory, monkeypatch):
     monkeypatch.setattr(f"{LARGEST}.PERIOD_S", 0.05)
-    ended = launch([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
+    ended = launch_limited([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
 
@@ -141,14 +141,14 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory, monkeypatch):
 def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
     """Simulated: the process prints what the libraries say on a GPU."""
     monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
-    ended = launch([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
+    ended = launch_limited([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
     assert (ended.status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
 
 
 def test_the_largest_process_is_measured():
     small, large = (f"import time; x = bytearray({mib} * 2**20); time.sleep(3)" for mib in (50, 300))
     words = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {large!r}])\n{small}"
-    ended = launch([sys.executable, "-c", words], limit_gib=1.0, timeout_s=60)
+    ended = launch_limited([sys.executable, "-c", words], limit_gib=1.0, timeout_s=60)
     assert ended.status == 0, ended.output
     assert 300 / 1024 < ended.data_gib < 350 / 1024
 
@@ -203,7 +203,7 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
     config = ROOT / "accelerate_configs" / "ddp_2gpu.yaml"
     words = [f"--config_file={config}", "--memory_limit_gib=1", str(ROOT / "train_vit.py"), *VIT[1:]]
     for name in ("ddp_2gpu.json", "ddp_2gpu-2.json"):
-        assert find_batch_size.Search(find_batch_size.parse(words)).output == folder / name
+        assert find_batch_size.BatchSearch(find_batch_size.parse_flags(words)).output == folder / name
         (folder / name).touch()
 
 
@@ -236,7 +236,7 @@ def simulated(tmp_path, monkeypatch):
         monkeypatch.setattr(find_batch_size, "launch", launched)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_gib is not None)
         config = "--config_file=accelerate_configs/single_gpu.yaml"
-        find_batch_size.Search(find_batch_size.parse([config, f"--output={file}", *words])).run()
+        find_batch_size.BatchSearch(find_batch_size.parse_flags([config, f"--output={file}", *words])).run()
         return json.loads(file.read_text())
 
     return run_search

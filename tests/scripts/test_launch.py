@@ -549,7 +549,7 @@ def test_a_mode_takes_the_gpus_that_this_machine_has(gpus, visible, slots, monke
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     for words in (["single-node"], ["multi-node", "--master-node=a", "--worker-nodes=b,c"]):
-        hosts = launch.plan(launch.parse(["--mode", *words])).hosts
+        hosts = launch.plan(launch.parse_flags(["--mode", *words])).hosts
         assert [len(host.devices) for host in hosts] == [slots] * (1 if len(words) == 1 else 3)
 
 

@@ -121,7 +121,7 @@ def test_an_output_that_is_not_finite_is_refused(pictures):
     single = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
     single.precision = SimpleNamespace(mixed_precision="no")
     with pytest.raises(ValueError, match="the model diverged, or --mixed_precision overflows"):
-        predict.predict(single, model, one, ["a", "b"], predict.Prediction(workers=0))
+        predict.predict_images(single, model, one, ["a", "b"], predict.Prediction(workers=0))
 
 
 class Unsent(Pictures):
@@ -145,7 +145,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
     shown = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", r"\x09=1", r"\x0d=1", "cat"]
     pairs = {"classes": names, "probabilities": [1 / 7] * 7}
     rows = [{"file": "=cmd.png"} | pairs, {"file": "-.png", "error": "@error"}]
-    predict.write(tmp_path, rows, None)
+    predict.write_predictions(tmp_path, rows, None)
     assert not (tmp_path / "sheet.png").exists(), "that of an earlier call stayed"
     with open(tmp_path / "predictions.csv", newline="") as file:
         good, bad = csv.DictReader(file)
@@ -160,7 +160,7 @@ def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
     values = np.random.RandomState(0).randint(0, 4096, (20, 100)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
     row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}
-    looks = predict.write(tmp_path, [row] * 40, SimpleNamespace(script="train_cnn_a"))
+    looks = predict.write_predictions(tmp_path, [row] * 40, SimpleNamespace(script="train_cnn_a"))
     levels, shape = conversion_warnings(looks, is_cropped=True)
     assert levels.startswith("32 sampled images use only the levels 0 to 15 of 255")
     assert "100 x 20 pixels" in shape

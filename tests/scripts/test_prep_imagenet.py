@@ -19,8 +19,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from onecurve.data.decode import decode
-from onecurve.data.shards import ShardImages, find_local, parse_index
+from onecurve.data.decode import decode_image
+from onecurve.data.shards import ShardImages, find_local, parse_shard_index
 from onecurve.system import progress
 from onecurve.system.s3 import ObjectStore
 from tests.conftest import ROOT, Job, full, python, rows_of, run, small_disk, wait_until
@@ -62,7 +62,7 @@ def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
     """Checks the manifest, and returns label and bytes of each image by the stem of its name."""
     manifest = find_local(folder)
     found = {}
-    rows = parse_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
+    rows = parse_shard_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
     for shard, offset, length, label in rows.tolist():
         with open(folder / manifest.splits[split].shards[shard].file, "rb") as file:
             file.seek(offset - 512)
@@ -86,7 +86,7 @@ def assert_same(found: dict, wanted: dict, odd: set[str] = frozenset()) -> None:
         if stem not in odd:
             assert found[stem][1] == data
             continue
-        pixels, original = decode(found[stem][1]).astype(int), decode(data)
+        pixels, original = decode_image(found[stem][1]).astype(int), decode_image(data)
         assert found[stem][1][:2] == b"\xff\xd8"
         assert np.abs(pixels - original).mean() < 4
 
@@ -156,7 +156,7 @@ def test_resize(ilsvrc, tmp_path):
     found = read_index(out, "train")
     for stem, (label, data) in expected(ilsvrc, "train").items():
         assert found[stem][0] == label
-        ours, original = decode(found[stem][1]), decode(data)  # both upright
+        ours, original = decode_image(found[stem][1]), decode_image(data)  # both upright
         height, width = original.shape[:2]
         if min(height, width) <= 120:
             assert stem in odd(ilsvrc) or found[stem][1] == data
@@ -522,7 +522,7 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
     rows = load_dataset("webdataset", data_files=[str(shard)], split="train", streaming=True)
     assert {row["__key__"]: int(row["cls"]) for row in rows} == {key: int(key[:3] == "ccc") for key in keys}
     images = ShardImages(tmp_path / "out" / "train_index.npy", (str(shard),))
-    assert all((images.decode(i) == decode(image)).all() for i in range(len(keys)))
+    assert all((images.decode(i) == decode_image(image)).all() for i in range(len(keys)))
 
 
 def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):

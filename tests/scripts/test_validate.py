@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
 
-from onecurve.checkpoint.format import Damaged, parse_index
+from onecurve.checkpoint.format import DamagedCheckpoint, parse_step_index
 from onecurve.checkpoint.weights import find
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags, load_script, own_script, recipe_class
@@ -318,7 +318,7 @@ def test_a_damaged_checkpoint_is_named(copy, cache):
     output = fails(words(copy, *cache))
     assert f"error: {file} has changed since it was written (SHA-256)" in output
     assert not (copy / "validation").exists()
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedCheckpoint):
         find(str(file), "best", copy, beat)
     with pytest.raises(ValueError, match=r"none of the 1 checkpoints in .* verifies"):
         find(str(copy), "latest", copy, beat)
@@ -379,7 +379,7 @@ def test_a_broken_index_is_named(content, copy, tmp_path):
     index.write_bytes(content.encode("latin1"))
     with pytest.raises(ValueError, match=r"checkpoints/index.json is not an index of checkpoints"):
         find(str(copy), "best", tmp_path, beat)
-    assert parse_index(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
+    assert parse_step_index(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
 
 
 def test_our_flags_and_the_scripts():

@@ -19,7 +19,7 @@ from tests.checkpoint.test_checkpoints import forge
 from tests.conftest import RESNET, ROOT, VIT, Job, accelerate, full, lines, python, run
 from tests.support.commands import call
 from tests.support.data_sets import data_set, png
-from tools.logbook.page import page
+from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 from tools.verify import replay, verification
 from tools.verify.replay import contradictions
@@ -359,7 +359,7 @@ def test_a_forgery_is_found(forgery, finished, check, tmp_path):
     forge(folder)
     status, output, stamp = check(folder, *LONGER.get(forgery, FIRST))
     assert (status, said in output) == (1, True), output
-    assert f"**{len(stamp['findings'])} difference" in page(RunRecord(folder), "x", [])
+    assert f"**{len(stamp['findings'])} difference" in run_page(RunRecord(folder), "x", [])
 
 
 def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, check, tmp_path):
@@ -368,7 +368,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
     status, output, stamp = check(tmp_path / "run", *FIRST)
     assert (status, stamp["kind"], max(stamp["differences"].values())) == (0, "bit for bit", 0), output
     assert "steps 0-8 of 8: equal bit for bit; log, data, recipe and weights are those of the page" in output
-    assert "bit for bit: this recipe gives these results" in page(RunRecord(tmp_path / "run"), "x", [])
+    assert "bit for bit: this recipe gives these results" in run_page(RunRecord(tmp_path / "run"), "x", [])
     smaller_loss(1e-9)(tmp_path / "run")
     status, output, _ = check(tmp_path / "run", *FIRST)
     assert (status, ": they differ by 1.0e-09" in output) == (1, True), output
@@ -395,7 +395,7 @@ def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
     forge(folder)
     status, output, stamp = check(folder, "--steps", 16)
     assert (status, said in output, stamp.get("kind")) == (expected, True, "evaluated again"), output
-    text = page(RunRecord(folder), "x", [])
+    text = run_page(RunRecord(folder), "x", [])
     assert ("It is not verified that this training gave these weights" in text) == (expected == 0)
     assert "not verified: " in text
     assert "equal bits (it was trained without --deterministic)" in text
@@ -461,7 +461,7 @@ def test_what_is_not_verified_is_listed(finished, check, tmp_path):
     other_machine(folder)
     status, output, _ = check(folder, *FIRST)
     assert status == 0, output
-    text = page(RunRecord(folder), "x", [])
+    text = run_page(RunRecord(folder), "x", [])
     for said in (
         "not verified: 24 steps; devices, hosts, strategy, model FLOPs, times, speeds and memory; commit, ",
         "weights of the checkpoints of steps 16, 24, 32; flags that train_vit.py does not have: teacher",
@@ -486,12 +486,12 @@ def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
     folder = copy_of(finished, tmp_path)
     assert check(folder, *FIRST)[0] == 0
     shutil.rmtree(folder / "checkpoints" / "step_00000024")
-    assert "| **void** |" not in page(RunRecord(folder), "x", [])
+    assert "| **void** |" not in run_page(RunRecord(folder), "x", [])
     names = ["recipe.json", "starts.jsonl", "result.json", "metrics.jsonl"]
     for name in (*names, "checkpoints/step_00000016/manifest.json"):
         before = (folder / name).read_text()
         (folder / name).write_text(before + " ")
-        text = page(RunRecord(folder), "x", [])
+        text = run_page(RunRecord(folder), "x", [])
         assert "| **void** |" in text, name
         assert f"{name} changed since" in text.replace("\\_", "_"), name
         (folder / name).write_text(before)
@@ -506,7 +506,7 @@ def test_a_true_run(finished, check, tmp_path):
     assert status == 0, output
     assert "32 of 32 steps (100.0%) and 4 of 4 checkpoints replayed, bit for bit: no difference" in output
     assert stamp["intervals"][:2] == ["steps 0-16", "steps 16-32"]
-    text = page(RunRecord(folder), "x", [])
+    text = run_page(RunRecord(folder), "x", [])
     assert "### verify.py: what was verified" in text
     assert "| one process on cpu | bit for bit | 32 of 32 | steps 0-16, " in text
 
@@ -525,7 +525,7 @@ def test_a_true_run_by_several_processes(config, finished, data, cache, tmp_path
     assert status == 0, output
     assert f"8 of 32 steps (25.0%) and 1 of 4 checkpoints replayed, {kind}: no difference" in output
     assert stamp["differences"]["loss"] <= 1e-5
-    assert f"| {config} on cpu | {kind} | 8 of 32 | steps 16-24, " in page(RunRecord(folder), "x", [])
+    assert f"| {config} on cpu | {kind} | 8 of 32 | steps 16-24, " in run_page(RunRecord(folder), "x", [])
 
 
 @pytest.mark.full
@@ -558,7 +558,7 @@ def test_a_changed_recipe_is_replayed_as_it_was_and_listed(data, cache, check, t
     assert (status, f"the recipe changed at {change}" in output) == (0, True), output
     assert "16 of 16 steps (100.0%) and 2 of 2 checkpoints replayed, bit for bit: no difference" in output
     assert (stamp["kind"], stamp["recipe_changes"]) == ("bit for bit", [change])
-    assert f"the recipe changed at {change}" in page(RunRecord(folder), "x", [])
+    assert f"the recipe changed at {change}" in run_page(RunRecord(folder), "x", [])
 
 
 def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check, tmp_path):

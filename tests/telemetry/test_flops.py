@@ -13,7 +13,7 @@ from onecurve.models.script import load_script, recipe_class
 from onecurve.telemetry import flops
 from onecurve.telemetry.flops import Utilisation, find_device, flops_per_image, known_devices, peak_flops
 from tests.conftest import ROOT, metrics, result, rows_of
-from tools.logbook.page import page
+from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 
@@ -70,7 +70,7 @@ def test_a_run_on_a_cpu(trained):
     assert (found["peak_flops"], found["mfu_pct"]) == (None, None)
     assert not any("train/mfu_pct" in line for line in metrics(folder))
     assert "MFU" not in output
-    text = page(RunRecord(folder), "x", [])
+    text = run_page(RunRecord(folder), "x", [])
     assert " FLOP per image |" in text
 
 

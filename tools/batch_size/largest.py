@@ -91,7 +91,7 @@ class LaunchResult:
     is_out_of_memory: bool
 
 
-def launch(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
+def launch_limited(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
     """Runs the command with at most limit_gib of data in each process, and kills what is left of it.
 
     Without a limit, as on GPUs, it does not sample the processes' memory.

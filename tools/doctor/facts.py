@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.system.files import sha256_of
-from onecurve.system.gpus import devices, torch_cuda, visible_devices
+from onecurve.system.gpus import list_gpus, torch_cuda, visible_devices
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import interface_problem, interface_to, listening_process, use_interface
 from tools.launch.hosts import connection_addresses, event_line, requests
@@ -55,8 +55,8 @@ def facts(data: str | None) -> dict[str, Any]:
         "own_name_is": _resolved(socket.gethostname()),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "nccl": _nccl_version(),
-        "code": code(),
-        "devices": devices()._asdict(),
+        "code": code_digests(),
+        "devices": list_gpus()._asdict(),
         "torch_cuda": torch_cuda(),
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -66,7 +66,7 @@ def facts(data: str | None) -> dict[str, Any]:
 
 def route(master: str) -> dict[str, Any]:
     """The interface to the master's address, and this host's address on it."""
-    if problem := interface_problem(os.environ, bool(devices().gpus)):
+    if problem := interface_problem(os.environ, bool(list_gpus().gpus)):
         raise ValueError(problem)
     name, address = interface_to(master)
     return {"interface": name, "address": address}
@@ -216,7 +216,7 @@ def run_rank(within_s: float, gpu: bool) -> None:
     os._exit(0)  # gloo's threads sometimes abort in their destructors (pytorch #179291)
 
 
-def code() -> dict[str, str]:
+def code_digests() -> dict[str, str]:
     """The first 12 digits of the SHA-256 of each file that a job uses."""
     patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))

@@ -14,7 +14,7 @@ from jinja2 import Template
 from torch import Tensor, nn
 
 from onecurve.checkpoint.weights import TrainedModel, find, load_weights, open_script
-from onecurve.data.cache import prepare
+from onecurve.data.cache import prepare_cache
 from onecurve.data.class_names import match_classes
 from onecurve.data.images import open_images
 from onecurve.data.sources import KNOWN
@@ -71,7 +71,7 @@ def open_trained(
     if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
         raise ValueError(f"{trained.name} names no data: give some of its images, as --data FOLDER")
     script, recipe, _ = open_script(trained, script_file, words)
-    prepared = prepare(recipe, lambda: None, is_evaluated=True)
+    prepared = prepare_cache(recipe, lambda: None, is_evaluated=True)
     images = open_images(Path(prepared.folder), recipe)
     match = match_classes(trained.names or trained.classes, images.classes)
     match.refuse_unknown(recipe.data, trained.name)

@@ -83,7 +83,7 @@ def load_metrics(scratch: Path) -> list[Any]:
     return [evaluate.load(str(path), keep_in_memory=True, **options) for path in paths]
 
 
-def write(
+def write_report(
     folder: Path, found: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
 ) -> None:
     """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
@@ -113,7 +113,7 @@ def write(
             (Path(part) / name).replace(folder / name)
 
 
-def show(found: dict[str, Any], title: str) -> None:
+def print_report(found: dict[str, Any], title: str) -> None:
     """Prints the metrics, of many classes only the worst, and the confusion matrix if it fits."""
     from rich.console import Console
 
@@ -129,7 +129,7 @@ def show(found: dict[str, Any], title: str) -> None:
         *[("speed", f"{found['images_per_s']:,.0f} images/s")] * (found["images"] >= TIMED),
         ("processes", f"{found['processes']} x {found['device']}"),
     ]
-    console.print(table(title, ["what", "value"], figures))
+    console.print(rich_table(title, ["what", "value"], figures))
     few = len(classes) <= PRINTED_CLASSES
     with_images = [c for c, images in enumerate(per_class["support"]) if images]
     by_f1 = sorted(with_images, key=lambda c: per_class["f1"][c])
@@ -138,14 +138,16 @@ def show(found: dict[str, Any], title: str) -> None:
         for c in (range(len(classes)) if few else by_f1[:WORST_CLASSES])
     ]
     heading = "of each class" if few else f"of the {len(rows)} classes with the lowest F1"
-    console.print(table(heading, ["class", *PER_CLASS], rows))
+    console.print(rich_table(heading, ["class", *PER_CLASS], rows))
     if mistakes := found.get("mistakes"):
         pairs = [(classes[true], classes[guess], f"{count:,}") for true, guess, count in mistakes]
-        console.print(table("the most frequent mistakes", ["true", "predicted", "images"], pairs))
+        console.print(rich_table("the most frequent mistakes", ["true", "predicted", "images"], pairs))
     if not few:
         return
     counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(found["confusion"])]
-    matrix = table("confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts)
+    matrix = rich_table(
+        "confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts
+    )
     if console.measure(matrix, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(matrix)
 
@@ -157,7 +159,7 @@ def prepared(found: dict[str, Any]) -> str:
     return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop}"
 
 
-def table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
+def rich_table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
     """A rich table with numbers aligned to the right."""
     from rich import box
     from rich.table import Column, Table

@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
-from tools.logbook.markdown import code, render
+from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, recipe_change
 
 if TYPE_CHECKING:  # a tool knows no other
@@ -41,7 +41,7 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
         data=data,
         is_timms=exported.is_timms,
         recipe_changes=_recipe_changes(run, exported.trained.step or 0) if run else [],
-        recipe=[[code(key), code(_name(as_flag(value)))] for key, value in sorted(recipe.items())],
+        recipe=[[code_span(key), code_span(_name(as_flag(value)))] for key, value in sorted(recipe.items())],
         **(_measures(exported, run) if run else {}),
     )
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.flags.fields import declared, without_left
-from onecurve.run.schemas import Search, kinds
-from onecurve.system.files import fitting, read_json
+from onecurve.run.schemas import SearchResult, kinds
+from onecurve.system.files import read_json, typed_values
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 from tools.logbook import seeds
-from tools.logbook.markdown import code, render
+from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
@@ -84,7 +84,7 @@ class Comparison:
 def read_search(file: Path) -> dict[str, Any]:
     """Reads a result of find_batch_size.py. ValueError for any other file."""
     try:
-        found, wrong = fitting(read_json(file), kinds(Search))
+        found, wrong = typed_values(read_json(file), kinds(SearchResult))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}") from None
     needed = ("script", "strategy", "processes", "recipe", "trials")
@@ -126,7 +126,7 @@ def _values(runs: list[RunRecord], name: str) -> list[str]:
     return [f"{name} {value.rstrip('/').rpartition('/')[2]}" for value in values]
 
 
-def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
+def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
     """The speed-up in `time` (train_s or wall_s); or None, and the reason."""
     words = {"batch_size": f"{run.unit} per step", "steps": "steps", "data": "as data", "script": "as script"}
     for name, what in words.items():
@@ -143,7 +143,7 @@ def speed_up(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None,
     return first.facts[time] / run.facts[time], ""
 
 
-def differences(runs: list[RunRecord]) -> dict[str, list[str]]:
+def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Settings that differ between the runs, other than the compared ones: {name: value of each run}."""
     known = [conditions(run) for run in runs]
     names = dict.fromkeys(name for found in known for name in found)
@@ -207,7 +207,7 @@ def _kinds_of_device(about: dict[str, Any]) -> str:
 # --- The page
 
 
-def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
+def comparison_page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
     """The page. picture, pages: links to the picture and to the runs' pages, if any."""
     runs, names, groups = comparison.runs, comparison.names, comparison.groups
     columns = [_column(comparison, *one) for one in zip(runs, names, strict=True)]
@@ -217,14 +217,14 @@ def page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
         members=list(zip(runs, names, pages, strict=True)),
         names=names,
         groups=groups,
-        verdicts=[seeds.verdict(groups[0], other) for other in groups[1:]],
+        verdicts=[seeds.seed_verdict(groups[0], other) for other in groups[1:]],
         target=comparison.target,
         columns=columns,
         doubts=_doubts(columns),
         picture=picture,
-        different=[[name, *map(code, values)] for name, values in differences(runs).items()],
+        different=[[name, *map(code_span, values)] for name, values in setting_differences(runs).items()],
         searches=[
-            complete(search, kinds(Search))
+            complete(search, kinds(SearchResult))
             | {"name": f"{search['script']}, {search['strategy']} x {search['processes']}"}
             for search in comparison.searches
         ],
@@ -257,7 +257,7 @@ def _doubts(columns: list[dict[str, Any]]) -> list[str]:
 def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
     """The run's facts, and what its column of the table has beside them."""
     first, facts = comparison.runs[0], run.facts
-    factor, reason = speed_up(first, run, "train_s")
+    factor, reason = speed_up_over(first, run, "train_s")
     before, after = first.facts.get("processes"), facts.get("processes")
     if run is not first and not (first.is_one_job and run.is_one_job):
         after = None  # the facts have the processes of the last start
@@ -274,7 +274,7 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
         "no_speed_up": reason,
         "efficiency": factor * before / after if factor is not None and before and after else None,
         "spread": run.speed_spread,
-        "whole_speed_up": speed_up(first, run, "wall_s")[0],
+        "whole_speed_up": speed_up_over(first, run, "wall_s")[0],
         "memory": run.memory_gib,
         "busy": busy and f"{busy:.0f} % of {kind}s",
         "largest": _largest(run, comparison.searches),

@@ -13,7 +13,7 @@ from tools.logbook.run_record import RunRecord, read_picture
 from tools.logbook.spent import MainProcess, main_processes
 
 
-def draw(run: RunRecord, folder: Path) -> list[str]:
+def draw_run(run: RunRecord, folder: Path) -> list[str]:
     """Draws all pictures into the folder, which is replaced. Returns the names of the files."""
     drawn = folder.with_name(f".{folder.name}.tmp")
     discard(drawn)

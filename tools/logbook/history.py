@@ -12,8 +12,8 @@ from markupsafe import Markup
 from onecurve.run.starts import MOST_IN_TURN, Start
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
-from tools.logbook.markdown import code, text
-from tools.logbook.run_record import RunRecord, as_flag, devices, mixed_precision, recipe_change, where
+from tools.logbook.markdown import code_span, text
+from tools.logbook.run_record import RunRecord, as_flag, device_summary, mixed_precision, recipe_change, where
 
 Value = Callable[[dict[str, Any]], Any]  # of a line of starts.jsonl
 
@@ -46,17 +46,17 @@ def batch(about: dict[str, Any]) -> str | None:
     return " x ".join([f"{total} = {factors[0]}", factors[1], plural(accumulations, "accumulation")])
 
 
-def sharding(about: dict[str, Any]) -> str:
+def sharding_text(about: dict[str, Any]) -> str:
     return (
         ", ".join(f"{name} {as_flag(value)}" for name, value in about.get("sharding", {}).items()) or "none"
     )
 
 
-def versions(about: dict[str, Any]) -> str | None:
+def versions_text(about: dict[str, Any]) -> str | None:
     return ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()) or None
 
 
-def commit(about: dict[str, Any]) -> str | None:
+def commit_text(about: dict[str, Any]) -> str | None:
     found = about.get("git_commit")
     return found and found.replace("+", " and uncommitted changes")
 
@@ -79,13 +79,13 @@ SETTINGS: dict[str, Value] = {
     "activation checkpointing": methodcaller("get", "grad_checkpointing"),
     "a CUDA graph for each step": methodcaller("get", "step_graph"),
     "deterministic": methodcaller("get", "deterministic"),
-    "sharding": sharding,
+    "sharding": sharding_text,
     "data": data,
     "hosts": host_names,
-    "devices": devices,
+    "devices": device_summary,
     "version": methodcaller("get", "version"),
-    "commit": commit,
-    "versions": versions,
+    "commit": commit_text,
+    "versions": versions_text,
 }
 
 
@@ -100,7 +100,7 @@ def settings(run: RunRecord) -> list[list[Any]]:
 
 def recipe_value(run: RunRecord, name: str) -> Any:
     """Return the value of a flag, as code."""
-    return over_steps(run, lambda about: code(public_path(as_flag(about.get("recipe", {}).get(name)))))
+    return over_steps(run, lambda about: code_span(public_path(as_flag(about.get("recipe", {}).get(name)))))
 
 
 def is_default(run: RunRecord, name: str, default: Any) -> bool:
@@ -151,7 +151,7 @@ def _setting_changes(before: Start, now: Start) -> list[str]:
     ]
 
 
-def verdict(run: RunRecord) -> str:
+def resume_verdict(run: RunRecord) -> str:
     """Return what the starts did to the training; empty for a run with steps of one start alone."""
     if len(run.kept) < 2:
         return ""

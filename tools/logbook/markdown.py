@@ -32,7 +32,19 @@ def _environment() -> Environment:
         finalize=text,
         undefined=StrictUndefined,
     )
-    filters = (block, bullets, code, columns, each, folded, formatted, known, link, plural, table)
+    filters = (
+        block,
+        bullets,
+        code_span,
+        columns,
+        each,
+        folded,
+        formatted,
+        known,
+        link,
+        plural,
+        markdown_table,
+    )
     made.filters |= {function.__name__: function for function in (*filters, url)}
     return made
 
@@ -45,7 +57,7 @@ def text(value: object) -> Markup:
     return Markup(re.sub(r"[\\`*\[\]<>&~$|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", line))
 
 
-def code(value: object, in_table: bool = True) -> Markup:
+def code_span(value: object, in_table: bool = True) -> Markup:
     """An inline code span of one line. Only in a table a bar in it needs a backslash, and hides it."""
     line = _line(value)
     fence = _fence(line, least=1)
@@ -69,7 +81,7 @@ def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
     return value if value is None or isinstance(value, str) else form.format(value)
 
 
-def table(
+def markdown_table(
     rows: Iterable[Sequence[object]], head: Sequence[object] = ("", ""), numbers: bool = True
 ) -> Markup:
     """A table; empty without rows. numbers: all columns but the first are aligned to the right."""
@@ -99,7 +111,7 @@ def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, 
     """A table with a row for each item. labels: {key: (label, form)}; those that no item has are left out."""
     keys = [key for key in labels if any(item.get(key) is not None for item in items)]
     rows = [[formatted(item.get(key), labels[key][1]) for key in keys] for item in items]
-    return table(rows, [labels[key][0] for key in keys])
+    return markdown_table(rows, [labels[key][0] for key in keys])
 
 
 def folded(content: str, summary: str) -> Markup:

@@ -12,7 +12,7 @@ from onecurve.system.files import own_files
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
 from tools.logbook import history
-from tools.logbook.markdown import code, each, formatted, render
+from tools.logbook.markdown import code_span, each, formatted, render
 from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
@@ -25,12 +25,12 @@ INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
 INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "test_name", "wall_s"]
 
 
-def page(run: RunRecord, stem: str, pictures: list[str]) -> str:
+def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """The page. stem: of its file, and of the folder with its pictures."""
     from onecurve.run.end_tables import early_end  # imports torch
 
     facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
-    recipe = {name: [code(name), history.recipe_value(run, name)] for name in run.recipe}
+    recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
     return render(
         "run.md.j2",

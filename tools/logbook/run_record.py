@@ -26,7 +26,7 @@ from onecurve.run.schemas import (
     kinds,
 )
 from onecurve.run.starts import CONTENT, CROPPED, STARTS, Start, in_order, in_turn, kept
-from onecurve.system.files import Kind, fitting, parse_json, read_own, sha256_of
+from onecurve.system.files import Kind, parse_json, read_own, sha256_of, typed_values
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
@@ -168,7 +168,7 @@ class RunRecord:
 
         best_began: the step from which on an evaluation may be the best one.
         """
-        about, recipe = self.about, fitting(self.recipe, KINDS["result.json"])[0]
+        about, recipe = self.about, typed_values(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
         by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
@@ -323,7 +323,7 @@ class RunRecord:
         if content is None:
             return {}
         try:
-            kept, odd = fitting(parse_json(content, self.folder / name), KINDS[Path(name).name])
+            kept, odd = typed_values(parse_json(content, self.folder / name), KINDS[Path(name).name])
         except ValueError as error:
             self.problems.append(str(error).removeprefix(f"{self.folder}/"))
             return {}
@@ -342,7 +342,7 @@ class RunRecord:
         lines, broken = [], 0
         for text in texts:
             try:
-                kept, odd = fitting(parse_json(text, name), KINDS[kind])
+                kept, odd = typed_values(parse_json(text, name), KINDS[kind])
             except ValueError:
                 kept, odd = {}, [text]
             if needed <= kept.keys():
@@ -380,7 +380,7 @@ def _thinned(texts: list[str]) -> list[str]:
     return [texts[number] for number in sorted(kept - {-1})]
 
 
-def devices(about: dict[str, Any]) -> str:
+def device_summary(about: dict[str, Any]) -> str:
     """Return `2 x NVIDIA T4`; for several kinds of device `1 x A, 1 x B`."""
     if not (names := about.get("devices")):
         return f"{about.get('processes', '?')} x {about.get('device', 'unknown device')}"
@@ -396,7 +396,7 @@ def where(about: dict[str, Any]) -> str:
     """Return `DDP on 2 x NVIDIA T4`."""
     strategy, hosts = about.get("strategy", "unknown strategy"), host_count(about)
     shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
-    return f"{shown} on {devices(about)}" + (f", {hosts} hosts" if hosts > 1 else "")
+    return f"{shown} on {device_summary(about)}" + (f", {hosts} hosts" if hosts > 1 else "")
 
 
 def job(about: dict[str, Any]) -> str:
@@ -431,7 +431,7 @@ def measures_anew(start: dict[str, Any]) -> bool:
 def with_totals(line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of starts.jsonl with the values that result.json derives from it."""
     names = ("data", "batch_size", "epochs", "seed", "deterministic")
-    recipe = fitting(line.get("recipe", {}), KINDS["result.json"])[0]
+    recipe = typed_values(line.get("recipe", {}), KINDS["result.json"])[0]
     found = {name: recipe[name] for name in names if name in recipe}
     if devices := line.get("devices"):
         found |= {"processes": len(devices), "device": devices[0]}

@@ -123,7 +123,7 @@ def _job(run: RunRecord) -> str:
     return json.dumps([recipe, places, run.over_starts(mixed_precision)], sort_keys=True)
 
 
-def compare(first: Group, second: Group) -> Difference | None:
+def compare_groups(first: Group, second: Group) -> Difference | None:
     """The t-test of two groups; None where one of them has a single run, or all values are equal."""
     from scipy import stats
 
@@ -151,9 +151,9 @@ def _critical(freedom: float) -> float:
     return float(stats.t.ppf(1 - ALPHA / 2, freedom))
 
 
-def verdict(first: Group, second: Group) -> str:
+def seed_verdict(first: Group, second: Group) -> str:
     """One sentence: better, worse, or not distinguishable."""
-    found = compare(first, second)
+    found = compare_groups(first, second)
     if found is None:
         few = min(len(first.values), len(second.values)) < 2
         why = "a single run does not show how seeds vary" if few else "all pairs differ by the same amount"

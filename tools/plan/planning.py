@@ -176,7 +176,7 @@ class Planning:
         hosts = 1 if strategy == "single" else self.cluster.hosts
         numbers = [self._processes(strategy), hosts, f"{size},{2 * size}"]
         script = [*self.script, f"--mixed_precision={self.precision}"]
-        words = [config_file(strategy), *map(str, numbers), self.cluster.device.name, *script]
+        words = [config_of_strategy(strategy), *map(str, numbers), self.cluster.device.name, *script]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "tools.plan.trace", *words]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -195,7 +195,7 @@ class Planning:
         share: 0 where not even a few images fit.
         """
         processes, memory = self._processes(strategy), memory_of(strategy, trace)
-        line = Line(strategy, config_file(strategy), memory, share, largest, "does not fit")
+        line = Line(strategy, config_of_strategy(strategy), memory, share, largest, "does not fit")
         if not share:
             return line
         self.least_launches = self.least_launches or len(trace.operations)
@@ -251,7 +251,7 @@ class Planning:
         return "\n".join([f"\nRecommended: {best.strategy} ({why}):", f"    {shlex.join(words)}", *rest])
 
 
-def config_file(strategy: str) -> str:
+def config_of_strategy(strategy: str) -> str:
     return f"accelerate_configs/{CONFIGS.get(strategy, f'{strategy}_4gpu')}.yaml"
 
 

@@ -25,7 +25,7 @@ from tools.prepare.journal import Journal
 from tools.prepare.originals import Ilsvrc, ImageBatch, Originals, ParquetFolder, batches
 from tools.prepare.recode import recoded
 from tools.prepare.webdataset import THREADS, WebDataset, find_patterns
-from tools.prepare.writer import ShardWriter, write_index
+from tools.prepare.writer import ShardWriter, write_shard_index
 
 NAMES = {
     "imagenet": {"train": TRAIN, "val": VAL, "devkit": DEVKIT},
@@ -130,7 +130,7 @@ class Preparation:
                     reading.tell(sum(shard["bytes"] for shard in shards))
         finally:
             pool.shutdown(cancel_futures=True)
-        digest, largest = write_index(self.folder, split, rows, names)
+        digest, largest = write_shard_index(self.folder, split, rows, names)
         images = sum(shard["images"] for shard in shards)
         entry = {"images": images, "index_sha256": digest, "shards": shards, "largest_label": largest}
         self.journal.record(split, {"finished": entry, "odd": [], "verified": dataset.hashed})

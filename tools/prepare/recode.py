@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
 
-from onecurve.data.decode import JPEG, damage, decode, jpeg_frame, open_image
+from onecurve.data.decode import JPEG, damage, decode_image, jpeg_frame, open_image
 from onecurve.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
@@ -77,7 +77,7 @@ def _upright(data: bytes):
     from PIL import Image, ImageOps
 
     if data[:2] != JPEG:
-        return Image.fromarray(decode(data))
+        return Image.fromarray(decode_image(data))
     picture = open_image(data)
     try:
         picture = ImageOps.exif_transpose(picture)

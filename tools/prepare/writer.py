@@ -27,7 +27,7 @@ END = bytes(2 * BLOCK)  # of a tar file
 EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
 
 
-def write_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
+def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
     """Writes a split's index, sorted by shard and offset, and the images' names in the same order. Returns
     the index's SHA-256 and the largest label.
 
@@ -99,7 +99,7 @@ class ShardWriter:
             }
             for shard, length, images in zip(self.shards, self.lengths, self.images, strict=True)
         ]
-        digest, largest = write_index(self.folder, self.split, self.rows, self.names)
+        digest, largest = write_shard_index(self.folder, self.split, self.rows, self.names)
         return {"images": self.count, "index_sha256": digest, "shards": shards, "largest_label": largest}
 
     def close(self) -> None:

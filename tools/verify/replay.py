@@ -81,7 +81,7 @@ class Outcome:
         self.differences[name] = max(self.differences.get(name, 0.0), difference)
 
 
-def steps_per_epoch(run: RunRecord) -> int:
+def recorded_steps_per_epoch(run: RunRecord) -> int:
     """Return what the start recorded, else what the log's first line says; contradictions() checks others.
 
     ValueError without a line.
@@ -97,7 +97,7 @@ def steps_per_epoch(run: RunRecord) -> int:
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
     """Where the run's files contradict one another. kept: the steps of its checkpoints."""
     starts = [start for start in run.kept if "steps_per_epoch" in start.about]
-    facts, per_epoch = run.facts, steps_per_epoch(run.as_of(starts[-1]) if starts else run)
+    facts, per_epoch = run.facts, recorded_steps_per_epoch(run.as_of(starts[-1]) if starts else run)
     found = [line for line in run.problems if line.startswith(COMPARED)]
     if starts:
         last = run.starts[-1].about
@@ -142,11 +142,11 @@ def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str
     told, again = run.about | run.facts, replay.about | replay.facts
     # Older versions have not recorded all of these.
     pairs |= {name: (told[name], again.get(name)) for name in SAME_WHERE_KNOWN if name in told}
-    pairs["steps in an epoch"] = steps_per_epoch(run), steps_per_epoch(replay)
+    pairs["steps in an epoch"] = recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay)
     return [f"{name}: {ours}, in the replay {its}" for name, (ours, its) in pairs.items() if ours != its]
 
 
-def compare(run: RunRecord, replay: RunRecord, outcome: Outcome) -> list[str]:
+def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: Outcome) -> list[str]:
     """Where the run is not what its replay shows. Other differences are added to the outcome."""
     found = _listed(_compare_numbers(run, replay, outcome))
     for step in outcome.interval.checkpoints:
@@ -203,7 +203,7 @@ def _listed(findings: Iterator[str]) -> list[str]:
 def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
     """Compares the values of the log."""
     theirs, mine = (_numbers(record, outcome, run) for record in (run, replay))
-    per_epoch, last = steps_per_epoch(run), run.facts["steps"]
+    per_epoch, last = recorded_steps_per_epoch(run), run.facts["steps"]
     for step, key in sorted(theirs.keys() | mine.keys()):
         told, values = theirs.get((step, key), []), mine.get((step, key), [])
         if key.startswith("val/"):

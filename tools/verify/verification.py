@@ -48,7 +48,7 @@ NOT_VERIFIED = (
 
 
 @dataclass(frozen=True)
-class Part:
+class StepRange:
     """The steps first + 1 ... last, which were trained alike. record: the run as of their start."""
 
     first: int
@@ -72,7 +72,7 @@ class Verification:
             raise ValueError(f"{flags.run} is not finished ({status}): the same command as before ends it")
         self.script = flags.script or own_script(about.get("script"))
         self.kind = recipe_class(load_script(self.script))
-        self.recipe, self.per_epoch = record.recipe, replay.steps_per_epoch(record)
+        self.recipe, self.per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
         self.last = record.facts["steps"]
@@ -90,16 +90,16 @@ class Verification:
             self._check_device(part.record)
         self.intervals = self._choose(self._all_intervals()) + self._evaluations()
 
-    def _parts(self) -> list["Part"]:
+    def _parts(self) -> list["StepRange"]:
         """The steps that were trained alike, each with the run as of their start."""
-        parts: list[Part] = []
+        parts: list[StepRange] = []
         for start in self.record.kept:
             record = self.record.as_of(start)
             if not parts:
-                parts = [Part(0, self.last, record)]
+                parts = [StepRange(0, self.last, record)]
             elif self._trained_by(record) != self._trained_by(parts[-1].record):
-                parts[-1:] = [replace(parts[-1], last=start.first), Part(start.first, self.last, record)]
-        return parts or [Part(0, self.last, self.record)]
+                parts[-1:] = [replace(parts[-1], last=start.first), StepRange(start.first, self.last, record)]
+        return parts or [StepRange(0, self.last, self.record)]
 
     def _repeated_flags(self) -> list[str]:
         """Return the flags that a replay takes from the run."""
@@ -112,11 +112,11 @@ class Verification:
         about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
         return [*(record.recipe.get(name) for name in names), *facts, *about]
 
-    def _part(self, step: int) -> "Part":
+    def _part(self, step: int) -> "StepRange":
         """The part that ends with this step or includes it."""
         return next((part for part in self.parts if step <= part.last), self.parts[-1])
 
-    def _part_of(self, interval: Interval) -> "Part":
+    def _part_of(self, interval: Interval) -> "StepRange":
         """The part whose recipe a replay of the interval has. An evaluation is of the part that trained its
         step, unless the next start has repeated it on other images."""
         if not interval.is_evaluation:
@@ -172,7 +172,10 @@ class Verification:
             if start >= self.last or (found and start < found[-1].end):
                 continue
             part = self._part(start + 1)
-            every, per_epoch = part.record.recipe.get("log_every", 50), replay.steps_per_epoch(part.record)
+            every, per_epoch = (
+                part.record.recipe.get("log_every", 50),
+                replay.recorded_steps_per_epoch(part.record),
+            )
             logged = [n for n in range(start + 1, part.last + 1) if not n % every or not n % per_epoch]
             logged += [self.last] if part.last == self.last else []
             if not logged:  # another recipe begins before the next line of the log
@@ -233,7 +236,7 @@ class Verification:
         outcome.why_not = replay.why_not_exact(run, again)
         outcome.is_exact = not outcome.why_not
         outcome.findings += replay.compare_facts(run, again, is_moved=bool(self.flags.data))
-        outcome.findings += replay.compare(run, again, outcome)
+        outcome.findings += replay.compare_with_replay(run, again, outcome)
 
     def _train(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
         """Runs the train script. Returns its run's folder. ValueError with the reason if it fails."""
@@ -250,7 +253,7 @@ class Verification:
             words += ["--cache_dir", self.flags.cache_dir]
         is_exact, threads = run.recipe.get("deterministic"), str(run.about.get("threads", 1))
         env = {"OMP_NUM_THREADS": threads} if is_exact else {}
-        status, output = launch([str(word) for word in words], env)
+        status, output = run_replay([str(word) for word in words], env)
         if status:
             lines = output.splitlines() or ["no output"]
             print("\n".join(lines[-SHOWN:]), file=sys.stderr)
@@ -367,7 +370,7 @@ class Verification:
         return found
 
 
-def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
+def run_replay(words: list[str], env: dict[str, str]) -> tuple[int, str]:
     """Runs a replay, with these further variables. Returns its exit status and its output."""
     none, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     done = subprocess.run(
