@@ -38,6 +38,7 @@ from onecurve.system.files import read_yaml, write_text
 from onecurve.system.gpus import list_gpus
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
+from onecurve.upstream.python_ import flag_names
 from tools.launch.elastic import ElasticJob
 from tools.launch.hosts import NAME, Host, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
@@ -92,7 +93,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     flags, rest = parser.parse_known_args(mine)
     check_positive(parser, flags, "gpus", "gpus_per_node")
     if script and rest:
-        meant = did_you_mean(rest[0], parser._option_string_actions)
+        meant = did_you_mean(rest[0], flag_names(parser))
         parser.error(f"unknown flag {rest[0]}" + (meant and f": {meant}"))
     flags.script = script or ["train_hello.py", *rest]
     return flags

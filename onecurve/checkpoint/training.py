@@ -22,6 +22,7 @@ from onecurve.checkpoint.optimizer_state import OptimizerState
 from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
 from onecurve.distributed.layout import layout_of
 from onecurve.system.text import some_of
+from onecurve.upstream import deepspeed_, torch_
 
 if TYPE_CHECKING:
     from onecurve.distributed.ema import EMA
@@ -241,28 +242,21 @@ class TrainingState:
 
     def _loss_scale(self) -> dict[str, float] | None:
         """fp16's loss scale and the number of steps since an overflow; None in other precisions."""
-        if scaler := self._deepspeed_scaler():
-            return {"scale": scaler.cur_scale, "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1}
-        if self.accelerator.scaler is None:
+        of_engine, scaler = deepspeed_.loss_scale(self.layout.optimizer), self.accelerator.scaler
+        if of_engine is None and scaler is None:
             return None
-        state = self.accelerator.scaler.state_dict()
-        return {"scale": state["scale"], "good_steps": state["_growth_tracker"]}
+        scale, good_steps = of_engine or torch_.loss_scale(scaler)
+        return {"scale": scale, "good_steps": good_steps}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
         """Restores the loss scale, also from another strategy: they differ only in how fast it grows."""
         if saved is None:
             return
-        if scaler := self._deepspeed_scaler():
-            scaler.cur_scale = saved["scale"]
-            scaler.cur_iter = scaler.last_overflow_iter + 1 + int(saved["good_steps"])
+        scale, good_steps = saved["scale"], int(saved["good_steps"])
+        if deepspeed_.loss_scale(self.layout.optimizer):
+            deepspeed_.set_loss_scale(self.layout.optimizer, scale, good_steps)
         elif self.accelerator.scaler is not None:
-            scaler = self.accelerator.scaler
-            new = {"scale": saved["scale"], "_growth_tracker": int(saved["good_steps"])}
-            scaler.load_state_dict(scaler.state_dict() | new)
-
-    def _deepspeed_scaler(self) -> Any:
-        scaler = getattr(self.layout.optimizer, "loss_scaler", None)
-        return scaler if getattr(scaler, "dynamic", False) else None
+            torch_.set_loss_scale(self.accelerator.scaler, scale, good_steps)
 
 
 def _stored(dtype: torch.dtype) -> torch.dtype:

@@ -21,6 +21,7 @@ import numpy as np
 
 from onecurve.system.files import read_json, retried, unfetched
 from onecurve.system.text import printable
+from onecurve.upstream.packages_ import allow_large_texts
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -222,11 +223,9 @@ def is_16_bit(image: "Image.Image") -> bool:
 
 def open_image(data: bytes) -> "Image.Image":
     """Opens an image lazily with PIL. Raises ValueError for one that is none of FORMATS, or is too large."""
-    from PIL import Image, PngImagePlugin, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
-    # PIL's limit of 1 MiB for a text or a colour profile refuses PNGs whose pixels are small. This one is the
-    # limit of all texts together.
-    PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+    allow_large_texts()
     if not data:
         raise ValueError("the file is empty")
     formats = [name for name in FORMATS if name != "HEIF"]

@@ -5,7 +5,6 @@ import functools
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
-import multiprocessing.queues
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -29,6 +28,7 @@ from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms
 from onecurve.system.files import first_retry, note_retry, retried
 from onecurve.system.text import printable
+from onecurve.upstream.python_ import on_unsent
 
 PREFETCHED = 4  # micro-batches for each worker
 ADVICE = {  # for a broken image; True in training
@@ -267,10 +267,7 @@ def _start_worker(_: int) -> None:
         trainer.join()
         os._exit(1)
 
-    # Where it can't send (too many open files, no room in /tmp) a queue's thread only prints a traceback,
-    # and the trainer would wait for ever (pytorch #25691); it notices when a worker ends.
-    # The method is one that multiprocessing names for this purpose; typeshed lacks it.
-    setattr(multiprocessing.queues.Queue, "_on_queue_feeder_error", staticmethod(_end_unsent))  # noqa: B010
+    on_unsent(_end_unsent)  # too many open files, or no room in /tmp; the trainer notices when a worker ends
     for number in FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()

@@ -13,12 +13,9 @@ of 911 (fp32, counted on a CPU). On an H200 its peak at batch 512 is 3.69 GiB in
 """
 
 import functools
-import importlib
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,41 +25,18 @@ from torch.utils.checkpoint import checkpoint
 
 from onecurve.system.env import is_on
 from onecurve.system.processes import accelerate_config
+from onecurve.upstream.accelerate_ import block_names
+from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cpp_compiler
 
 # Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
 # limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
 
 
-class _Compiler(ModuleType):
-    """Stands for torch._dynamo until more of it is used than what torch's optimizers call in each run."""
-
-    graph_break = staticmethod(lambda *_, **__: None)  # outside of a compilation torch's does nothing, either
-    disable = staticmethod(lambda function, *_, **__: function)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # inspect looks at each module
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-            importlib.import_module(self.__name__)  # puts itself in the place of this one
-        return getattr(sys.modules[self.__name__], name)
-
-
-def postpone_compiler() -> None:
-    """Let torch import its compiler only where something is compiled: it takes seconds.
-
-    torch 2.11 to 2.15 import it with the first step of an optimizer, for two functions that then do nothing.
-    """
-    name = "torch._dynamo"
-    if name not in sys.modules:
-        torch._dynamo = sys.modules[name] = _Compiler(name)
-
-
 def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterator[nn.Module]:
     """The outermost modules of the classes that are named, by default in the model's `_no_split_modules`."""
     if names is None:
-        names = getattr(model, "_no_split_modules", None) or ()
+        names = block_names(model)
     for child in model.children():
         if type(child).__name__ in names:
             yield child
@@ -142,11 +116,8 @@ def compile_blocks(
     a mode without them, the others raise ValueError. block.compile() is not used, as it also traces FSDP's
     and DeepSpeed's hooks.
     """
-    import torch._dynamo
-    import torch._inductor.config
-
-    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    torch._inductor.config.fallback_random = True  # else dropout differs from eager mode
+    allow_recompilations(RECOMPILE_LIMIT)
+    draw_as_eager()
     mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
     blocks = list(blocks_of(model))
     is_whole = is_whole and not any(type(block).__module__.startswith("timm.") for block in blocks)
@@ -174,18 +145,10 @@ def _arguments_in_launchers_file() -> dict[str, Any]:
 
 
 def _check(chosen: Compilation) -> None:
-    from torch._dynamo import list_backends
-
-    if chosen.backend not in (known := list_backends(())):
+    if chosen.backend not in (known := torch.compiler.list_backends(())):
         raise ValueError(f"dynamo_backend {chosen.backend} is not on this host: choose {', '.join(known)}")
-    if chosen.backend == "inductor":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            raise ValueError(
-                f"--compile {chosen} (dynamo_backend) needs a C++ compiler, and this host has none: install"
-                " g++, or choose --compile no"
-            ) from None
+    if chosen.backend == "inductor" and not has_cpp_compiler():
+        raise ValueError(
+            f"--compile {chosen} (dynamo_backend) needs a C++ compiler, and this host has none: install"
+            " g++, or choose --compile no"
+        )

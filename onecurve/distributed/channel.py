@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from onecurve.system.env import is_hosts_first
+from onecurve.upstream.torch_ import default_store
 
 Answer = TypeVar("Answer")
 NONE = b"null"  # JSON
@@ -34,7 +35,7 @@ class Channel:
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
-        self.store = store or dist.distributed_c10d._get_default_store()
+        self.store = store or default_store()
         self.gone: RuntimeError | None = None
 
     def clone(self) -> "Channel":

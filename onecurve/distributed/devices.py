@@ -7,11 +7,9 @@ import ctypes
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 import torch
-from accelerate import PartialState
 from accelerate.utils import DistributedType, is_torch_xla_available
 
 from onecurve.distributed.channel import Channel
@@ -19,6 +17,7 @@ from onecurve.distributed.launch_config import refuse
 from onecurve.distributed.precision import on_gpu
 from onecurve.system.env import LOCAL_NUMBER, is_on, launched, local_rank, processes_per_host
 from onecurve.system.processes import allowed_cores
+from onecurve.upstream import accelerate_, deepspeed_
 
 REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
 
@@ -137,30 +136,17 @@ def choose_algorithms(deterministic: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def rehearse_on_cpu() -> None:
-    """Lets Accelerate run DDP, FSDP2 and DeepSpeed on gloo processes, from the config files meant for GPUs.
+def rehearse_on_cpu(backend: str = "gloo") -> None:
+    """Let Accelerate run DDP, FSDP2 and DeepSpeed on processes of a CPU, from config files meant for GPUs.
 
-    Accelerate 1.15 looks for a GPU only in these two methods. Without one, each process would be a job of its
-    own.
+    Accelerate looks for a GPU only in the two methods that this replaces.
     """
     if is_on("ACCELERATE_USE_DEEPSPEED"):
-        import deepspeed
-
-        # gloo instead of the shared-memory op, which is compiled at first use, and leaves a lock when killed
-        # (pytorch #189245)
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # torch computes fp16 on every CPU; DeepSpeed refuses CPUs where it is slow
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        deepspeed_.use_gloo()
+        deepspeed_.allow_fp16_on_cpu()
     sharded = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
-
-    def prepare_backend(self: PartialState, *_: Any, **__: Any) -> tuple[str, DistributedType]:
-        return "gloo", DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU
-
-    def set_device(self: PartialState) -> None:
-        self.device = torch.device("cpu")
-
-    PartialState._prepare_backend = prepare_backend
-    PartialState.set_device = set_device
+    accelerate_.set_backend(backend, DistributedType.MULTI_GPU if sharded else DistributedType.MULTI_CPU)
+    accelerate_.set_device_to_cpu()
 
 
 def use_all_cores(deterministic: bool = False) -> None:

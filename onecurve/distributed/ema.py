@@ -8,6 +8,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from onecurve.distributed.layout import layout_of
+from onecurve.upstream.torch_ import lerp_
 
 EXCHANGED_BYTES = 64 * 2**20  # extra memory for exchanging two tensors
 
@@ -28,7 +29,7 @@ class EMA:
     def update(self, step: int) -> None:
         """Averages the weights after the optimizer step `step`, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.averages, self.layout.local, 1 - decay)
+        lerp_(self.averages, self.layout.local, 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from onecurve.distributed.layout import to_local
 from onecurve.distributed.strategy import sharding, strategy
+from onecurve.upstream.torch_ import multiply_, norms, unscale_before_step
 
 UNIT = 2.0**40  # Adam's epsilon, 1e-8, is 11,000 units
 LIMIT = 2.0**52 / UNIT  # of the magnitudes of a step's micro-batches together; comparisons in fp32 round
@@ -42,7 +43,7 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("fused"):
             group |= {"fused": False, "foreach": True}
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    unscale_before_step(optimizer)
 
 
 class Bucket:
@@ -105,7 +106,7 @@ class Bucket:
 
 
 class ExactSum:
-    """Takes the place of accelerator.backward and clip_grad_norm_, and of DDP's exchange of gradients.
+    """Computes what JobAccelerator.backward and clip_grad_norm_ do, and replaces DDP's exchange of gradients.
 
     Create it after prepare(), with the plain model. backward divides each loss by the number of micro-batches
     in a step of the whole job: by accumulations and then by processes would round differently.
@@ -131,8 +132,6 @@ class ExactSum:
             self._follow_shards(model)
         else:
             self._follow(list(trained.values()))
-        accelerator.backward = self.backward
-        accelerator.clip_grad_norm_ = self.clip_grad_norm_
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Adds the gradients of a micro-batch; in a step's last one, exchanges and sets them."""
@@ -154,7 +153,7 @@ class ExactSum:
         grads = [to_local(p.grad) for p in parameters if p.grad is not None]
         grads = [gradient for gradient in grads if gradient.numel()] or [self.one.new_zeros(1)]
         norm = self._norm(grads)
-        torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).float().to(grads[0].device))
+        multiply_(grads, (max_norm / (norm + 1e-6)).clamp(max=1).float().to(grads[0].device))
         return norm
 
     @contextmanager
@@ -222,8 +221,8 @@ class ExactSum:
         """Adds the gradients of a micro-batch: few operations for many numbers."""
         units = self.flat[: len(bucket.sums)]
         bucket.take(units)
-        norms = torch._foreach_norm(units.split(bucket.sizes), math.inf)
-        for i, norm in zip(bucket.numbers, norms, strict=True):
+        largest = norms(units.split(bucket.sizes), math.inf)
+        for i, norm in zip(bucket.numbers, largest, strict=True):
             self.norms[i] = norm
         assert not bucket.work, "a parameter has two gradients of one micro-batch"
         for part, sums in zip(units.split(self.chunk), bucket.sums.split(self.chunk), strict=True):
@@ -289,7 +288,7 @@ class ExactSum:
 
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm: squares of at most 1 are rounded to two grids, and the sums of each are exact."""
-        largest = torch.stack(torch._foreach_norm(grads, math.inf)).max()
+        largest = torch.stack(norms(grads, math.inf)).max()
         largest = largest.double().to(self.accelerator.device)
         self._reduce(largest, dist.ReduceOp.MAX)
         largest = largest.clamp(min=1e-300)

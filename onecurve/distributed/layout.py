@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from onecurve.distributed.strategy import plain_module
+from onecurve.upstream import deepspeed_
 
 Local = Sequence[Tensor | None]  # one per local tensor; None if the parameter has no such state
 Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a parameter group to one process's part
@@ -231,10 +232,7 @@ class _Zero(Layout):
     def _piece(self, parameter: Any) -> Piece:
         if not parameter.requires_grad:
             return super()._piece(parameter)
-        if (mapping := parameter._hp_mapping) is None:  # all of it is in other partitions
-            return Piece(0, 0)
-        whole, own = mapping.lp_fragment_address, mapping.hp_fragment_address
-        return Piece(whole.start, whole.numel, own.start)
+        return Piece(*(deepspeed_.fragment(parameter) or (0, 0)))
 
     def _inner(self) -> Optimizer:
         return self.optimizer.optimizer
@@ -266,17 +264,11 @@ class _Zero3(_Zero):
         return len(self._keys()) == 1  # one call per partition
 
     def sync(self) -> None:
-        """Repeats the end of the optimizer's step."""
-        zero = self.optimizer
-        zero._partition_all_parameters()
-        for i in range(len(self._keys())):
-            zero._reassign_or_swap_out_partitioned_parameters(i)
-        if zero.persistent_parameters:
-            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        deepspeed_.end_zero3_step(self.optimizer, len(self._keys()))
 
     def _piece(self, parameter: Any) -> Piece:
         part = parameter.ds_tensor.ds_numel
-        start = min(parameter.ds_numel, part * self.optimizer._get_param_partition_rank(parameter))
+        start = min(parameter.ds_numel, part * deepspeed_.partition_rank(self.optimizer, parameter))
         offset = 0  # of a frozen parameter, which has a tensor of its own
         if parameter.requires_grad:
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]

@@ -17,6 +17,7 @@ from torch import nn
 from onecurve.distributed.strategy import strategy
 from onecurve.system.env import is_on, rank
 from onecurve.system.processes import parents
+from onecurve.upstream.torch_ import has_bf16_instructions
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -126,7 +127,7 @@ def on_gpu() -> bool:
 def has_native_bf16() -> bool:
     if on_gpu():
         return torch.cuda.get_device_capability() >= (8, 0)
-    return torch.cpu._is_avx512_bf16_supported()
+    return has_bf16_instructions()
 
 
 def cast_inputs(kind: str) -> Callable:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import itertools
-import multiprocessing.util
 import os
 import signal
 import sys
@@ -25,6 +24,7 @@ from onecurve.system.cli import settle_environment, tell_torchrun
 from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
 from onecurve.system.phase import STARTING, now
 from onecurve.system.text import message_text
+from onecurve.upstream.python_ import run_finalizers
 
 R = TypeVar("R", bound=Recipe)
 Main = Callable[[R, Accelerator, Batch], None]
@@ -100,8 +100,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         for number, handler in handlers:
             signal.signal(number, handler)
         sys.exit(status)
-    # Of decoders' semaphores, of which Python would warn; typeshed lacks the name.
-    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+    run_finalizers()
     # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads (pytorch
     # #179291), and an upload to a silent store would delay the exit.
     os._exit(status)

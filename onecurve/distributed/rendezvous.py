@@ -46,16 +46,6 @@ def name_interface() -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def set_group_timeout(timeout_s: int) -> None:
-    """Sets the default time-out of process groups created from here on.
-
-    DeepSpeed 0.19 clones the world group, and a DeviceMesh makes groups of its hosts (pytorch #119574), both
-    with torch's defaults: 600 s for NCCL and 1,800 s for gloo, whatever the first group was given.
-    """
-    c10d = dist.distributed_c10d
-    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=timeout_s)
-
-
 def backend() -> str:
     """The backend of the process group: NCCL between GPUs, else gloo."""
     return "nccl" if torch.cuda.is_available() else "gloo"

@@ -14,24 +14,25 @@ Whatever a step leaves for the next one is changed in place, never replaced.
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 
 from onecurve.distributed.channel import Poll
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.layout import owner
 from onecurve.distributed.rendezvous import backend
 from onecurve.distributed.strategy import precision, sharding, strategy
 from onecurve.distributed.watch import stop
 from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
+from onecurve.upstream import torch_
 
 # Steps of each shape before its capture: for compilation, cuDNN's autotuning and the optimizer's state. DDP
 # rebuilds its buckets after the first step, and measures the first ten.
@@ -42,7 +43,7 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # read the learn
 Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, with the optimizer's step
 
 
-def chosen_step_graph(accelerator: Accelerator, wanted: bool | None) -> bool:
+def chosen_step_graph(accelerator: JobAccelerator, wanted: bool | None) -> bool:
     """Return True if steps become graphs. wanted: the flag; None makes graphs on a GPU where possible.
 
     Raises ValueError where they are wanted, but impossible. Where only the flag is unset, one line says why.
@@ -56,7 +57,7 @@ def chosen_step_graph(accelerator: Accelerator, wanted: bool | None) -> bool:
     return is_on and not problem
 
 
-def obstacle(accelerator: Accelerator) -> str:
+def obstacle(accelerator: JobAccelerator) -> str:
     """Return why a step can't be a CUDA graph; an empty string if it can."""
     shards, ddp = sharding(accelerator), accelerator.ddp_handler
     if strategy(accelerator).startswith("zero"):
@@ -88,7 +89,7 @@ def keep_segments_out_of_nccl() -> None:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
-def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
+def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
     """Decorate a step of one micro-batch, which becomes a StepGraph if the flags and the device say so.
 
     Use it after Run.begin. The step must launch the same kernels each time, and read no number on the host
@@ -103,7 +104,7 @@ def step_graph(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Cal
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
 
 
-def _reads_on_device(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> bool:
+def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
     is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
     is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"  # is never fused
     return type(optimizer) in FUSED and owner(optimizer) is optimizer and is_fused and not is_sharded_sgd
@@ -121,7 +122,7 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def on_step_stream(accelerator: Accelerator) -> Iterator[None]:
+def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
     """Run the block on the stream of the captures, after what is queued before it and before what follows.
 
     Autograd and DDP keep the stream on which a gradient's accumulator was made, so a model must also be
@@ -172,7 +173,7 @@ class StepGraph:
     step is called, with the same buffers. The constructor is collective.
     """
 
-    def __init__(self, accelerator: Accelerator, optimizer: AcceleratedOptimizer, step: Step):
+    def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: Step):
         self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
         # A fused optimizer on a GPU takes fp32; float64 is as exact as a number
@@ -185,12 +186,12 @@ class StepGraph:
         self.shape: Shape | None = None  # the current one: --train_sizes has each size once
         self.replays = 0
         self.poll = Poll(stop.timeout_s)
-        self.model: Any = accelerator.prepared
+        self.model = cast("Any", accelerator.prepared)
         self.is_gathered = False  # FSDP2's modules may hold gathered parameters, of a forward without a graph
         if strategy(accelerator) == "fsdp":
             self.model.register_forward_hook(self._note_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model._set_ddp_runtime_logging_sample_rate(2**31 - 1)  # no timing in a capture
+            torch_.stop_timing(self.model)
         _live.add(self)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -300,9 +301,7 @@ class StepGraph:
         except BaseException:
             torch.cuda.set_stream(stream)
             generator.graphsafe_set_state(state)
-            with suppress(RuntimeError):  # it has ended already
-                torch._C._cuda_endAllocateToPool(device, pool)
-                torch._C._cuda_releasePool(device, pool)
+            torch_.leave_pool(device, pool)
             raise
         return graph.replay
 
@@ -323,7 +322,7 @@ class StepGraph:
             f"the step can't be one CUDA graph{where} ({problems[rank]}): its kernels are launched one by one"
         )
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            self.model.reducer._reset_state()  # of a backward pass that did not end
+            torch_.reset_reducer(self.model)
         elif strategy(self.accelerator) == "fsdp":
             _reset_shards(self.model)
 
@@ -343,24 +342,13 @@ class StepGraph:
 
 
 def _reset_shards(model: Any) -> None:
-    """Drop what a capture has left of FSDP2's state. ValueError where torch has no way to do so.
-
-    No stream can wait for the events of a capture. As it has computed nothing, nothing need be waited for.
-    """
-    if not hasattr(model, "reset_iter_state"):
+    """Drop what a capture has left of FSDP2's state. ValueError where torch has no way to do so."""
+    if not torch_.can_reset_shards(model):
         raise ValueError(
             f"torch {torch.__version__} can't continue under FSDP2 after a failed capture. Start again with"
             " --no_step_graph."
         )
-    context = model._get_fsdp_state()._comm_ctx
-    context.all_gather_state = None
-    context.reduce_scatter_states.clear()
-    context._last_post_reduce_events.clear()
-    for module in model.modules():
-        for group in module._get_fsdp_state()._fsdp_param_groups if hasattr(module, "unshard") else ():
-            group._all_gather_result = group._post_reduce_event = None
-            group._all_reduce_state = group._reshard_after_forward_event = None
-    model.reset_iter_state()
+    torch_.reset_shards(model)
 
 
 def _reason(error: Exception) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from onecurve.distributed.agreement import agree
 from onecurve.models.attention import kernel_version
+from onecurve.upstream.deepspeed_ import call_at_overflow
 
 
 def plain_module(model: nn.Module) -> nn.Module:
@@ -126,15 +127,12 @@ def refuse_skipped_steps(zero: Any) -> None:
     For precisions without loss scaling, where it skips a step if a gradient is not finite. All processes
     detect this together.
     """
-    update_scale = zero._update_scale
 
-    def check(has_overflow: bool = False) -> None:
-        if has_overflow:
-            lr = zero.param_groups[0]["lr"]
-            raise FloatingPointError(f"a gradient is not finite with learning rate {lr:g}")
-        update_scale(has_overflow)
+    def refuse() -> None:
+        lr = zero.param_groups[0]["lr"]
+        raise FloatingPointError(f"a gradient is not finite with learning rate {lr:g}")
 
-    zero._update_scale = check
+    call_at_overflow(zero, refuse)
 
 
 def keep_strides(model: nn.Module) -> None:

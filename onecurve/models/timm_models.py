@@ -16,6 +16,8 @@ from torch.func import functional_call
 from onecurve.models.attention import Attention
 from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.system.env import rank
+from onecurve.upstream.accelerate_ import block_names
+from onecurve.upstream.timm_ import replace_attention, replace_patch_convolution
 
 TRIED = 8  # sizes, nearest to one that the model can't take
 
@@ -96,7 +98,7 @@ def block_classes(model: Any) -> tuple[str, ...]:
     """
     if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
         raise ValueError(f"{type(model).__name__}'s layers share parameters: choose another --model")
-    if named := getattr(model, "_no_split_modules", None):
+    if named := block_names(model):
         return tuple(sorted(named))
     matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
     if isinstance(matcher, dict):
@@ -194,15 +196,14 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
     """
     import timm.layers
 
-    attention = type("Attention", (Attention, timm.layers.Attention), {})
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, timm.layers.DropPath):
                 module.add_module(name, DropPath(child.drop_prob))
         if isinstance(module, timm.layers.PatchEmbed) and type(module.proj) is nn.Conv2d:
-            module.proj.__class__ = PatchConv2d
+            replace_patch_convolution(module, PatchConv2d)
         elif type(module) is timm.layers.Attention and module.fused_attn and _is_plain(module):
-            module.__class__ = attention
+            replace_attention(module, Attention)
     if size and any(isinstance(module, Attention) for module in model.modules()):
         _count_tokens(model, size)
 

@@ -6,18 +6,17 @@ processes, nor on recomputation by activation checkpointing.
 """
 
 from functools import cache
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-FORWARDS = (  # which _Layer.forward replaces
-    "torch.nn.modules.batchnorm._BatchNorm.forward",
-    "timm.layers.norm_act.BatchNormAct2d.forward",
-)
+from onecurve.upstream.timm_ import is_batch_norm_act
+from onecurve.upstream.torch_ import add_, batch_norm_class, lerp_
+
+BatchNorm: Any = batch_norm_class()
 
 
 class RunningStatistics:
@@ -29,7 +28,7 @@ class RunningStatistics:
     def __init__(self, model: nn.Module):
         self.layers: list[_Layer] = []
         for layer in model.modules():
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            if isinstance(layer, BatchNorm) and layer.track_running_stats:
                 _check(layer)
                 layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
                 assert isinstance(layer, _Layer)
@@ -57,12 +56,12 @@ class RunningStatistics:
     def _update(self) -> None:
         for momentum in {layer.momentum for layer in self.updated}:
             layers = [layer for layer in self.updated if layer.momentum == momentum]
-            torch._foreach_lerp_([x.running_mean for x in layers], [x.batch_mean for x in layers], momentum)
-            torch._foreach_lerp_([x.running_var for x in layers], [x.batch_var for x in layers], momentum)
-        torch._foreach_add_([layer.num_batches_tracked for layer in self.updated], 1)
+            lerp_([x.running_mean for x in layers], [x.batch_mean for x in layers], momentum)
+            lerp_([x.running_var for x in layers], [x.batch_var for x in layers], momentum)
+        add_([layer.num_batches_tracked for layer in self.updated], 1)
 
 
-class _Layer(_BatchNorm):
+class _Layer(BatchNorm):
     """[B, C, ...] -> [B, C, ...], in training with the statistics of the process's own micro-batch.
 
     Weight and bias are cast to fp32, the statistics' type: where they are in half precision, torch refuses
@@ -97,14 +96,14 @@ class _Layer(_BatchNorm):
 
 
 @cache
-def _layer_class(kind: type[_BatchNorm]) -> type[_BatchNorm]:
+def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
     """A subclass with the same name, so that isinstance still works."""
     return type(kind.__name__, (_Layer, kind), {})
 
 
-def _check(layer: _BatchNorm) -> None:
+def _check(layer: Any) -> None:
     forward = type(layer).forward
-    if f"{forward.__module__}.{forward.__qualname__}" not in FORWARDS:
+    if forward is not BatchNorm.forward and not is_batch_norm_act(forward):  # which _Layer.forward replaces
         raise ValueError(
             f"the model has {type(layer).__name__}, whose statistics depend on the number of processes:"
             " use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from onecurve import __version__
@@ -24,6 +23,7 @@ from onecurve.checkpoint.saver import Saver
 from onecurve.checkpoint.training import TrainingState
 from onecurve.distributed import strategy as job
 from onecurve.distributed.agreement import once
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.rendezvous import most_hosts, most_processes
 from onecurve.flags.fields import flags_where
 from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part
@@ -50,7 +50,7 @@ VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 class Opening:
     """Opens a run: restores the training from the newest checkpoint, if there is one, and makes the parts."""
 
-    accelerator: Accelerator
+    accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
@@ -303,7 +303,7 @@ class Opening:
             report("began", step=step, processes=self.batch.processes, **facts)
 
 
-def run_name(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> str:
+def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
     """--name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>, after the model of a script
     that has --model; hosts that are away count, too."""
     if name := recipe.filled_name():

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from accelerate import Accelerator
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import Checkpoint, step_name
 from onecurve.checkpoint.saver import Saver
 from onecurve.distributed import strategy as job
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.rendezvous import hosts
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
@@ -41,7 +41,7 @@ WRITING_GRACE_S = 8  # for a checkpoint in flight in a failed run; the other pro
 class MainRecord:
     """What the main process alone has of a run: folder, lease, log, result, plots."""
 
-    accelerator: Accelerator
+    accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
@@ -219,7 +219,7 @@ class MainRecord:
 
 
 def result(
-    accelerator: Accelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, final: ResultEnd
+    accelerator: JobAccelerator, recipe: Recipe, batch: Batch, status: str, state: RunState, final: ResultEnd
 ) -> Result:
     """Return the content of result.json. Main process only.
 
@@ -274,7 +274,7 @@ def result(
     }
 
 
-def memory_gib(accelerator: Accelerator, is_healthy: bool = False) -> dict[str, float]:
+def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[str, float]:
     """Memory of this process in GiB. `peak`: torch's peak allocation on a GPU, the peak resident set on CPU.
 
     On a GPU also `reserved`, the peak of torch's allocator. is_healthy: the GPU can be asked, which adds

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from onecurve.checkpoint.saver import Saver
 from onecurve.distributed.channel import Poll, Reason
 from onecurve.distributed.exact_sum import exact_sum
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.watch import Preempted, wanted
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
@@ -95,7 +95,7 @@ class Exchange:
 class Meter:
     """Loss, samples and time since the last line of the log. Only mean_loss() waits for the device."""
 
-    def __init__(self, accelerator: Accelerator, batch: Batch, keeps_ids: bool):
+    def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
         dtype = torch.float64 if accelerator.deterministic else torch.float32
         # Over the micro-batches of all steps since the last line

@@ -15,6 +15,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 from onecurve.run.schemas import RecipeFile
 from onecurve.run.state import RunState
 from onecurve.system.text import printable
+from onecurve.upstream.packages_ import is_tensorboard_writer
 
 HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
 INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
@@ -80,7 +81,7 @@ class Trackers:
 
 def _without_full_disks(args: threading.ExceptHookArgs) -> None:
     """Hides the traceback of TensorBoard's thread, whose error is raised again in the main thread."""
-    if not isinstance(args.exc_value, OSError) or type(args.thread).__name__ != "_AsyncWriterThread":
+    if not isinstance(args.exc_value, OSError) or not is_tensorboard_writer(args.thread):
         threading.__excepthook__(args)
 
 

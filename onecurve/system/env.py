@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.system.text import redacted
+from onecurve.upstream.packages_ import use_hub_offline
 
 PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
 # Set by launch.py in an elastic job: its name, the same in all its rounds, and the round's number, from 1;
@@ -123,5 +124,5 @@ def hub_problem() -> str:
             get_session().head(constants.ENDPOINT, timeout=10)
         return ""
     except Exception as error:  # of the client's library, or of a proxy's
-        constants.HF_HUB_OFFLINE = True
+        use_hub_offline()
         return redacted(str(error))

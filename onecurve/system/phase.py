@@ -6,11 +6,9 @@ in less than a microsecond.
 
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +18,8 @@ from typing import Any
 
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import own_age_s
+from onecurve.upstream.python_ import main_threads_frame
+from onecurve.upstream.torch_ import flight_record
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
@@ -124,12 +124,7 @@ def collectives() -> list[dict[str, Any]]:
 
     number: in its group; a rank whose last number is smaller is behind.
     """
-    import torch._C._distributed_c10d as c10d
-
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
-        with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-            entries += json.loads(getattr(c10d, name)()).get("entries", [])
+    entries = flight_record()
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
     recorded = [
         {
@@ -162,7 +157,7 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
         "hosts": hosts,
         "phase": now.phase,
         "step": now.step,
-        "where": _where(sys._current_frames().get(threading.main_thread().ident or 0)),
+        "where": _where(main_threads_frame()),
         "waits": [one for one in found if not one["is_done"]],
         "last": found[-1] if found else None,
         "sequence": {one["group"]: one["number"] for one in sorted(found, key=lambda one: one["number"])},

@@ -2,12 +2,10 @@
 
 import copy
 import os
-import subprocess
 
 import pytest
 import timm
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -17,8 +15,9 @@ from onecurve.distributed import blocks
 from onecurve.distributed.accelerator import prepare
 from onecurve.distributed.blocks import Compilation, chosen_compilation, compile_blocks
 from onecurve.distributed.ema import EMA
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.models.timm_models import DropPath, speed_up
-from tests.conftest import ROOT, full, python, rows_of
+from tests.conftest import full, rows_of
 from train_cnn_b import ResNet18
 
 
@@ -113,11 +112,9 @@ def train_both(
 ) -> AcceleratedOptimizer:
     """Three steps of SGD through prepare(), so with the hooks that keep BatchNorm's statistics. The losses,
     gradients, weights and statistics of both are as equal as their type allows. The model's optimizer."""
-    accelerator, optimizers = Accelerator(cpu=True), []
+    accelerator, optimizers = JobAccelerator(cpu=True), []
     for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
         accelerator.grad_checkpointing = is_checkpointed and one is model
-        accelerator.deterministic = accelerator.short_attention = False
-        accelerator.step_stream = None
         optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
     dtype = next(model.parameters()).dtype
     for step in range(3):
@@ -214,10 +211,9 @@ class FakeGraphs:
 def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulations, wanted, monkeypatch):
     torch.manual_seed(0)
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
-    accelerator, fake = Accelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
+    accelerator, fake = JobAccelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
     accelerator.grad_checkpointing = flag == "grad_checkpointing"
-    accelerator.deterministic, accelerator.step_stream = flag == "deterministic", None
-    accelerator.short_attention = False
+    accelerator.deterministic = flag == "deterministic"
     accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)
@@ -231,30 +227,3 @@ def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulati
         for batch in images:
             torch.testing.assert_close(prepared.eval()(batch), eager.eval()(batch))
     assert fake.modes == wanted
-
-
-# --- torch's compiler is imported where it is used
-
-STEP = """
-import sys, torch
-from onecurve.distributed.blocks import postpone_compiler
-postpone_compiler()
-layer = torch.nn.Linear(2, 2)
-optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-layer(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-optimizer.zero_grad()
-assert "torch._inductor" not in sys.modules
-"""
-COMPILE = """
-compiled = torch.compile(layer, backend="eager")
-assert torch.equal(compiled(torch.ones(1, 2)), layer(torch.ones(1, 2)))
-assert torch._dynamo is sys.modules["torch._dynamo"]
-assert type(torch._dynamo).__name__ == "module"
-"""
-
-
-@pytest.mark.parametrize("more", ["", full(COMPILE)])
-def test_a_step_imports_no_compiler(more):
-    done = subprocess.run([*python(), "-c", STEP + more], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -83,7 +83,7 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, project_copy, tmp_path, cache):
     """Also for a DeepSpeed file, for which accelerate passes "no" without being told. The CPU says bf16."""
-    asked = "return torch.cpu._is_avx512_bf16_supported()"
+    asked = "return has_bf16_instructions()"
     mutate(project_copy, "onecurve/distributed/precision.py", asked, "return True")
     words, at = command("cnn_a", cache), SCRIPTS["cnn_a"].index("--mixed_precision")
     launcher = accelerate("single_gpu") if strategy == "single" else STRATEGIES[strategy]

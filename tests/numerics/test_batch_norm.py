@@ -3,12 +3,11 @@
 import pytest
 import timm
 import torch
-from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from onecurve.distributed.accelerator import prepare
-from onecurve.distributed.blocks import Compilation
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.layout import layout_of
 from tests.conftest import HALF_THE_CORES, accelerate, copy_project, full, mutate, python, run
 from tests.distributed.test_parity import FLAGS, assert_same_training
@@ -19,11 +18,7 @@ ACCUMULATIONS = 2
 @pytest.fixture
 def accelerator():
     plugin = GradientAccumulationPlugin(num_steps=ACCUMULATIONS, sync_with_dataloader=False)
-    made = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    made.compilation, made.grad_checkpointing = Compilation(), False
-    made.deterministic, made.exact_sum, made.short_attention = False, None, False
-    made.step_stream = None
-    return made
+    return JobAccelerator(cpu=True, gradient_accumulation_plugin=plugin)
 
 
 def small_timm_model(name: str) -> nn.Module:

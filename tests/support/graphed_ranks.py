@@ -172,8 +172,6 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
     rank, ranks = accelerator.process_index, accelerator.num_processes
     accelerator.step, accelerator.exact_sum, accelerator.step_graph = 0, None, module is not None
     del accelerator._models[:], accelerator._optimizers[:]
-    for name in ("backward", "clip_grad_norm_"):  # an exact sum takes their places
-        vars(accelerator).pop(name, None)
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

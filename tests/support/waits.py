@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onecurve.data.images import Images
 from onecurve.distributed import accelerator as accelerators
-from onecurve.distributed.blocks import Compilation
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.precision import Precision
 from onecurve.flags.recipe import Recipe, share_out
 from onecurve.numerics.order import Steps
@@ -139,11 +139,8 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (script, "plot"): lambda *_: None,
     }
     AcceleratorState._reset_state(True)
-    accelerator = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=batch.accumulations)
-    accelerator.compilation, accelerator.grad_checkpointing = Compilation(), False
-    accelerator.deterministic, accelerator.exact_sum, accelerator.step_graph = False, None, False
-    accelerator.short_attention = False
-    accelerator.prepared, accelerator.step_stream = None, None
+    accumulations = batch.accumulations
+    accelerator = JobAccelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=accumulations)
     accelerator.precision = Precision("no", "none", "fp32")
     with ExitStack() as stack:
         stack.callback(AcceleratorState._reset_state, True)

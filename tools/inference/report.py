@@ -1,7 +1,6 @@
 """The report of validate.py: the metrics of its predictions, their files, and what is printed."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from onecurve.data.names import NameOf
 from onecurve.system.files import write_csv, write_text
 from onecurve.system.paths import ROOT
+from onecurve.upstream.packages_ import import_evaluate
 
 METRICS = ("classification", "top_k", "calibration")  # modules in tools/inference/metrics/
 TOP, BINS, WORST = 5, 15, 24
@@ -67,15 +67,8 @@ def _images(rows: Rows, name_of: NameOf, at: np.ndarray | slice = slice(None)) -
 
 
 def load_metrics(scratch: Path) -> list[Any]:
-    """The modules METRICS. `evaluate` imports copies, which it writes to `scratch`: its cache in
-    the home folder may be read-only, or hold another process's unfinished copy."""
-    modules: dict[str, Any] = sys.modules
-    modules.setdefault("transformers", None)  # evaluate 0.4 would import it for its pipelines: 2 s
-    import evaluate
-
-    if modules["transformers"] is None:
-        del modules["transformers"]
-    evaluate.config.HF_MODULES_CACHE = scratch
+    """Return the modules METRICS. `evaluate` imports copies, which it writes to `scratch`."""
+    evaluate = import_evaluate(scratch)
     paths, options = (
         (ROOT / "tools" / "inference" / "metrics" / name for name in METRICS),
         {"cache_dir": str(scratch)},

@@ -2,7 +2,7 @@
 
 Its tensors are then torch's fake ones, with shapes and no contents; its process group is torch's fake one,
 whose collectives return at once. Accelerate, FSDP2, DDP and DeepSpeed run as they are but for what can't work
-without contents: each such place stands here, once.
+without contents: onecurve/upstream/torch_fakes.py has a function for each such place.
 """
 
 import contextlib
@@ -19,34 +19,21 @@ import torch
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.fsdp._fully_shard import _fully_shard
-from torch.distributed.tensor import _sharding_prop
-from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from onecurve.distributed.accelerator import make_accelerator
 from onecurve.distributed.devices import keep_freed_memory, rehearse_on_cpu
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.launch_config import check_launch_config, disable_meaningless
 from onecurve.flags.recipe import Batch, Recipe
+from onecurve.upstream import deepspeed_, torch_fakes
+from onecurve.upstream.accelerate_ import launch_arguments
 from tools.plan.cost import Collective
 
-# What ranks compare with one another, which no fake collective can answer.
-COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 
-
-class FakeContents(FakeTensorMode):
-    """Fake tensors that answer 1 where a number is read out of them, as a gradient's norm."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return False if args[0].dtype == torch.bool else torch.ones((), dtype=args[0].dtype).item()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> Accelerator:
+def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> JobAccelerator:
     """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
     env = launchers_environment(config_file, batch.processes, hosts)
     os.environ.update(env)
@@ -54,27 +41,22 @@ def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe)
     disable_meaningless(True)
     keep_freed_memory()
     if env:
-        rehearse_on_cpu()
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        kind = PartialState._prepare_backend(PartialState.__new__(PartialState))[1]
-        PartialState._prepare_backend = lambda *_, **__: ("fake", kind)
-        dist.init_process_group("fake", rank=0, world_size=batch.processes, store=FakeStore())
+        rehearse_on_cpu("fake")
+        torch_fakes.join_fake_group(batch.processes)
     accelerator = make_accelerator(recipe, batch, deepspeed, recipe.clip_norm)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _leave_out_comparisons()
+        deepspeed_.skip_comparisons()
     return accelerator
 
 
 def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
     """What `accelerate launch --config_file` gives rank 0; {} to a process without a group."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import launch
 
     words = ["--config_file", str(config_file), "--num_processes", str(processes), "--num_machines", "1"]
     words += ["--num_cpu_threads_per_process", "1"]
     with contextlib.redirect_stdout(sys.stderr):
-        args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "plan.py"]))
+        args, defaults = launch_arguments([*words, "plan.py"])
     if args.use_parallelism_config:
         args.parallelism_config_dp_replicate_size = hosts
         args.parallelism_config_dp_shard_size = processes // hosts
@@ -94,19 +76,10 @@ def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict
 @contextlib.contextmanager
 def without_contents() -> Iterator[None]:
     """Makes the tensors of a block fake, and lets models be wrapped there."""
-    distributed._verify_param_shape_across_processes = lambda *_, **__: True
-    distributed._sync_module_states = lambda *_, **__: None
-    made = _fully_shard._init_default_mesh
-
-    def default_mesh(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():  # ranks are numbers that are read
-            return made(*args, **kwargs)
-
-    _fully_shard._init_default_mesh = default_mesh
-    # DTensor asks an operator for its result on fake tensors of whole shapes. In a mode of their own they are
-    # not counted as this process's.
-    _sharding_prop.detect_fake_mode = lambda *_: None
-    with FakeContents(allow_non_fake_inputs=True):
+    torch_fakes.skip_ddp_checks()
+    torch_fakes.read_ranks_of_meshes()
+    torch_fakes.hide_whole_shapes()
+    with torch_fakes.fake_contents():
         yield
 
 
@@ -158,29 +131,4 @@ def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
         return future
 
     model.register_comm_hook(None, exchange)
-    model.reducer = _Reducer(model.reducer)  # type: ignore[assignment]
-
-
-class _Reducer:
-    """DDP's reducer with the buckets of the first step: making new ones reads contents."""
-
-    def __init__(self, reducer: Any):
-        self.reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-
-def _leave_out_comparisons() -> None:
-    import deepspeed.runtime.zero.partition_parameters  # so that all who use them are loaded
-    import deepspeed.runtime.zero.stage3
-
-    del deepspeed
-    for name, module in list(sys.modules.items()):
-        if name.startswith("deepspeed."):
-            for comparison in COMPARISONS:
-                if comparison in vars(module):
-                    setattr(module, comparison, lambda *_, **__: None)
+    torch_fakes.keep_first_buckets(model)

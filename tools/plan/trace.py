@@ -23,21 +23,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from onecurve.distributed.accelerator import wrap
 from onecurve.distributed.ema import EMA
+from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.layout import layout_of, to_local
 from onecurve.distributed.strategy import precision, strategy
 from onecurve.flags.recipe import Batch, ImageRecipe, untrained
 from onecurve.models.script import CLASSES, load_script, recipe_of
 from onecurve.numerics.order import reseed
 from onecurve.telemetry.flops import Device, find_device
+from onecurve.upstream import torch_fakes
+from onecurve.upstream.torch_fakes import leaves
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
@@ -52,12 +51,13 @@ COLLECTIVES = {  # torch's operator: the collective, and the argument that has a
     "broadcast_": ("broadcast", 0),
     "reduce_": ("reduce", 0),
 }
+DispatchMode: Any = torch_fakes.dispatch_mode()
 LINES = 6  # at most so many through two sizes each: memory is a few lines, each steeper than the one before
 WITH_KERNELS = ("aten", "onecurve")  # namespaces of operators: torch's and onecurve.models.attention_kernels'
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Records kernels and collectives. Views launch none."""
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
+        name = func.overloadpacket.__name__
         if func.namespace == "c10d":
             self._collective(name, args)
         elif func.namespace in WITH_KERNELS and not func.is_view and name not in WITHOUT_KERNEL:
-            written = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+            written = [t for t in leaves(result) if isinstance(t, Tensor)]
             if written:
-                read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                formula = flop_registry.get(func._overloadpacket)
+                read = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+                formula = flop_registry.get(func.overloadpacket)
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
                 moved = sum(t.nbytes for t in {id(t): t for t in (*read, *written)}.values())
                 if moved:  # none is launched for empty tensors
@@ -85,7 +85,7 @@ class _Operations(TorchDispatchMode):
     def _collective(self, name: str, args: tuple[Any, ...]) -> None:
         if name in COLLECTIVES:
             kind, which = COLLECTIVES[name]
-            moved = sum(t.nbytes for t in tree_leaves(args[which]) if isinstance(t, Tensor))
+            moved = sum(t.nbytes for t in leaves(args[which]) if isinstance(t, Tensor))
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a))
             self.collectives.append((kind, moved, dist.ProcessGroup.unbox(group).size()))
 
@@ -141,7 +141,7 @@ class Training:
             self.averaged.update(0)
 
 
-def _has_kernel(device: Device, accelerator: Accelerator) -> bool:
+def _has_kernel(device: Device, accelerator: JobAccelerator) -> bool:
     """Do as onecurve.models.attention.has_kernel: GPUs from compute capability 8.0 on have units for bf16."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
@@ -166,8 +166,8 @@ def trace(
         exchanged: list[Collective] = []  # by DDP's reducer
         fake_reducer(model, exchanged)
         layout = layout_of(model, training.optimizer)
-        tracker = MemTracker()
-        tracker.track_external(model, *tree_leaves(layout.local), *averages)
+        tracker = torch_fakes.memory_tracker()
+        tracker.track_external(model, *leaves(layout.local), *averages)
         gradients = 0
 
         def count_gradients() -> None:
@@ -183,7 +183,7 @@ def trace(
         peaks: dict[int, dict[str, int]] = {}
 
         def find_peak(size: int) -> None:
-            tracker._peak_mem.clear()  # or the peak of a larger size would stay
+            torch_fakes.forget_peak(tracker)
             step(size)
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
             peaks[size] = {str(getattr(kind, "value", kind)): moved for kind, moved in peak.items()}
@@ -201,7 +201,7 @@ def trace(
                     break
                 find_peak(largest)
                 find_peak(largest + QUANTUM)
-    state = [t for t in tree_leaves(layout.states()) if isinstance(t, Tensor)]
+    state = [t for t in leaves(layout.states()) if isinstance(t, Tensor)]
     state += [*(layout.local if layout.is_flat else ()), *averages]
     return Trace(
         strategy(training.accelerator),

@@ -1,0 +1,47 @@
+"""Private names of CPython's standard library. Seen in Python 3.11 to 3.13."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+
+def run_finalizers() -> None:
+    """Run multiprocessing's finalizers, which os._exit leaves out.
+
+    Without it Python's resource tracker warns of the semaphores of decoding processes.
+    """
+    import multiprocessing.util
+
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
+
+
+def on_unsent(report: Callable[[Exception, object], None]) -> None:
+    """Call report(error, object) where a queue of multiprocessing can't send an object.
+
+    Without it a queue's thread prints a traceback and drops the object, for which the receiver waits for ever
+    (pytorch #25691). CPython names the method for this purpose; typeshed lacks it.
+    """
+    import multiprocessing.queues
+
+    setattr(multiprocessing.queues.Queue, "_on_queue_feeder_error", staticmethod(report))  # noqa: B010
+
+
+def main_threads_frame() -> FrameType | None:
+    """Return the innermost frame of the main thread, as seen from another one.
+
+    No other function shows where a thread hangs that does not return to Python.
+    """
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def flag_names(parser: "argparse.ArgumentParser") -> Iterable[str]:
+    """Return all flags of a parser, such as `--batch_size`.
+
+    argparse has no public list of them; without it an unknown flag gets no suggestion.
+    """
+    return parser._option_string_actions

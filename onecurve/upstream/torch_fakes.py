@@ -1,0 +1,110 @@
+"""Private names of torch with which plan.py traces a step without devices. Seen in torch 2.11 and 2.15.0.
+
+Tensors are torch's fake ones, with shapes and no contents. Each function here is for a place that reads
+contents, or for a private class that records a step.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+def fake_contents() -> AbstractContextManager[Any]:
+    """Return a mode with fake tensors, which answer 1 where a number is read out of them.
+
+    torch's own fake tensors raise an error there, as for the norm of gradients.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class FakeContents(FakeTensorMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return False if args[0].dtype == torch.bool else torch.ones((), dtype=args[0].dtype).item()
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return FakeContents(allow_non_fake_inputs=True)
+
+
+def join_fake_group(processes: int) -> None:
+    """Make this process rank 0 of torch's fake process group, whose collectives return at once."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+
+
+def skip_ddp_checks() -> None:
+    """Let DDP's constructor neither compare nor exchange parameters, both of which read contents."""
+    from torch.nn.parallel import distributed
+
+    distributed._verify_param_shape_across_processes = lambda *_, **__: True
+    distributed._sync_module_states = lambda *_, **__: None
+
+
+def read_ranks_of_meshes() -> None:
+    """Let FSDP2 make its mesh outside of the mode with fake tensors: ranks are numbers that are read."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    made = _fully_shard._init_default_mesh
+
+    def default_mesh(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return made(*args, **kwargs)
+
+    _fully_shard._init_default_mesh = default_mesh
+
+
+def hide_whole_shapes() -> None:
+    """Let DTensor ask operators for their results in a mode of its own.
+
+    It asks with fake tensors of whole shapes. In the current mode they would count as this process's memory.
+    """
+    from torch.distributed.tensor import _sharding_prop
+
+    _sharding_prop.detect_fake_mode = lambda *_: None
+
+
+def keep_first_buckets(ddp: Any) -> None:
+    """Make DDP keep the buckets of its first step: making new ones reads contents."""
+    ddp.reducer = _Reducer(ddp.reducer)
+
+
+class _Reducer:
+    def __init__(self, reducer: Any):
+        self.reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def dispatch_mode() -> Any:
+    """Return the class of modes whose __torch_dispatch__ sees each operator. Only its package is private."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the values in nested lists, tuples and dicts, in the order of torch's own trees."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(tree)
+
+
+def memory_tracker() -> Any:
+    """Return torch's MemTracker, which counts live tensors by what they are for."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    return MemTracker()
+
+
+def forget_peak(tracker: Any) -> None:
+    """Make a MemTracker begin its peak again.
+
+    Its public reset forgets only the modules: the peak of a larger size of images would stay.
+    """
+    tracker._peak_mem.clear()
