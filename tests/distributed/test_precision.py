@@ -165,7 +165,7 @@ def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
     assert seen["fp16"] != seen["no"]
 
 
-SCALER = ("onecurve/distributed/accelerator.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
+SCALER = ("onecurve/upstream/accelerate_.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
 ON_ONE_RANK = (
     "train_cnn_a.py",
     "accelerator.backward(loss)",
