@@ -68,7 +68,7 @@ ALLOWED |= {"_span_bytes", "_typeshed"}  # of this project, and of mypy
 
 
 def private_names(file: Path) -> set[str]:
-    """The private names that a file reads of others: attributes, imports, and getattr."""
+    """Return the private names of other objects in a file: attributes, imports, and arguments of getattr."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -98,7 +98,7 @@ def test_each_function_says_what_it_is_for():
 
 
 def file_of(name: str) -> Path:
-    """The file of a module. Its package is not imported."""
+    """Return the file of a module, without importing its package."""
     package, *names = name.split(".")
     folder = Path(importlib.util.find_spec(package).origin).parent.joinpath(*names)
     return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
@@ -111,7 +111,7 @@ def parsed(module: str) -> ast.Module:
 
 @functools.cache
 def code(module: str, function: str = "") -> str:
-    """The code of a module, or of a function or Class.method in it, without comments."""
+    """Return the code of a module, or of a function or Class.method in it, without comments."""
     node: ast.AST = parsed(module)
     for name in function.split(".") if function else ():
         children = [child for child in ast.walk(node) if getattr(child, "name", None) == name]
@@ -121,7 +121,7 @@ def code(module: str, function: str = "") -> str:
 
 
 def fresh(module: str) -> ModuleType:
-    """A copy of a module as it is after import, before anything in it is replaced."""
+    """Return a copy of a module as it is after import, before anything in it is replaced."""
     spec = importlib.util.find_spec(module)
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
@@ -142,7 +142,7 @@ def looks_for_lomo_at_each_step():
 
 
 def process_state(**values):
-    """Accelerate's state of a process, with these values alone."""
+    """Return Accelerate's state of a process, with these values alone."""
     state_class = fresh("accelerate.state").PartialState
     state = state_class.__new__(state_class)
     vars(state).clear()

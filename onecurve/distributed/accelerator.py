@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 
 class Launch(NamedTuple):
-    """What a process knows of its job before it joins the group.
+    """Facts about a job that a process knows before it joins the group.
 
     deepspeed: the DeepSpeed JSON, if there is one. is_rehearsal: processes of a CPU stand for GPUs.
     """
@@ -229,7 +229,7 @@ def _extras(accelerator: JobAccelerator, batch: Batch) -> str:
 def make_accelerator(
     job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
 ) -> JobAccelerator:
-    """The Accelerator for the launcher's environment and the job, without compilation.
+    """Return the Accelerator for the launcher's environment and the job, without compilation.
 
     deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
     """
