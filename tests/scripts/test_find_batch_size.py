@@ -233,7 +233,7 @@ def simulated(tmp_path, monkeypatch):
             (folder / "metrics.jsonl").write_text("\n".join(log))
             return LaunchResult(0, "", gib, 1.0, False)
 
-        monkeypatch.setattr(find_batch_size, "launch", launched)
+        monkeypatch.setattr(find_batch_size, "launch_limited", launched)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu_gib is not None)
         config = "--config_file=accelerate_configs/single_gpu.yaml"
         find_batch_size.BatchSearch(find_batch_size.parse_flags([config, f"--output={file}", *words])).run()

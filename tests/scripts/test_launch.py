@@ -544,7 +544,7 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("gpus", "visible", "slots"), [(3, None, 3), (3, "", 1), (0, None, 1)])
 def test_a_mode_takes_the_gpus_that_this_machine_has(gpus, visible, slots, monkeypatch):
     """Simulated: the driver reports so many GPUs. Without one, or in a rehearsal, a host gets one process."""
-    monkeypatch.setattr(launch, "devices", lambda: Devices(gpus=({},) * gpus))
+    monkeypatch.setattr(launch, "list_gpus", lambda: Devices(gpus=({},) * gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -139,7 +139,7 @@ def test_a_worker_that_can_not_send_its_pictures_ends_the_command():
 
 
 def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
-    monkeypatch.setattr(predict, "draw", lambda *_: None)
+    monkeypatch.setattr(predict, "draw_sheet", lambda *_: None)
     (tmp_path / "sheet.png").touch()
     names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "cat"]
     shown = ["'=1+1", "'+1", "'-1", "'@SUM(A1)", r"\x09=1", r"\x0d=1", "cat"]

@@ -95,7 +95,7 @@ def check(replays, cache, monkeypatch, capsys):
         status = verify.main()
         return status, capsys.readouterr().out, last_stamp(folder)
 
-    monkeypatch.setattr(verification, "launch", launch)
+    monkeypatch.setattr(verification, "run_replay", launch)
     return checked
 
 
