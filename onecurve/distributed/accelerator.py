@@ -31,6 +31,7 @@ from onecurve.distributed.devices import (
     use_all_cores,
 )
 from onecurve.distributed.exact_sum import ExactSum, use_foreach
+from onecurve.distributed.initial_weights import share_initial_weights
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.launch_config import (
     check_launch_config,
@@ -39,6 +40,7 @@ from onecurve.distributed.launch_config import (
     enabled_precision,
     settle_auto,
 )
+from onecurve.distributed.layout import plain_module
 from onecurve.distributed.precision import (
     HALF,
     autocast_forward,
@@ -57,12 +59,10 @@ from onecurve.distributed.rendezvous import (
 )
 from onecurve.distributed.strategy import (
     keep_strides,
-    plain_module,
     precision,
     refuse_missing_gradients,
     refuse_skipped_steps,
     sharding,
-    share_initial_weights,
     strategy,
     versions,
 )

@@ -23,7 +23,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onecurve.distributed.strategy import plain_module
 from onecurve.upstream import deepspeed_
 
 Local = Sequence[Tensor | None]  # one per local tensor; None if the parameter has no such state
@@ -318,6 +317,13 @@ def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[
         }
         for group, old in zip(groups, before, strict=True)
     ]
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP's or DeepSpeed's wrapper. Accelerate's own function imports DeepSpeed."""
+    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        model = model.get_submodule("module")
+    return model
 
 
 def to_local(value: Any) -> Any:

@@ -1,11 +1,9 @@
-"""The strategy of a started job: its name, sharding and precision, and what is done to make all train alike.
+"""The strategy of a started job: its name, sharding, precision, and checks that make strategies train alike.
 
-All ranks begin with rank 0's weights. Gradients that a strategy would silently skip are refused: missing ones
-under DDP, infinite ones under ZeRO.
+Gradients that a strategy would silently skip are refused: missing ones under DDP, infinite ones under ZeRO.
 """
 
 import contextlib
-import hashlib
 import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
@@ -13,19 +11,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast, gather_object, recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
-from onecurve.distributed.agreement import agree
-from onecurve.models.attention import kernel_version
 from onecurve.upstream.deepspeed_ import call_at_overflow
-
-
-def plain_module(model: nn.Module) -> nn.Module:
-    """The model inside DDP's or DeepSpeed's wrapper. (Accelerate's unwrap_model would import deepspeed.)"""
-    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
-        model = model.get_submodule("module")
-    return model
 
 
 def strategy(accelerator: Accelerator) -> str:
@@ -76,32 +65,10 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is needed for ZeRO alone
             found[name] = version(name)
     if accelerator and accelerator.short_attention:
+        from onecurve.models.attention import kernel_version
+
         found["short_attention"] = kernel_version()
     return found
-
-
-@torch.no_grad()
-def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Gives every rank the weights of rank 0. ValueError when names, shapes or types of parameters differ.
-
-    All ranks draw their weights from the same seed. If they are equal, nothing is sent; CPUs with different
-    instruction sets round differently.
-    """
-    tensors = model.state_dict()
-    shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
-    agree(accelerator, {"the model": shapes})
-    if accelerator.num_processes == 1 or len(set(gather_object([_digest(tensors)]))) == 1:
-        return
-    for tensor in tensors.values():
-        tensor.copy_(broadcast(tensor.to(accelerator.device)))
-    accelerator.print("the ranks drew different initial weights, as different CPUs do: rank 0's are used")
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors.values():
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,7 @@ import torch._C._distributed_c10d as c10d
 from accelerate import Accelerator
 from torch import nn
 
-from onecurve.distributed.strategy import plain_module
+from onecurve.distributed.layout import plain_module
 
 SCALARS = 8  # elements; smaller reductions are counts and losses, not gradients
 

@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from onecurve.distributed.accelerator import prepare, start
+from onecurve.distributed.layout import plain_module
 from onecurve.distributed.process import run_process
-from onecurve.distributed.strategy import plain_module
 from onecurve.flags.recipe import Batch, Job, parse
 from onecurve.models.script import load_script, normalisation, recipe_class
 from onecurve.numerics.augment import to_float

@@ -1,0 +1,34 @@
+"""Initial weights: all ranks begin with those of rank 0."""
+
+import hashlib
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather_object
+from torch import Tensor, nn
+
+from onecurve.distributed.agreement import agree
+
+
+@torch.no_grad()
+def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
+    """Give every rank the weights of rank 0. ValueError when names, shapes or types of parameters differ.
+
+    All ranks draw their weights from the same seed. If they are equal, nothing is sent; CPUs with different
+    instruction sets round differently.
+    """
+    tensors = model.state_dict()
+    shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
+    agree(accelerator, {"the model": shapes})
+    if accelerator.num_processes == 1 or len(set(gather_object([_digest(tensors)]))) == 1:
+        return
+    for tensor in tensors.values():
+        tensor.copy_(broadcast(tensor.to(accelerator.device)))
+    accelerator.print("the ranks drew different initial weights, as different CPUs do: rank 0's are used")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
