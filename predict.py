@@ -43,7 +43,7 @@ from onecurve.data.workers import Pictures, Preprocessing, picture_batches
 from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
 from onecurve.distributed.process import run_process
-from onecurve.distributed.watch import Preempted, wanted
+from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import parse, setting
 from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
@@ -134,7 +134,7 @@ def predict_images(
     features = keep_features(model) if flags.embeddings else []
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
     for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
-        if wanted():
+        if watch.wanted():
             raise Preempted
         mine |= {i: {"file": pictures.files[i], "error": why} for i, why in batch.broken}
         if not len(batch.ids):

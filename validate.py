@@ -47,7 +47,7 @@ from onecurve.distributed.agreement import agree
 from onecurve.distributed.precision import autocast_forward
 from onecurve.distributed.process import run_process
 from onecurve.distributed.strategy import device_name, precision, strategy
-from onecurve.distributed.watch import Preempted, wanted
+from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, ImageRecipe, parse, recipe_part, setting
 from onecurve.models.preprocessing import DataConfig
 from onecurve.run.evaluation import counted, evaluated_ids, predictions
@@ -273,7 +273,7 @@ def teller(accelerator: Accelerator) -> Callable[[str], None]:
 
     def tell(doing: str) -> None:
         nonlocal shown_s
-        if wanted():
+        if watch.wanted():
             raise Preempted
         if accelerator.is_main_process and time.monotonic() - shown_s > 30:
             shown_s = time.monotonic()

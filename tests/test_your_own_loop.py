@@ -65,12 +65,11 @@ def python(tmp_path_factory) -> Path:
 
 
 def test_the_package_is_the_core_alone(python, tmp_path):
-    """The loop's imports need neither scripts nor tools, and load no flags and nothing that talks to ranks."""
+    """The loop needs neither scripts nor tools, and loads no flags and nothing that talks to other ranks."""
     imports = re.findall("^from onecurve.*$", LOOP, re.MULTILINE)
-    shown = (
-        "import sys; print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('onecurve')))"
-    )
-    absent = "import importlib.util; assert not importlib.util.find_spec('tools'); assert 'timm' not in sys.modules"
+    shown = "import importlib.util, sys\n"
+    shown += "print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('onecurve')))"
+    absent = "assert not importlib.util.find_spec('tools')\nassert 'timm' not in sys.modules"
     output = run([python, "-c", "\n".join([*imports, shown, absent])], env=ENV, cwd=tmp_path)
     files = [Path(file) for file in output.split()]
     assert all(file.is_relative_to(python.parents[1]) for file in files)

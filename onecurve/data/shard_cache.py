@@ -23,7 +23,7 @@ import numpy as np
 import torch.distributed as dist
 
 from onecurve.data.shards import Shard
-from onecurve.distributed.watch import Preempted, wanted
+from onecurve.distributed.watch import Preempted, watch
 from onecurve.numerics.order import Plan
 from onecurve.system.env import processes_per_host
 from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
@@ -317,5 +317,5 @@ class ShardPrefetcher:
 def _stop_if_alone() -> None:
     """Raises Preempted after a stop signal, if this process is the only one. Other processes would be in the
     middle of a step and wait for this one for ever."""
-    if wanted() and not dist.is_initialized():
+    if watch.wanted() and not dist.is_initialized():
         raise Preempted

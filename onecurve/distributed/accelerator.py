@@ -31,6 +31,7 @@ from onecurve.distributed.devices import (
     use_all_cores,
 )
 from onecurve.distributed.exact_sum import ExactSum, use_foreach
+from onecurve.distributed.hang import record_collectives
 from onecurve.distributed.initial_weights import share_initial_weights
 from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.launch_config import (
@@ -66,11 +67,11 @@ from onecurve.distributed.strategy import (
     strategy,
     versions,
 )
-from onecurve.distributed.watch import stop, watch, watch_ranks
+from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Job, agreed_part
 from onecurve.system.env import is_hosts_first, rank, world_size
 from onecurve.system.paths import ROOT
-from onecurve.system.phase import CUDA, GROUP, STARTING, now, record_collectives, spending
+from onecurve.system.phase import CUDA, GROUP, STARTING, now, spending
 from onecurve.system.processes import deaf_launcher
 from onecurve.upstream import accelerate_, deepspeed_, torch_
 
@@ -100,8 +101,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
     compilation, remarks = _set_environment(job, launch)
     accelerator = _join_group(job, launch, clip_norm, compilation)
     _agree_on_start(job, launch, accelerator, remarks)
-    stop.is_ready = True
-    watch_ranks(accelerator)
+    watch.ready(accelerator)
     return accelerator, launch.batch
 
 
@@ -113,7 +113,7 @@ def _read_launcher(job: Job) -> Launch:
     )
     check_processes()
     batch = elastic_batch(job)
-    watch(job.timeout_s)
+    watch.start(job.timeout_s)
     return Launch(batch, deepspeed, "LOCAL_RANK" in os.environ and not torch.cuda.is_available())
 
 

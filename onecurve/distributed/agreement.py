@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from onecurve.distributed.channel import Channel, Reason
-from onecurve.distributed.watch import Preempted, report_hang, wanted
+from onecurve.distributed.watch import Preempted, watch
 from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
 
@@ -72,7 +72,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
                 continue
             if channel.gone:
                 raise channel.gone
-            if wanted():
+            if watch.wanted():
                 channel.post(f"{board}/stop", True)  # the workers' outcomes decide: they are the same for all
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
@@ -80,7 +80,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
             if (latest := channel.count(f"{board}/heartbeats")) != received:
                 received, received_at = latest, time.monotonic()
             elif time.monotonic() - received_at > timeout_s:
-                report_hang()
+                watch.report_hang()
                 raise ValueError(
                     f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s"
                     f" while it prepared the {topic}: look at its host, or give a larger --timeout_s"
@@ -116,7 +116,7 @@ def _heartbeat(channel: Channel, board: str) -> Callable[[], None]:
 
 
 def _stop_if_wanted() -> None:
-    if wanted():
+    if watch.wanted():
         raise Preempted
 
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.channel import first_to_report
 from onecurve.distributed.step_graph import free_graphs
-from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, begin_exit, report_failure
+from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_torchrun
 from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
@@ -76,8 +76,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             print(f"preempted: the same command continues (exit status {PREEMPTED})")
     except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
         status = 1
-        begin_exit()
-        report_failure(error)
+        watch.begin_exit()
+        watch.report_failure(error)
         is_mistake = isinstance(error, MISTAKES)
         message = message_text(error) if is_mistake else f"{type(error).__name__}: {error}"
         tell_torchrun(message)
@@ -89,7 +89,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         # processes as soon as one has exited.
         if world_size() > 1:
             time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
-    begin_exit()
+    watch.begin_exit()
     if dist.is_initialized() and status in (0, PREEMPTED):
         free_graphs()
         dist.destroy_process_group()

@@ -30,7 +30,7 @@ from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.layout import owner
 from onecurve.distributed.rendezvous import backend
 from onecurve.distributed.strategy import precision, sharding, strategy
-from onecurve.distributed.watch import stop
+from onecurve.distributed.watch import watch
 from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
 from onecurve.upstream import torch_
 
@@ -185,7 +185,7 @@ class StepGraph:
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
         self.shape: Shape | None = None  # the current one: --train_sizes has each size once
         self.replays = 0
-        self.poll = Poll(stop.timeout_s)
+        self.poll = Poll(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared)
         self.is_gathered = False  # FSDP2's modules may hold gathered parameters, of a forward without a graph
         if strategy(accelerator) == "fsdp":

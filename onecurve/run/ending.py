@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from onecurve.checkpoint.format import steps_in
 from onecurve.distributed.channel import let_main_close_first
 from onecurve.distributed.strategy import device_name, unused_parameters, without_gradient
-from onecurve.distributed.watch import begin_exit, report_failure, stop
+from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.run.folder import folders
 from onecurve.run.lease import RECORD
@@ -27,14 +27,15 @@ ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's wo
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
-def end_preempted(ranks: Ranks) -> None:
-    """Saves once. The others wait for the main process, because a launcher kills all when one exits.
+def end_preempted(ranks: Ranks, why: str) -> None:
+    """Save once. The others wait for the main process, because a launcher kills all when one exits.
 
-    Collective. Raises FloatingPointError or ValueError if nothing could be saved.
+    why: the reason on this process, if there is one. Collective. Raises FloatingPointError or ValueError if
+    nothing could be saved.
     """
     now.enter(SAVING)
     exchange, record = ranks.exchange, ranks.record
-    why = next(filter(None, exchange.poll.gather(stop.reason)), "")
+    why = next(filter(None, exchange.poll.gather(why)), "")
     if record:
         record.log.write_mark({"interrupted_at": time.time(), "why": why})
     # A single process may stop within a step, while it waits for a shard: that step does not count.
@@ -67,7 +68,7 @@ def end_failed(
     error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None
 ) -> None:
     """Raises the error that all processes report, explained if its cause is known. ranks: after begin()."""
-    begin_exit()
+    watch.begin_exit()
     now.enter(ENDING)
     record = ranks.record if ranks else None
     if record:
@@ -80,7 +81,7 @@ def end_failed(
             own = KeyboardInterrupt(f"run the same command to resume {place}")
     else:
         own = explained(error, accelerator, batch, ranks)
-    first = report_failure(own)
+    first = watch.report_failure(own)
     if record:
         is_interrupted = isinstance(first, KeyboardInterrupt)
         record.close_failed("interrupted" if is_interrupted else str(first) or type(first).__name__)

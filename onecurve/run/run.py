@@ -13,7 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from onecurve.distributed.agreement import once
-from onecurve.distributed.watch import Preempted, begin_exit, stop
+from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.system.env import report
@@ -81,7 +81,7 @@ class Run:
         now.enter(TRAINING)
         now.step = ranks.state.step
         if record:
-            stop.close = record.close_failed
+            watch.on_failure(record.close_failed)
         return ranks.steps
 
     @property
@@ -119,9 +119,9 @@ class Run:
         if ranks:
             ranks.exchange.telemetry.stop()
         if isinstance(error, Preempted):
-            stop.is_agreed = True
+            why = watch.agreed()
             if ranks:
-                end_preempted(ranks)
+                end_preempted(ranks, why)
             else:
                 end_early(*job)
         elif error is not None:
@@ -224,7 +224,7 @@ class Run:
         parts = facts, predictions, exchange.telemetry
         once(self.accelerator, "report", lambda beat: self.main_record.write_end(*parts, beat), timeout_s)
         once(self.accelerator, "last upload", lambda beat: self.main_record.upload(beat), timeout_s)
-        begin_exit()
+        watch.begin_exit()
         self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
         if self.ranks.record:
             report("finished")

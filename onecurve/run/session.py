@@ -15,7 +15,7 @@ from onecurve.checkpoint.saver import Saver
 from onecurve.distributed.channel import Poll, Reason
 from onecurve.distributed.exact_sum import exact_sum
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.watch import Preempted, wanted
+from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.log import Predictions
@@ -56,7 +56,7 @@ class Exchange:
         All processes use the same number of steps, because each sends the others its time per step.
         """
         if step < self.next_step:
-            wanted()  # resets the watchdog: a step has ended
+            watch.wanted()  # resets the watchdog: a step has ended
             return
         now = time.perf_counter()
         if self.sent_step >= 0:
@@ -75,7 +75,7 @@ class Exchange:
         On all processes it raises Preempted after a signal, or ValueError with a problem's message.
         """
         problem = self.record and self.record.problem()
-        mine = Reason.PROBLEM if problem else Reason.STOP if wanted() else Reason.NONE
+        mine = Reason.PROBLEM if problem else Reason.STOP if watch.wanted() else Reason.NONE
         received, self.slowest_us = self.poll(mine, self.step_us) or (Reason.NONE, UNKNOWN_US)
         if received == Reason.PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])

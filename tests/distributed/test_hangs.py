@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from onecurve.distributed.hang import collectives, hang_table
 from onecurve.system.env import EVENTS_FILE, EventReader
-from onecurve.system.phase import Replay, collectives, hang_table, now
+from onecurve.system.phase import Replay, now
 from tests.conftest import CNN, Job, full, mutate, result, torchrun
 from tools.launch.hosts import Host
 from tools.launch.job import JobRunner, LaunchPlan

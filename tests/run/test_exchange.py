@@ -54,7 +54,7 @@ def agreed(clock, monkeypatch, durations, told=None) -> tuple[list[int], int | N
             clocks[rank] += both[rank]
             clock.s = clocks[rank]
             hears = told is not None and told[0] == rank and step >= told[1]
-            monkeypatch.setattr(module, "wanted", lambda hears=hears: hears)
+            monkeypatch.setattr(module.watch, "wanted", lambda hears=hears: hears)
             try:
                 one.listen_after(step)
             except Preempted:

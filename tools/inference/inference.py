@@ -18,7 +18,7 @@ from onecurve.checkpoint.weights import TrainedModel, find, of_model
 from onecurve.data.splits import ArraySplit, CroppedSplit, Split
 from onecurve.distributed.accelerator import start
 from onecurve.distributed.agreement import once
-from onecurve.distributed.watch import begin_exit
+from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, ImageRecipe, Job, is_hub_name, setting, timm_name
 from onecurve.models.preprocessing import Crop, DataConfig, data_config
 from onecurve.models.script import normalisation
@@ -79,7 +79,7 @@ class Inference:
     def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:
         """Calls report() on the main process, and ends the job."""
         once(accelerator, "report", partial(run_with_heartbeat, report), self.timeout_s)
-        begin_exit()
+        watch.begin_exit()
         accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
 
 

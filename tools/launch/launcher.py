@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from onecurve.distributed.hang import Evidence, hang_table
 from onecurve.system.env import PREEMPTED
 from onecurve.system.gpus import visible_devices
-from onecurve.system.phase import Evidence, hang_table
 from onecurve.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S
 from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on

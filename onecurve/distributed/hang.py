@@ -1,0 +1,254 @@
+"""The report of a hanging job: each rank's evidence, and a table that names the rank they wait for.
+
+When a collective has waited for most of the timeout, a rank asks all ranks for their evidence before the
+timeout ends them: NCCL's watchdog aborts a process without a message from Python. A suspended rank does not
+answer, nor does the store if its process is suspended.
+
+launch.py also makes the table, so this file imports torch only where it is used.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from onecurve.system.env import EVENTS_FILE, report
+from onecurve.system.paths import ROOT
+from onecurve.system.phase import now
+from onecurve.system.threads import start_daemon
+from onecurve.upstream.python_ import main_threads_frame
+from onecurve.upstream.torch_ import flight_record
+
+if TYPE_CHECKING:
+    from onecurve.distributed.channel import Channel
+
+Evidence = dict[str, Any]  # a rank's report, from evidence()
+KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
+REPLAY, GRAPH = "replay", "graph"  # stand for a collective and its group in the evidence
+COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
+REPORTING = ("hang.py", "watch.py")  # files that make the report: the process is where they were called
+ANSWER_S = 1.0  # for the other ranks to answer
+
+
+def record_collectives() -> None:
+    """Make torch record few collectives, and write no pickles at a timeout. Call before the first group."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
+    for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+        os.environ.setdefault(name, "0")
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return the collectives in torch's flight recorder and the followed replay, oldest first.
+
+    Each has op, group, number, age_s and is_done. torch records none of the collectives in a graph.
+
+    number: in its group; a rank whose last number is smaller is behind.
+    """
+    entries = flight_record()
+    unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
+    recorded = [
+        {
+            "op": e["profiling_name"],
+            "group": e["process_group"][0],
+            "number": e["collective_seq_id"],
+            "age_s": time.time() - e["time_created_ns"] / 1e9,
+            "is_done": e["retired"] or e["state"] == "completed",
+        }
+        for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
+        if not e["is_p2p"]
+    ]
+    return sorted(recorded + _replay(), key=lambda one: -one["age_s"])
+
+
+def _replay() -> list[dict[str, Any]]:
+    """Return the replay that is followed, in the form of a collective."""
+    if (replay := now.replay) is None:
+        return []
+    entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
+    return [entry | {"is_done": replay.is_done()}]
+
+
+def evidence(rank: int, hosts: list[str]) -> Evidence:
+    """Return this process's evidence for JSON: names of files, lines and functions, but no values."""
+    recorded = collectives()
+    return {
+        "rank": rank,
+        "host": hosts[rank],
+        "hosts": hosts,
+        "phase": now.phase,
+        "step": now.step,
+        "where": _where(main_threads_frame()),
+        "waits": [one for one in recorded if not one["is_done"]],
+        "last": recorded[-1] if recorded else None,
+        "sequence": {one["group"]: one["number"] for one in sorted(recorded, key=lambda one: one["number"])},
+        "silent_s": {},
+    }
+
+
+def _where(frame: FrameType | None) -> str:
+    """Return the innermost line of the stack in the project or in the folder of the script."""
+    roots = (ROOT, Path(sys.argv[0]).resolve().parent)
+    while frame:
+        file = Path(frame.f_code.co_filename).absolute()
+        root = next((root for root in roots if file.is_relative_to(root)), None)
+        if root and "site-packages" not in file.parts and file.name not in REPORTING:
+            return f"{file.relative_to(root)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "-"
+
+
+def stacks() -> str:
+    """Return the stacks of all threads of this process."""
+    with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+    return ""
+
+
+def hang_table(reports: Sequence[Evidence]) -> list[str]:
+    """Return lines of text: the rank that the others wait for, and a table with a row per rank.
+
+    reports: the evidence of the ranks that answered; the others are silent. At least one has `hosts`, the
+    host of each rank.
+    """
+    rows = {row["rank"]: row for row in reports}
+    hosts = max((row.get("hosts", []) for row in reports), key=len)
+    last_seen = _last_seen(reports)
+    cells = [list(COLUMNS)]
+    for rank, host in enumerate(hosts):
+        if (row := rows.get(rank)) is None:
+            cells.append([str(rank), host, "silent", "-", "-", "-", last_seen.get(rank, "unknown")])
+            continue
+        step = f"{row['step']:,}"
+        cells.append([str(rank), row["host"], row["phase"], step, row["where"], _last(row), "now"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return [f"the job hangs: {awaited(rows, hosts)}", *lines]
+
+
+def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
+    """Return the ranks that the others wait for, in words. rows: the evidence of the ranks that answered."""
+    if silent := [rank for rank in range(len(hosts)) if rank not in rows]:
+        return f"{_named(silent, hosts)} silent: stopped by a signal, or its host is cut off"
+    waits = {rank: row["waits"][0] for rank, row in rows.items() if row["waits"]}
+    if not waits:
+        return "no rank waits in a collective"
+    behind = {
+        rank
+        for wait in waits.values()
+        for rank, row in rows.items()
+        if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
+        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch ahead, each as far as it gets
+    }
+    if odd := sorted(behind) or sorted(rows.keys() - waits.keys()):
+        steps = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in odd}
+        ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in odd})
+        inside = f", not in {', '.join(ops)} with the others" if ops else ""
+        return f"{_named(odd, hosts)} awaited{inside}: {'; '.join(sorted(steps))}"
+    kinds = {(wait["op"], wait["number"] * (wait["group"] != GRAPH)) for wait in waits.values()}
+    if len(kinds) > 1:
+        places = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
+        return f"the ranks are in different collectives: {', '.join(places)}"
+    return "all ranks are in the same collective: the network, or a device"
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    names = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _last(row: Evidence) -> str:
+    collective = row["waits"][0] if row["waits"] else row["last"]
+    if not collective:
+        return "-"
+    state = f"waits for {collective['age_s']:.0f} s" if row["waits"] else "done"
+    return f"{collective['op']} {collective['number']} of group {collective['group']}, {state}"
+
+
+def _last_seen(reports: Sequence[Evidence]) -> dict[int, str]:
+    """Return the time since the last heartbeat of each silent rank, as text."""
+    ages: dict[int, float] = {}
+    for row in reports:
+        for rank, age_s in row.get("silent_s", {}).items():
+            ages[int(rank)] = min(age_s, ages.get(int(rank), age_s))
+    return {rank: f"{age_s:.0f} s ago" for rank, age_s in ages.items()}
+
+
+class HangReport:
+    """The report of a job that hangs: this rank's evidence, and the answers of the others through the store.
+
+    job: a name that is new after a restart. hosts: the host of each rank. channel: only for make(), which
+    uses it in a thread.
+    """
+
+    def __init__(self, job: str, rank: int, hosts: list[str], channel: "Channel"):
+        self._rank, self._hosts, self._channel = rank, hosts, channel
+        self._question, self._alive = f"{job}/hang", f"{job}/alive"  # keys in the store
+        self._stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job[:8]}"
+        self._lock = threading.Lock()
+        self._evidence: Evidence | None = None
+        self._has_answered = False
+        self.is_made = False
+
+    def beat(self, channel: "Channel") -> None:
+        """Send a heartbeat."""
+        channel.post(f"{self._alive}/{self._rank}", time.time())
+
+    def answer(self, channel: "Channel") -> None:
+        """Send this rank's evidence if another rank has asked for it."""
+        if not self._has_answered and channel.read(self._question) is not None:
+            self._has_answered = True
+            channel.post(f"{self._question}/{self._rank}", self._report_evidence())
+
+    def make(self) -> None:
+        """Report this rank's evidence, ask the others for theirs, and show the table. Does so once."""
+        with self._lock:
+            if self.is_made:
+                return
+            self.is_made = True
+        rows = {self._rank: self._report_evidence()}
+        asking = start_daemon(lambda: self._ask(rows))
+        is_first = True
+        with contextlib.suppress(TimeoutError):  # the store does not answer
+            is_first = asking.result(2 * ANSWER_S)
+        report("hang", **rows[self._rank])  # again, with the last heartbeats of silent ranks
+        if EVENTS_FILE not in os.environ and is_first:
+            lines = hang_table(list(rows.values()))
+            lines.append(f"the stacks of all threads: {self._stacks_folder}, on each host")
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _ask(self, rows: dict[int, Evidence]) -> bool:
+        """Add the other ranks' evidence and the last heartbeats of silent ranks. False if another asked."""
+        channel = self._channel
+        is_first = channel.first(self._question, self._rank) == self._rank
+        until = time.monotonic() + ANSWER_S
+        while (missing := set(range(len(self._hosts))) - rows.keys()) and time.monotonic() < until:
+            for rank in missing:
+                if answer := channel.read(f"{self._question}/{rank}"):
+                    rows[rank] = answer
+            time.sleep(0.1)
+        for rank in missing:
+            if alive_at := channel.read(f"{self._alive}/{rank}"):
+                rows[self._rank]["silent_s"][rank] = time.time() - alive_at
+        return is_first
+
+    def _report_evidence(self) -> Evidence:
+        """Report this rank's evidence to launch.py, or its stacks in a file, once. Return it."""
+        with self._lock:
+            if self._evidence is None:
+                self._evidence, text = evidence(self._rank, self._hosts), stacks()
+                report("hang", **self._evidence, stacks=text)
+                if EVENTS_FILE not in os.environ:
+                    with contextlib.suppress(OSError):
+                        self._stacks_folder.mkdir(mode=0o700, exist_ok=True)
+                        (self._stacks_folder / f"rank_{self._rank}.txt").write_text(text)
+            return self._evidence
