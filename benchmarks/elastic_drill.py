@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from cluster import virtual_cluster as cluster
+from cluster import virtual_hosts as cluster
 from cluster.drill import ranks_on, say
 from onecurve.data.cache import prepare_data
 from onecurve.run.plots import Panel, panels

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster import virtual_cluster as cluster
+from cluster import virtual_hosts as cluster
 from onecurve.system.files import read_lines
 from onecurve.system.processes import kill
 

@@ -353,12 +353,12 @@ def assert_same_losses(folder: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="session")
 def cluster_tools():
-    """cluster/virtual_cluster.py, where this machine can make hosts of itself. None is left from before."""
-    from cluster import virtual_cluster
+    """cluster/virtual_hosts.py, where this machine can make hosts of itself. None is left from before."""
+    from cluster import virtual_hosts
 
-    needs("root", "ssh", "ps", *virtual_cluster.NEEDS)
-    virtual_cluster.down()
-    return virtual_cluster
+    needs("root", "ssh", "ps", *virtual_hosts.NEEDS)
+    virtual_hosts.down()
+    return virtual_hosts
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import virtual_cluster as hosts
+from cluster import virtual_hosts as hosts
 from tests.conftest import ROOT, Job, run, wait_until
 
 SCRIPT = [sys.executable, "cluster/virtual_cluster.py"]

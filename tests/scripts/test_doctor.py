@@ -12,7 +12,7 @@ import pytest
 import timm
 import yaml
 
-from cluster import virtual_cluster as hosts
+from cluster import virtual_hosts as hosts
 from tests.conftest import BIN, ROOT, Job, rows_of, run, wait_until
 from tests.data.test_shard_stream import upload
 from tests.scripts.test_launch import OTHER_CODE, OTHER_TIMM, another_host_key, changed, no_sshd

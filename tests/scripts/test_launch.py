@@ -16,7 +16,7 @@ import pytest
 import timm
 
 import launch
-from cluster import virtual_cluster as hosts
+from cluster import virtual_hosts as hosts
 from cluster.drill import ranks_on
 from onecurve.system.gpus import Devices
 from tests.conftest import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import virtual_cluster as hosts
+from cluster import virtual_hosts as hosts
 from cluster.drill import ranks_on
 from onecurve.checkpoint.format import step_name, step_of, steps_in
 from onecurve.numerics.order import order
