@@ -20,7 +20,7 @@ from onecurve.distributed.channel import first_to_report
 from onecurve.distributed.step_graph import free_graphs
 from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
-from onecurve.system.cli import settle_environment, tell_torchrun
+from onecurve.system.cli import settle_environment, tell_launchers, tell_torchrun
 from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
 from onecurve.system.phase import STARTING, now
 from onecurve.system.text import message_text
@@ -74,6 +74,10 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         status = PREEMPTED
         if first_to_report("preempted"):
             print(f"preempted: the same command continues (exit status {PREEMPTED})")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            tell_launchers(message_text(error.code))
+        raise
     except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
         status = 1
         watch.begin_exit()

@@ -78,6 +78,7 @@ class Watch:
         self._reason = ""  # the signal, or that the launcher has ended, once the thread has noticed it
         self._ranks: _Ranks | None = None  # in a job of several processes, once it has started
         self._close: Close = lambda _: None
+        self._has_failed = False
 
     @property
     def timeout_s(self) -> float:
@@ -134,8 +135,18 @@ class Watch:
             self._ranks.begin_exit()
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to the others. Return the error that explains it."""
-        return self._ranks.report_failure(error) if self._ranks else error
+        """Report this rank's error to the other ranks and to launch.py. Return the error that explains it.
+
+        Only the first call reports.
+        """
+        if self._has_failed:
+            return error
+        self._has_failed = True
+        if self._ranks:
+            return self._ranks.report_failure(error)
+        if isinstance(error, Exception):
+            report("failed", message=_described(error))
+        return error
 
     def report_hang(self) -> None:
         """Report this process's evidence and ask the others for theirs, because this process ends soon."""
@@ -269,9 +280,9 @@ class _Ranks:
     def report_failure(self, error: BaseException) -> BaseException:
         """Report this rank's error to the others. Return the error that explains it.
 
-        The first failure of a job counts: an error that follows from it on another rank, such as a reset
-        connection, is replaced by its message. Ctrl-C reaches all ranks, which end by themselves; it explains
-        the error of another rank only where SIGINT was sent to one alone.
+        The first failure of a job counts, and launch.py gets no other one. An error that follows from it on
+        another rank, such as a reset connection, is replaced by its message. Ctrl-C reaches all ranks, which
+        end by themselves; it explains the error of another rank only where SIGINT was sent to one alone.
         """
         where = f"rank {self.rank} (host {socket.gethostname()})"
         if not isinstance(error, Exception):
@@ -279,16 +290,19 @@ class _Ranks:
                 self.interrupt, f"{where} was interrupted: it received SIGINT, which saves nothing"
             )
             return error
-        mine = message_text(error)
-        if isinstance(error, MISTAKES):
-            self.own.first(self.failure, mine)
-            return error
-        mine = f"{where} failed: {type(error).__name__}: {mine}"
-        until = time.monotonic() + DYING_S
-        while not (cause := self.cause_elsewhere()) and time.monotonic() < until:
-            time.sleep(0.1)
+        mine, cause = _described(error), None
+        is_mistake = isinstance(error, MISTAKES)
+        if not is_mistake:
+            mine = f"{where} failed: {mine}"
+            until = time.monotonic() + DYING_S
+            while not (cause := self.cause_elsewhere()) and time.monotonic() < until:
+                time.sleep(0.1)
         first = self.own.first(self.failure, cause or mine)
-        return error if self.own.gone or first == mine else ValueError(first)
+        if self.own.gone:
+            return error
+        if first == mine:
+            report("failed", message=mine)
+        return error if is_mistake or first == mine else ValueError(first)
 
     def look_for_hang(self) -> None:
         """Look for a collective or a replay that has waited too long. It needs no store, which may hang."""
@@ -313,6 +327,12 @@ class _Ranks:
                 f"replay {replay.number} of the step's graph, at step {now.step}, has waited for another rank"
                 f" for more than {self.timeout_s:g} s"
             )
+
+
+def _described(error: Exception) -> str:
+    """Return the error's message, with its class unless it is a mistake."""
+    text = message_text(error)
+    return text if isinstance(error, MISTAKES) else f"{type(error).__name__}: {text}"
 
 
 watch = Watch()

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from onecurve.system.cli import EMPTY, CommandParser, tell_torchrun, underscores
+from onecurve.system.cli import EMPTY, CommandParser, tell_launchers, underscores
 from onecurve.system.env import is_hosts_first
 from onecurve.system.files import parse_json, read_yaml, unique_keys
 from onecurve.system.paths import ROOT
@@ -182,7 +182,7 @@ class Parser(CommandParser):
             advice = _why_left(unknown) or near or "; --help lists them all"
             message = f"unknown flag {shortened(unknown)}{advice}"
         message = message_text(message)
-        tell_torchrun(message)
+        tell_launchers(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
         if not is_hosts_first():  # a launcher kills all when one exits: the first must have printed by then
             time.sleep(5)

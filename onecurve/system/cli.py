@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from onecurve.system.env import rank
+from onecurve.system.env import rank, report
 from onecurve.system.paths import ROOT
 from onecurve.system.text import message_text
 
@@ -34,7 +34,7 @@ def run_command(main: Callable[[], int]) -> int:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return 0
         message = message_text(_text(error))
-        tell_torchrun(message)
+        tell_launchers(message)
         print(f"error: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -129,8 +129,14 @@ def settle_environment() -> None:
     os.environ.pop("MPLBACKEND", None)
 
 
+def tell_launchers(message: str) -> None:
+    """Write the message of this process's failure, which is the cause of the job's, for all launchers."""
+    tell_torchrun(message)
+    report("failed", message=message)
+
+
 def tell_torchrun(message: str) -> None:
-    """Writes the message that torchrun shows when it reports the failure of this process."""
+    """Write the message that torchrun shows when it reports the failure of this process."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):

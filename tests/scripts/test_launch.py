@@ -306,6 +306,42 @@ def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path)
     assert not any(canary in text for text in (output, *commands, *logs))
 
 
+CAUSE = """  # all ranks print what looks like a failure, and the last one fails
+import sys
+from accelerate.utils import gather_object
+from onecurve.distributed.process import entry
+from onecurve.flags.recipe import Recipe
+
+@entry(Recipe)
+def main(recipe, accelerator, batch):
+    print("error: this is no failure", flush=True)
+    gather_object([accelerator.process_index])
+    if accelerator.is_last_process:
+        FAIL
+    gather_object([accelerator.process_index])
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [
+        ("raise KeyError('cat')", "rank 1 (host node2) failed: KeyError: 'cat'"),
+        full("raise ValueError('no more cats')", "no more cats"),
+        full("sys.exit('out of cats')", "out of cats"),
+    ],
+)
+def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
+    """The host that is named is the one that failed, whatever its output and the others' look like."""
+    (tmp_path / "cause.py").write_text(CAUSE.replace("FAIL", fail))
+    words = [tmp_path / "cause.py", "--output_dir", tmp_path / "run"]
+    status, output = start(words, tmp_path, ["--env", "PYTHONPATH"], {"PYTHONPATH": str(ROOT)}).wait(120)
+    assert status == 1
+    assert f"error: node2: {message}; the other hosts were stopped. " in output, output
+    wait_until_empty(hosts.names(), 5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "said"),

@@ -184,7 +184,10 @@ def fail(message: str) -> int:
 
 
 def failure_cause(connection: HostConnection) -> tuple[int, str]:
-    """A rank from 0 (a cause) to 4 (most likely a consequence), and the reason of this host's failure."""
+    """Return a rank from 0 (a cause) to 5 (most likely a consequence), and the reason of this host's failure.
+
+    A process of ours reports its failure. Other causes are guessed from the output.
+    """
     lines = connection.last_lines
     last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
     if connection.hello is None:
@@ -202,11 +205,13 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     # torchrun's report. Survivors end by signal 15 of torchrun, or 6 of NCCL.
     if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"
+    if connection.failure:
+        return 2, connection.failure
     if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):
-        return 2, errors[0]
+        return 3, errors[0]
     raised = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
     if raised := [line for line in raised if not line.startswith(LAUNCHERS_OWN)]:
-        return 3, raised[-1]
+        return 4, raised[-1]
     # sys.exit("...") leaves its message alone before torchrun's report.
     said = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", text, re.MULTILINE)
-    return (3, f"{said[1]} {said[2]}") if said else (4, last)
+    return (4, f"{said[1]} {said[2]}") if said else (5, last)

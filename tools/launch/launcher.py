@@ -38,6 +38,7 @@ class HostConnection(Connection):
     log_file: Path
     hello: dict[str, Any] | None = None  # the agent's first event
     status: int | None = None
+    failure: str = ""  # the first message of a process here that failed by itself
     last_lines: list[str] = field(default_factory=list)
     only_log: bool = False  # True from its launcher's traceback on, which is logged but not shown
     received_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
@@ -113,6 +114,8 @@ class Launcher(ABC):
         """Handles an event of the agent, or of a process on the host (onecurve/system/env.py)."""
         if event["event"] == "hello":
             connection.hello = event
+        elif event["event"] == "failed":
+            connection.failure = connection.failure or event["message"]
         elif event["event"] == "hang":
             self.hang_at = self.hang_at or time.monotonic()
             if stacks := event.pop("stacks", ""):
