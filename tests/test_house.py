@@ -16,7 +16,7 @@ from tests.conftest import BIN, ROOT, Job, full, python
 # Statements of each layer, with a tenth of slack over what there was when they were set: a change that needs
 # more room should say in its commit what it is for.
 # "": the commands at the top, without the train scripts, of which anyone may add one.
-BUDGETS = {"onecurve/": 11_700, "tools/": 5_400, "": 1_150, "tests/": 20_400, "benchmarks/": 2_200}
+BUDGETS = {"onecurve/": 12_400, "tools/": 5_400, "": 1_150, "tests/": 20_400, "benchmarks/": 2_200}
 MOST_LINES = 600  # of a file outside of tests/ and benchmarks/
 SHARED_FLAGS = 44  # that all image scripts have
 

@@ -151,10 +151,10 @@ def test_photographs_of_phones_without_the_package_that_reads_them(tmp_path):
     code = """import sys
 sys.modules["pillow_heif"] = None
 from onecurve.data.class_folders import list_splits, LeftOut
-from onecurve.data.decode import decode
+from onecurve.data.decode import decode_image
 from pathlib import Path
 folder, file = Path(sys.argv[1]), b"....ftypheic" + bytes(99)
-for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode(file)):
+for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode_image(file)):
     try:
         mistake()
     except ValueError as error:

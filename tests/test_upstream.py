@@ -289,17 +289,17 @@ def partitions_parameters():
     assert "_partition_all_parameters" in code(ZERO_3)
 
 
-@needs(deepspeed_.loss_scale, deepspeed_.set_loss_scale)
+@needs(deepspeed_.zero_loss_scale, deepspeed_.set_zero_loss_scale)
 def counts_steps_since_an_overflow():
     text = code(LOSS_SCALER, "DynamicLossScaler")
     assert "stable_interval = self.cur_iter - self.last_overflow_iter - 1" in text
     assert "self.dynamic = True" in text
     assert "self.dynamic = False" in code(LOSS_SCALER, "LossScalerBase")
     scaler = SimpleNamespace(dynamic=True, cur_scale=1.0, cur_iter=9, last_overflow_iter=4)
-    deepspeed_.set_loss_scale(zero := SimpleNamespace(loss_scaler=scaler), 128.0, 7)
-    assert deepspeed_.loss_scale(zero) == (128.0, 7)
+    deepspeed_.set_zero_loss_scale(zero := SimpleNamespace(loss_scaler=scaler), 128.0, 7)
+    assert deepspeed_.zero_loss_scale(zero) == (128.0, 7)
     assert scaler.last_overflow_iter == 4
-    assert deepspeed_.loss_scale(SimpleNamespace()) is None
+    assert deepspeed_.zero_loss_scale(SimpleNamespace()) is None
 
 
 @needs(deepspeed_.skip_comparisons)

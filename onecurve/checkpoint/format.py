@@ -38,6 +38,7 @@ from onecurve.system.files import (
     unfetched,
     write_json,
 )
+from onecurve.system.output import log
 from onecurve.system.paths import shortest
 from onecurve.system.threads import Heartbeat
 
@@ -244,7 +245,7 @@ def remove(folder: Path) -> None:
     Of a symbolic link only the link is removed: somebody has moved the checkpoint to its target.
     """
     if folder.is_symlink():
-        print(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")
+        log.info(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")
         folder.unlink()
         return
     doomed = folder.with_name(f".{folder.name}.old")
@@ -339,7 +340,7 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
             found = verify(folder, heartbeat)
         except DamagedCheckpoint as error:
             damaged.append(folder)
-            print(f"checkpoint of step {step:,} is damaged: {error}", flush=True)
+            log.info(f"checkpoint of step {step:,} is damaged: {error}")
             continue
         for bad in damaged if ours else ():
             discard(bad.with_name(f"damaged_{bad.name}"))

@@ -23,6 +23,7 @@ from onecurve.checkpoint.format import (
     steps_in,
 )
 from onecurve.system.files import discard, own_files, read_regular, sha256_of, sync, write_bytes
+from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
@@ -95,10 +96,9 @@ class Mirror:
                 self._send(step, best)
             except Exception as error:  # of any kind, because the end of the run waits for this thread
                 failed = True
-                print(
+                log.info(
                     f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
-                    " disk. The next upload sends it, or run the same command again later",
-                    flush=True,
+                    " disk. The next upload sends it, or run the same command again later"
                 )
             with self.changed:
                 self.failed, self.sending = failed, None
@@ -173,7 +173,7 @@ def fetch_newest(
             remove(damaged)
             return step
         except (DamagedCheckpoint, WrongSize) as error:
-            print(f"checkpoint of step {step:,} is damaged: {error}", flush=True)
+            log.info(f"checkpoint of step {step:,} is damaged: {error}")
             damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
@@ -198,7 +198,7 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
     part.mkdir(parents=True)
     try:
         mib = sum(about["size"] for about in manifest["files"].values()) / 2**20
-        print(f"downloading the checkpoint of step {step:,} from {store.url}: {mib:,.1f} MiB", flush=True)
+        log.info(f"downloading the checkpoint of step {step:,} from {store.url}: {mib:,.1f} MiB")
         for name, about in manifest["files"].items():
             store.download(f"{remote}/{name}", part / name, about["size"], heartbeat)
             if sha256_of(part / name, heartbeat) != about["sha256"]:

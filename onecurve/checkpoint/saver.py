@@ -13,6 +13,7 @@ from onecurve.checkpoint.format import Snapshot, step_name, steps_in, to_keep
 from onecurve.checkpoint.gather import NotGathered
 from onecurve.checkpoint.training import TrainingState
 from onecurve.system.files import free_space, own_files, sync
+from onecurve.system.output import log
 from onecurve.system.threads import lower_priority
 
 if TYPE_CHECKING:  # for --s3
@@ -142,4 +143,4 @@ def _try_to_remove(folder: Path) -> None:
     try:
         checkpoints.remove(folder)
     except OSError as error:
-        print(f"{folder} can't be removed: {error.strerror or error}", flush=True)
+        log.info(f"{folder} can't be removed: {error.strerror or error}")

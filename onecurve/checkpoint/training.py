@@ -242,7 +242,7 @@ class TrainingState:
 
     def _loss_scale(self) -> dict[str, float] | None:
         """fp16's loss scale and the number of steps since an overflow; None in other precisions."""
-        of_engine, scaler = deepspeed_.loss_scale(self.layout.optimizer), self.accelerator.scaler
+        of_engine, scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
         if of_engine is None and scaler is None:
             return None
         scale, good_steps = of_engine or torch_.loss_scale(scaler)
@@ -253,8 +253,8 @@ class TrainingState:
         if saved is None:
             return
         scale, good_steps = saved["scale"], int(saved["good_steps"])
-        if deepspeed_.loss_scale(self.layout.optimizer):
-            deepspeed_.set_loss_scale(self.layout.optimizer, scale, good_steps)
+        if deepspeed_.zero_loss_scale(self.layout.optimizer):
+            deepspeed_.set_zero_loss_scale(self.layout.optimizer, scale, good_steps)
         elif self.accelerator.scaler is not None:
             torch_.set_loss_scale(self.accelerator.scaler, scale, good_steps)
 

@@ -53,6 +53,7 @@ from onecurve.models.script import as_flags, load_script, own_script, recipe_cla
 from onecurve.models.timm_models import head_names, registered
 from onecurve.system.env import hub_problem, rank
 from onecurve.system.files import read_json
+from onecurve.system.output import log
 from onecurve.system.paths import shortest
 from onecurve.system.text import plural, printable
 from onecurve.system.threads import Heartbeat
@@ -431,7 +432,7 @@ def model_with_weights(
     if rows is not None:
         _choose_rows(model, heads, rows)
     if rank() == 0:
-        print("; ".join([f"--weights: {shortest(file)}", *lines]), flush=True)
+        log.info("; ".join([f"--weights: {shortest(file)}", *lines]))
     return model
 
 

@@ -29,6 +29,7 @@ from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_file
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.system.files import discard, read_json, retried, sha256_of, size_limit, sync, try_lock
+from onecurve.system.output import log
 from onecurve.system.processes import allowed_cores
 from onecurve.system.progress import Display
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
@@ -143,7 +144,7 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
-            print(f"another process is preparing images in {folder}: waiting for it", file=sys.stderr)
+            log.warning(f"another process is preparing images in {folder}: waiting for it")
             run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
         yield
     finally:

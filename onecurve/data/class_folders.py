@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
+from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
@@ -313,5 +314,5 @@ def find_pictures(words: Sequence[str]) -> list[str]:
     if not found:
         raise ValueError("no pictures: give files, folders, patterns, or - for a list on stdin")
     if left_out.counts:
-        print(f"left out: {left_out}", file=sys.stderr, flush=True)
+        log.warning(f"left out: {left_out}")
     return list(dict.fromkeys(found))

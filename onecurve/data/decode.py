@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import re
-import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from onecurve.system.files import read_json, retried, unfetched
+from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.packages_ import allow_large_texts
 
@@ -85,7 +85,7 @@ def torchcodec_decoder() -> Callable[..., Any] | None:
         if multiprocessing.parent_process() is None:  # a worker's trainer has said it
             reason = printable(str(error).splitlines()[0])
             text = f"warning: JPEGs are decoded by PIL, more slowly, as torchcodec can't be used: {reason}"
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)
         return None
     return decode_jpeg
 
@@ -121,11 +121,7 @@ def checks_jpegs() -> bool:
     """True if simplejpeg is installed, which finds missing parts. Says once if it is not."""
     is_there = importlib.util.find_spec("simplejpeg") is not None
     if not is_there:
-        print(
-            "warning: simplejpeg is not installed, so JPEGs with missing parts are not found",
-            file=sys.stderr,
-            flush=True,
-        )
+        log.warning("warning: simplejpeg is not installed, so JPEGs with missing parts are not found")
     return is_there
 
 

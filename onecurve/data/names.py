@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from onecurve.system.files import write_bytes
+from onecurve.system.output import log
 from onecurve.system.text import printable
 
 NAMES_LIMIT = 2**32  # bytes
@@ -60,7 +61,7 @@ def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
     lines = np.frombuffer(lines, np.uint8) if isinstance(lines, bytes) else lines
     ends = np.flatnonzero(lines == ord("\n"))
     if len(ends) != count:
-        print(f"warning: {where} has {len(ends):,} names for {count:,} images. No names are shown")
+        log.info(f"warning: {where} has {len(ends):,} names for {count:,} images. No names are shown")
         return nameless
 
     def name_of(number: int) -> str:

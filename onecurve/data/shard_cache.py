@@ -7,7 +7,6 @@ shard, exclusive to fetch or remove it. The kernel releases the locks of a proce
 import errno
 import fcntl
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from onecurve.distributed.watch import Preempted, watch
 from onecurve.numerics.order import Plan
 from onecurve.system.env import processes_per_host
 from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
+from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore
 
 DOWNLOADS = 2  # at a time in one process; each has its own connections
@@ -282,7 +282,7 @@ class ShardPrefetcher:
                 print_s = time.monotonic() + 3 * SILENT_S
                 message = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
                 first = next(file for file, lock in locks.items() if lock in missing)
-                print(f"{message} {first}", file=sys.stderr, flush=True)
+                log.warning(f"{message} {first}")
 
     def _look_ahead(self) -> None:
         try:

@@ -27,6 +27,7 @@ from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms
 from onecurve.system.files import first_retry, note_retry, retried
+from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
 
@@ -91,7 +92,7 @@ def decoded(
             if error:
                 raise ValueError(error)
             for i in sorted(broken.keys() - _skipped):  # each is reported once
-                print(f"skipped: {printable(broken[i])}", file=sys.stderr, flush=True)
+                log.warning(f"skipped: {printable(broken[i])}")
             _skipped.update(broken)
             images, shown = send(images, device), labels[ids[_shown(ids, broken)]]
             if flip:
@@ -274,7 +275,7 @@ def _start_worker(_: int) -> None:
 
 
 def _end_unsent(error: Exception, _) -> None:
-    print(f"a decoding process can't send its images: {error}", file=sys.stderr, flush=True)
+    log.warning(f"a decoding process can't send its images: {error}")
     os._exit(1)
 
 

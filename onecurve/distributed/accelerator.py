@@ -70,6 +70,7 @@ from onecurve.distributed.strategy import (
 from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Job, agreed_part
 from onecurve.system.env import is_hosts_first, rank, world_size
+from onecurve.system.output import log
 from onecurve.system.paths import ROOT
 from onecurve.system.phase import CUDA, GROUP, STARTING, now, spending
 from onecurve.system.processes import deaf_launcher
@@ -382,12 +383,12 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
     }
     for key, number in numbers.items():
         if config.get(key, "auto") not in ("auto", number) and rank() == 0:
-            print(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}", flush=True)
+            log.info(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}")
         config[key] = number
     config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
     for remark in settle_auto(config):
         if rank() == 0:
-            print(remark, flush=True)
+            log.info(remark)
     deepspeed_.hide_untested_optimizers()
     # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
     config.setdefault("zero_force_ds_cpu_optimizer", False)

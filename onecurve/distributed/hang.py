@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onecurve.system.env import EVENTS_FILE, report
+from onecurve.system.output import log
 from onecurve.system.paths import ROOT
 from onecurve.system.phase import now
 from onecurve.system.threads import start_daemon
@@ -224,7 +225,7 @@ class HangReport:
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
             lines.append(f"the stacks of all threads: {self._stacks_folder}, on each host")
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            log.warning("\n".join(lines))
 
     def _ask(self, rows: dict[int, Evidence]) -> bool:
         """Add the other ranks' evidence and the last heartbeats of silent ranks. False if another asked."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from onecurve.distributed.exact_sum import ExactSum
 from onecurve.distributed.precision import Precision
+from onecurve.system.env import is_hosts_first
+from onecurve.system.output import log
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +41,11 @@ class JobAccelerator(Accelerator):
     exact_sum: ExactSum | None = None
     short_attention: bool = False
     prepared: nn.Module | None = None
+
+    def print(self, *values: Any, **_: Any) -> None:
+        """Log a line on the first process of each host."""
+        if is_hosts_first():
+            log.info(" ".join(map(str, values)))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute the gradients of a micro-batch, and exchange them in the last one of a step."""

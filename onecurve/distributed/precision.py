@@ -16,6 +16,7 @@ from torch import nn
 
 from onecurve.distributed.strategy import strategy
 from onecurve.system.env import is_on, rank
+from onecurve.system.output import log
 from onecurve.system.processes import parents
 from onecurve.upstream.torch_ import has_bf16_instructions
 
@@ -103,7 +104,7 @@ def chosen_precision(flag: str | None) -> str:
             " config file; this GPU has native bf16: --mixed_precision bf16"
         )
     if remark and rank() == 0:
-        print(remark, flush=True)
+        log.info(remark)
     return wanted
 
 

@@ -22,6 +22,7 @@ from onecurve.distributed.watch import MISTAKES, SIGNALS, Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe, from_flags
 from onecurve.system.cli import settle_environment, tell_launchers, tell_torchrun
 from onecurve.system.env import PREEMPTED, is_hosts_first, launched, rank, report, world_size
+from onecurve.system.output import log
 from onecurve.system.phase import STARTING, now
 from onecurve.system.text import message_text
 from onecurve.upstream.python_ import run_finalizers
@@ -69,11 +70,11 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     except KeyboardInterrupt as error:
         status = 130
         if is_hosts_first():
-            print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
+            log.warning(": ".join(["interrupted", *map(str, error.args)]))
     except Preempted:
         status = PREEMPTED
         if first_to_report("preempted"):
-            print(f"preempted: the same command continues (exit status {PREEMPTED})")
+            log.info(f"preempted: the same command continues (exit status {PREEMPTED})")
     except SystemExit as error:
         if isinstance(error.code, str):
             tell_launchers(message_text(error.code))
@@ -88,7 +89,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         if not is_mistake and (not dist.is_initialized() or first_to_report(repr(error))):
             traceback.print_exc()
         elif is_mistake and first_to_report(message):
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            log.warning(f"error: {message}")
         # So that the others print their errors, or read this one's from rank 0's store: a launcher kills all
         # processes as soon as one has exited.
         if world_size() > 1:

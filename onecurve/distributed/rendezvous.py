@@ -21,6 +21,7 @@ from onecurve.system.env import (
     report,
     world_size,
 )
+from onecurve.system.output import log
 from onecurve.system.processes import interface_problem, interface_to, parents
 from onecurve.system.text import plural
 
@@ -148,10 +149,9 @@ def elastic_batch(job: Job) -> Batch:
         usable = usable_processes(job.batch_size, per_device, most, processes_per_host())
         numbers = " or ".join(str(number // processes_per_host()) for number in usable) or "no number"
         if rank() == 0:
-            print(
+            log.info(
                 f"{plural(hosts(), 'host')} can't share the batch: waiting up to {job.timeout_s} s for"
-                f" another number of hosts ({numbers})",
-                flush=True,
+                f" another number of hosts ({numbers})"
             )
         time.sleep(job.timeout_s)  # torchrun ends this process when a host joins or leaves
         raise ValueError(f"{error}; of the hosts {numbers} can train") from None

@@ -40,6 +40,7 @@ from onecurve.distributed.hang import HangReport, collectives
 from onecurve.system import processes
 from onecurve.system.cli import tell_torchrun
 from onecurve.system.env import PREEMPTED, launched, local_rank, report
+from onecurve.system.output import log
 from onecurve.system.phase import now
 from onecurve.system.text import message_text
 from onecurve.system.threads import start_daemon
@@ -187,11 +188,9 @@ class Watch:
     def _end_stuck(self) -> NoReturn:
         """End this process, which has not finished its step long after a signal."""
         self.report_hang()
-        print(
+        log.warning(
             f"Received {self._reason}, but no step finished within {self._timeout_s:g} s; still waiting for"
-            " data or another rank.",
-            file=sys.stderr,
-            flush=True,
+            " data or another rank."
         )
         os._exit(1)
 
@@ -250,7 +249,7 @@ class _Ranks:
             self.close(message)
         tell_torchrun(message)
         if first_to_report(message, self.polling):
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            log.warning(f"error: {message}")
         let_main_close_first(self.accelerator, self.polling)
         time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all as soon as one has ended
         sys.stdout.flush()

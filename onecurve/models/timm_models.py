@@ -16,6 +16,7 @@ from torch.func import functional_call
 from onecurve.models.attention import Attention
 from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.system.env import rank
+from onecurve.system.output import log
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.timm_ import replace_attention, replace_patch_convolution
 
@@ -58,7 +59,7 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
         if option in ("patch_size", "depth"):
             raise ValueError(f"--{option}: --model {name} has none: leave it out")
         if options[option] and rank() == 0:
-            print(f"{name} has no {option}, and trains without it", flush=True)
+            log.info(f"{name} has no {option}, and trains without it")
     if not is_possible:
         own = registered(name).input_size[-1]
         near = sorted(range(32, 2 * max(size, own), 32), key=lambda n: (abs(n - size), n))[:TRIED]

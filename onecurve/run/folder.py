@@ -31,6 +31,7 @@ from onecurve.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, Prefix
 from onecurve.run.starts import STARTS, comparable
 from onecurve.system.env import job_round
 from onecurve.system.files import json_lines, read_json, refuse_link, write_json, writing
+from onecurve.system.output import log
 from onecurve.system.processes import start_ticks
 from onecurve.system.text import numbered
 from onecurve.system.threads import Heartbeat
@@ -191,11 +192,10 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
         if _is_restarted():
             names = elsewhere
         elif elsewhere and not is_said:
-            print(
+            log.info(
                 f"{parent / elsewhere[0]} holds an unfinished run of this recipe, which began with another"
                 " number of processes or another strategy. To continue it instead of starting a new run, add"
-                f" --name {shlex.quote(elsewhere[0])}",
-                flush=True,
+                f" --name {shlex.quote(elsewhere[0])}"
             )
     usual = map(parent.joinpath, itertools.chain(names, numbered(name)))
     for folder in itertools.repeat(given) if given else usual:
@@ -220,7 +220,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
         elif not is_said and (differing := _only_difference(folder, recipe, last_step)):
             is_said = True
             line = f"{folder} holds a run that has not finished; {differing}: to resume it, give that value"
-            print(line, flush=True)
+            log.info(line)
 
 
 def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecurve.system.env import job_round
 from onecurve.system.files import parse_json, read_regular, write_text
+from onecurve.system.output import log
 from onecurve.system.processes import is_running, start_ticks
 from onecurve.system.text import redacted
 
@@ -177,7 +178,7 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
         if is_running(theirs.get("pid", 0), theirs.get("start_ticks")):
             raise refusal
     elif theirs.get("job") != job or theirs.get("round") not in range(number):
-        print(f"{store.name} is leased by {who}: waiting {WATCH_S} s for its next heartbeat", flush=True)
+        log.info(f"{store.name} is leased by {who}: waiting {WATCH_S} s for its next heartbeat")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             heartbeat()
@@ -187,7 +188,7 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
                 return
             if now != text:
                 raise refusal
-    print(f"{store.name} was left by {who}, which is dead: taken over", flush=True)
+    log.info(f"{store.name} was left by {who}, which is dead: taken over")
     store.remove(text)
 
 

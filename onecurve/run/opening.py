@@ -38,6 +38,7 @@ from onecurve.run.starts import add_start
 from onecurve.run.state import RunState
 from onecurve.system.env import EVENTS_FILE, report
 from onecurve.system.files import writing
+from onecurve.system.output import log
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import parents
 from onecurve.system.text import some_of
@@ -115,7 +116,7 @@ class Opening:
             state, has_optimizer = self._from_checkpoint(checkpoint, place.is_new)
         count_restarts(place.path, state.step)
         if checkpoint:
-            print(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}", flush=True)
+            log.info(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}")
         preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
         own_step, steps = 0 if place.is_new else state.step, steps_in(place.path / "checkpoints")
         return [state.to_json(), own_step, has_optimizer, str(place.path), steps, preprocessing]
@@ -131,7 +132,7 @@ class Opening:
         before = {"mean": own.mean, "std": own.std} | manifest.get("preprocessing", {})
         kept = data_config(before, self.recipe)
         if kept != own:
-            print(f"preprocessing as the run began: {kept}; now the model's own is {own}", flush=True)
+            log.info(f"preprocessing as the run began: {kept}; now the model's own is {own}")
         return kept.to_json()
 
     def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
@@ -166,7 +167,7 @@ class Opening:
             )
         self.training.check(checkpoint)
         if line := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
-            print(f"{line} The head's rows and their state follow the names", flush=True)
+            log.info(f"{line} The head's rows and their state follow the names")
         state = RunState.read(checkpoint)
         has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
         if (at := checkpoint.step) > steps.last:
@@ -174,7 +175,7 @@ class Opening:
                 f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already; give more"
             )
         for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
-            print(change, flush=True)
+            log.info(change)
         ours = json.loads(json.dumps(recipe_part(recipe)))  # as the manifest's
         measuring = flags_where(type(recipe), "measures_best")
         is_other = is_other or any(about["recipe"].get(name, ours[name]) != ours[name] for name in measuring)
@@ -184,7 +185,7 @@ class Opening:
         if is_new:
             state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
         elif is_other:
-            print("the best evaluation counts anew: its data or flags were others", flush=True)
+            log.info("the best evaluation counts anew: its data or flags were others")
         if at == steps.last or state.is_over(recipe.patience):
             # Only the run's end is missing, whose pictures need an evaluation.
             state = dataclasses.replace(state, evaluated=False)
@@ -263,12 +264,12 @@ class Opening:
             paths = flags_where(type(self.recipe), "is_path")
             add_start(place.path, start, own.manifest if own else None, paths)
             (place.path / "result.json").unlink(missing_ok=True)
-            log = RunLog(place.path, self.recipe, about, state, steps)
+            run_log = RunLog(place.path, self.recipe, about, state, steps)
             if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):
-                log.write_mark(change)
+                run_log.write_mark(change)
         if place.mirror and own:  # its upload may have been interrupted
             place.mirror.offer(own.step, state.best_step)
-        print(f"run folder {place.path}", flush=True)
+        log.info(f"run folder {place.path}")
         used = None
         if isinstance(self.recipe, ImageRecipe):
             from onecurve.telemetry.flops import utilisation
@@ -277,7 +278,7 @@ class Opening:
             self._warn_of_export()
         final: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
         run = self.accelerator, self.recipe, self.batch
-        self.record = MainRecord(*run, steps, state, place, saver, log, used, final)
+        self.record = MainRecord(*run, steps, state, place, saver, run_log, used, final)
 
     def _warn_of_export(self) -> None:
         """Prints what export.py would refuse after the training: code of the model that is outside of it."""
@@ -289,7 +290,7 @@ class Opening:
         section = model_section(Path(file).read_text())
         if section and (names := names_from_above(section)):
             lines = f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}"
-            print(lines, flush=True)
+            log.info(lines)
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
         """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
@@ -329,7 +330,7 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
             raise ValueError(
                 f"{problem}: give that optimizer, or --allow_changed optimizer to start its state afresh"
             ) from None
-        print(f"the optimizer's state starts afresh: {problem}", flush=True)
+        log.info(f"the optimizer's state starts afresh: {problem}")
         return False
     return True
 

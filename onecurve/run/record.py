@@ -25,6 +25,7 @@ from onecurve.run.starts import where_in_words, where_trained
 from onecurve.run.state import RunState
 from onecurve.system.env import report
 from onecurve.system.files import read_json, read_lines, sync, write_json, writing
+from onecurve.system.output import log
 from onecurve.system.paths import ROOT, python_command, shortest
 from onecurve.system.phase import PLOTS, spending
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
@@ -78,7 +79,7 @@ class MainRecord:
             self.best = checkpoints.verify(parent / step_name(step), heartbeat)
             return True
         except gone as error:
-            print(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}", flush=True)
+            log.info(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}")
             return False
 
     def write_end(
@@ -146,7 +147,7 @@ class MainRecord:
         except OSError:
             raise
         except Exception as error:  # libraries raise many kinds
-            print(f"not all pictures are in {plots}: {type(error).__name__}: {error}", flush=True)
+            log.info(f"not all pictures are in {plots}: {type(error).__name__}: {error}")
 
     def _wait_for_save(self, heartbeat: Heartbeat) -> None:
         """Waits until the checkpoint in flight is written. ValueError when it could not be."""
@@ -175,7 +176,9 @@ class MainRecord:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)
             except (OSError, ValueError) as error:  # StoreError is one
                 content["uploaded"] = False
-                print(f"the result is not in {mirror.store.url} ({error}): run the same command to send it")
+                log.info(
+                    f"the result is not in {mirror.store.url} ({error}): run the same command to send it"
+                )
         with writing("result.json", file.parent):
             write_json(file, content)
 
@@ -214,7 +217,7 @@ class MainRecord:
             self.place.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")
         if self.state.step:
-            print(python_command(shortest(ROOT / "logbook.py"), "add", self.folder), flush=True)
+            log.info(python_command(shortest(ROOT / "logbook.py"), "add", self.folder))
         self.place.release()
 
 

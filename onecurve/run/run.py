@@ -17,6 +17,7 @@ from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.system.env import report
+from onecurve.system.output import log
 from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 
 if TYPE_CHECKING:  # imported where they are needed
@@ -178,7 +179,7 @@ class Run:
             ranks.state.stopped = True  # the script has left its loop
         ranks.flush()
         if ranks.record and not self.ended and (early := early_end(ranks.end_facts())):
-            print(early, flush=True)
+            log.info(early)
         self.ended = True
         if not ranks.state.best:
             raise ValueError("the script left its loop before the first evaluation: there is no result")

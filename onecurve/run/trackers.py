@@ -14,6 +14,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTrack
 
 from onecurve.run.schemas import RecipeFile
 from onecurve.run.state import RunState
+from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.packages_ import is_tensorboard_writer
 
@@ -42,7 +43,7 @@ class Trackers:
             measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry-<host>.jsonl has them
             self.started.append(_Trackio(about["script"], **options, **measured))
             self.started[-1].start()
-            print(f"trackio run {name}: trackio show --project {about['script']}", flush=True)
+            log.info(f"trackio run {name}: trackio show --project {about['script']}")
         values = about["recipe"] | {"strategy": about["strategy"], "processes": len(about["devices"])}
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
@@ -72,7 +73,7 @@ class Trackers:
                         pixels = np.asarray(image.convert("RGB"))[None]
                     tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
             except Exception as error:  # libraries and disks raise many kinds
-                print(f"{tracker.name} does not have the pictures ({error}); they are in plots/", flush=True)
+                log.info(f"{tracker.name} does not have the pictures ({error}); they are in plots/")
 
     def finish(self, failed: bool) -> None:
         for tracker in self.started:
@@ -136,20 +137,17 @@ class _WandB(WandBTracker):
             super().log(values | {"step": step})
         except Exception as error:
             self.ended = True
-            print(f"W&B has stopped ({error}); metrics.jsonl has everything", flush=True)
+            log.info(f"W&B has stopped ({error}); metrics.jsonl has everything")
 
     def finish(self, failed: bool) -> None:
         if self.ended:
             return
         if not self.run.offline:
-            print(f"sending what is left to W&B, {FINISH_S} s at most", flush=True)
+            log.info(f"sending what is left to W&B, {FINISH_S} s at most")
         try:
             self.run.finish(exit_code=int(failed))
         except Exception as error:
-            print(
-                f"W&B does not have everything ({error}); {_send_later(Path(self.run.dir).parents[2])}",
-                flush=True,
-            )
+            log.info(f"W&B does not have everything ({error}); {_send_later(Path(self.run.dir).parents[2])}")
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
@@ -170,7 +168,7 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
         stop_fn=_save_and_stop,
     )
     if wandb.setup(settings).settings.mode == "disabled":
-        print("W&B is off (WANDB_MODE=disabled)", flush=True)
+        log.info("W&B is off (WANDB_MODE=disabled)")
         return None
     options = {
         "dir": folder,
@@ -184,23 +182,21 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     try:
         # Without a key wandb.init would prompt for one.
         if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
-            print(
-                f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}", flush=True
-            )
+            log.info(f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}")
             tracker = offline
         tracker.start()
     except Exception as error:  # as for a wrong key, no server, no service process
-        print(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}", flush=True)
+        log.info(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}")
         wandb.teardown()  # otherwise the offline start would wait for the same server
         tracker = offline
         tracker.start()
-    print(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}", flush=True)
+    log.info(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}")
     return tracker
 
 
 def _save_and_stop() -> None:
     """Stop as after SIGTERM, with a checkpoint. W&B's own way is SIGINT, which saves nothing."""
-    print("W&B's Stop button was pressed: saving a checkpoint", flush=True)
+    log.info("W&B's Stop button was pressed: saving a checkpoint")
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -15,7 +15,6 @@ import re
 import resource
 import shutil
 import stat
-import sys
 import time
 import types
 import typing
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
+from onecurve.system.output import log
 from onecurve.system.text import printable, shortened
 
 P = ParamSpec("P")
@@ -58,11 +58,9 @@ def sync(path: Path) -> None:
 
 @functools.cache
 def _say_unsynced(reason: str) -> None:
-    print(
+    log.warning(
         f"warning: this file system can't sync a folder ({reason}): a crash of this host may lose the newest"
-        " files",
-        file=sys.stderr,
-        flush=True,
+        " files"
     )
 
 
@@ -93,7 +91,7 @@ def note_retry(reason: str) -> None:
         _first_retry.append(reason)
         if multiprocessing.parent_process() is None:
             text = f"warning: {printable(reason)}. The read is tried again; further retries are not reported"
-            print(text, file=sys.stderr, flush=True)
+            log.warning(text)
 
 
 def first_retry() -> str:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-# ATTEMPTS: of a request, with botocore's waits between: without an answer it ends within 102 s
 from onecurve.system.files import ATTEMPTS, BACKOFF_S
+
+# ATTEMPTS: of a request, with botocore's waits between: without an answer it ends within 102 s
+from onecurve.system.output import log
 from onecurve.system.text import redacted
 from onecurve.system.threads import run_with_heartbeat, start_daemon
 
@@ -138,7 +140,7 @@ class ObjectStore:
         code, status, message = _facts(error)
         if self._has_checksums or status != 400 or not re.search("md5|checksum|digest", code + message, re.I):
             return False
-        print(CHECKSUMS_SENT, flush=True)
+        log.info(CHECKSUMS_SENT)
         self._has_checksums = True
         self._clients.clear()
         return True
@@ -174,7 +176,7 @@ class ObjectStore:
 
     def _warn_not_conditional(self) -> None:
         if self._conditional:
-            print(NOT_CONDITIONAL, flush=True)
+            log.info(NOT_CONDITIONAL)
         self._conditional = False
 
     def upload(self, path: Path, key: str) -> None:

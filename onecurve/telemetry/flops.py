@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onecurve.flags.fields import flags_where, switched_off
 from onecurve.flags.recipe import ImageRecipe, Recipe
+from onecurve.system.output import log
 from onecurve.system.paths import shortest
 
 TABLE = Path(__file__).with_name("devices.yaml")
@@ -94,7 +95,7 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
     try:
         counted = flops_per_image(partial(build, fresh, classes), recipe.image_size)
     except Exception as error:  # a model may raise many kinds
-        print(f"the model's operations can't be counted: {type(error).__name__}: {error}", flush=True)
+        log.info(f"the model's operations can't be counted: {type(error).__name__}: {error}")
         return None
     return Utilisation(counted, total_peak(devices, precision))
 
@@ -104,7 +105,7 @@ def total_peak(devices: list[str], precision: str) -> float | None:
     peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
     if unknown := [name for name, peak in peaks.items() if peak is None]:
         if not unknown[0].startswith("CPU"):
-            print(f"no MFU: {', '.join(unknown)} is not in {shortest(TABLE)}, or not in this precision")
+            log.info(f"no MFU: {', '.join(unknown)} is not in {shortest(TABLE)}, or not in this precision")
         return None
     return sum(peaks[name] or 0.0 for name in devices)
 

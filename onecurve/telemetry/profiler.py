@@ -12,6 +12,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from onecurve.numerics.order import Steps
 from onecurve.system.files import discard, write_text
+from onecurve.system.output import log
 
 STEPS = 3  # that are profiled
 FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"  # in the run's folder, and in it
@@ -30,7 +31,7 @@ def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path |
             f" {steps.last:,}: choose at most {steps.last - STEPS + 1:,}"
         )
     if folder and steps.first >= first:
-        print(f"no new profile: the run resumes after step {first:,}", flush=True)
+        log.info(f"no new profile: the run resumes after step {first:,}")
         return None
     return Profile(device, first, steps.first, folder) if folder else None
 
@@ -71,6 +72,6 @@ class Profile:
             by = f"self_{'device' if self.on_gpu else 'cpu'}_time_total"
             write_text(self.folder / TABLE, profiler.key_averages().table(sort_by=by, row_limit=ROWS) + "\n")
             steps = f"{self.first:,} to {self.first + STEPS - 1:,}"
-            print(f"profile of steps {steps}: {self.folder / TRACE} (for https://ui.perfetto.dev)")
+            log.info(f"profile of steps {steps}: {self.folder / TRACE} (for https://ui.perfetto.dev)")
         except Exception as error:  # of many kinds: of the disk, of the profiler
-            print(f"no profile: {type(error).__name__}: {error}", flush=True)
+            log.info(f"no profile: {type(error).__name__}: {error}")

@@ -33,6 +33,7 @@ from accelerate import Accelerator
 from onecurve.distributed.strategy import device_name
 from onecurve.system.env import local_rank
 from onecurve.system.files import open_to_append
+from onecurve.system.output import log
 from onecurve.system.processes import own_age_s
 from onecurve.system.text import numbered
 from onecurve.system.threads import lower_priority
@@ -226,7 +227,7 @@ class Telemetry:
     def _complain(self, problem: str) -> None:
         if problem not in self.reported:
             self.reported.add(problem)
-            print(f"telemetry is not complete: {problem}", flush=True)
+            log.info(f"telemetry is not complete: {problem}")
 
 
 def _drained(queue: deque[Item]) -> list[Item]:

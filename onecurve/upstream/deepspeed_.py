@@ -116,7 +116,7 @@ def end_zero3_step(zero: Any, partitions: int) -> None:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
-def loss_scale(zero: Any) -> tuple[float, int] | None:
+def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
     """Return fp16's loss scale and the steps since an overflow; None without a dynamic scale.
 
     DeepSpeed's own checkpoints have these, as pickles; the project's have the same two numbers under every
@@ -127,8 +127,8 @@ def loss_scale(zero: Any) -> tuple[float, int] | None:
     return scaler.cur_scale, scaler.cur_iter - scaler.last_overflow_iter - 1
 
 
-def set_loss_scale(zero: Any, scale: float, good_steps: int) -> None:
-    """Set what loss_scale() returns."""
+def set_zero_loss_scale(zero: Any, scale: float, good_steps: int) -> None:
+    """Set the values that zero_loss_scale() returns."""
     scaler = _dynamic_scaler(zero)
     scaler.cur_scale = scale
     scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
