@@ -32,7 +32,7 @@ RECIPES = {
     "train_vit": dict(model="test_vit", image_size=32, patch_size=8, **AUGMENTED),
 }
 # Of 2 epochs of 3 steps, with a line at each second step and at each end of an epoch
-LINES = {"ranks.py:mean_loss": 4}
+LINES = {"session.py:mean_loss": 4}
 EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}  # once: the images themselves
 WAITS = {
     # After the loop it draws a picture.

@@ -22,6 +22,7 @@ from onecurve.checkpoint.mirror import Mirror, committed, fetch_log, fetch_newes
 from onecurve.run.folder import RunFolder
 from onecurve.run.lease import Lease, PrefixRecord
 from onecurve.system.files import read_json
+from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore, StoreError
 from tests.checkpoint.test_checkpoints import HELLO, LONG, damage, start_and_wait, straight  # noqa: F401
 from tests.checkpoint.test_stored import STORED
@@ -69,9 +70,8 @@ def mirror(bucket, tmp_path, monkeypatch):
     for key, value in bucket.env.items():
         monkeypatch.setenv(key, value)
     mirror, said = Mirror(ObjectStore(bucket.url), tmp_path / "run"), list[str]()
-    monkeypatch.setattr(
-        "onecurve.checkpoint.mirror.print", lambda text, **_: said.append(text), raising=False
-    )
+    for level in ("info", "warning"):
+        monkeypatch.setattr(log, level, said.append)
     mirror.said = said
     return mirror
 

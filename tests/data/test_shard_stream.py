@@ -358,7 +358,7 @@ def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, m
     """A single process ends at once, and saves: others would wait for it in a step."""
     train = training_split(url, tmp_path)
     through_proxy.stall_download(5000, times=None, path=r"train-00011\.tar")
-    monkeypatch.setattr(shard_cache, "wanted", lambda: through_proxy.faults["stall_download"] > 0)
+    monkeypatch.setattr(shard_cache.watch, "wanted", lambda: through_proxy.faults["stall_download"] > 0)
     with pytest.raises(Preempted):
         read_epoch(train)
 

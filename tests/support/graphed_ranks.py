@@ -54,7 +54,7 @@ class Case:
 
 COPY = "        self.shape.inputs.copy_(inputs)\n"
 LABELS = "self.shape.labels.copy_"
-DROP = "parts.append(part := Part())"  # between captures
+DROP = "parts.append(part := GraphPart())"  # between captures
 DROPPED = f"""{DROP}
                     [setattr(p, "grad", None) for group in self.groups for p in group["params"]]
                     getattr(self.model, "reset_iter_state", lambda: None)()"""
