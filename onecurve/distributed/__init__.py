@@ -1,4 +1,4 @@
-"""Processes of a job: start, Accelerator, messages and agreement between ranks, and layouts of tensors.
+"""Processes of a job: start-up, the Accelerator, agreement between ranks, and tensor layouts.
 
-Start with process.py, the entry of a train script, and accelerator.py.
+Start reading with process.py, the entry point of a train script, and accelerator.py.
 """

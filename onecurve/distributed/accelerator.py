@@ -1,4 +1,4 @@
-"""Creates the Accelerator under any launcher, on GPUs or as a rehearsal on the CPU."""
+"""Create the Accelerator under any launcher, on GPUs or in a rehearsal on the CPU."""
 
 import hashlib
 import os
@@ -81,9 +81,10 @@ if TYPE_CHECKING:
 
 
 class Launch(NamedTuple):
-    """Facts about a job that a process knows before it joins the group.
+    """Facts that a process knows before it joins the process group.
 
-    deepspeed: the DeepSpeed JSON, if there is one. is_rehearsal: processes of a CPU stand for GPUs.
+    deepspeed is the content of the DeepSpeed JSON file, or None. In a rehearsal (is_rehearsal), CPU processes
+    stand in for GPUs.
     """
 
     batch: Batch
@@ -92,10 +93,15 @@ class Launch(NamedTuple):
 
 
 def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
-    """Return the Accelerator and this job's batch arithmetic.
+    """Return the Accelerator and the batch arithmetic of this job.
 
-    clip_norm is for DeepSpeed's engine; 0 does not clip. Raises ValueError when the launcher's config has an
-    unsupported answer, the batch does not divide, there are too few GPUs, or the processes disagree.
+    Args:
+        job: The job's flags.
+        clip_norm: Gradient norm at which DeepSpeed's engine clips; 0 disables clipping.
+
+    Raises:
+        ValueError: The launcher's config has an unsupported answer, the batch does not divide, the host has
+            too few GPUs, or the processes disagree.
     """
     launch = _read_launcher(job)
     check_devices()
@@ -107,10 +113,13 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
 
 
 def _read_launcher(job: Job) -> Launch:
-    """Read the launcher's settings, refuse what this process alone can refuse, and watch for signals."""
-    wanted = job.mixed_precision or typed_precision()
+    """Read and check the launcher's settings without other ranks, and start watching for signals."""
+    requested_precision = job.mixed_precision or typed_precision()
     deepspeed = check_launch_config(
-        os.environ, world_size(), deepspeed_config=job.deepspeed_config, precision=wanted
+        os.environ,
+        world_size(),
+        deepspeed_config=job.deepspeed_config,
+        precision=requested_precision,
     )
     check_processes()
     batch = elastic_batch(job)
@@ -119,16 +128,17 @@ def _read_launcher(job: Job) -> Launch:
 
 
 def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]]:
-    """Set what torch, Accelerate and DeepSpeed read on import, or when the group is made.
+    """Configure torch, Accelerate and DeepSpeed before they are imported and the group is created.
 
-    Returns the compilation, and remarks on settings of the launcher that have no effect.
+    Returns:
+        The compilation settings, and remarks about launcher settings that have no effect.
     """
     from onecurve.distributed.blocks import chosen_compilation
     from onecurve.distributed.step_graph import keep_segments_out_of_nccl
 
     choose_algorithms(job.deterministic)
     if not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"  # deepspeed reads it on import, and Accelerate imports deepspeed
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when Accelerate imports DeepSpeed
     if job.deepspeed_config:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     accelerate_.cache_package_lookups()
@@ -146,7 +156,7 @@ def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]
 
 
 def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compilation") -> JobAccelerator:
-    """Join the process group, and choose what depends on its device or strategy."""
+    """Join the process group, then choose the settings that depend on the device or the strategy."""
     from onecurve.distributed.step_graph import chosen_step_graph
     from onecurve.models.attention import has_kernel
 
@@ -174,22 +184,22 @@ def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compil
 
 
 def _refuse_for_strategy(accelerator: JobAccelerator) -> None:
-    """Raise ValueError for flags that ZeRO can't follow."""
+    """Raise ValueError for flags that ZeRO does not support."""
     name = strategy(accelerator)
     if accelerator.compilation and name == "zero3":
         raise ValueError(
-            f"--compile {accelerator.compilation} (dynamo_backend): ZeRO-3 gathers parameters inside of each"
-            " block, which does not compile; choose --compile no, ZeRO-2 or FSDP"
+            f"--compile {accelerator.compilation} (dynamo_backend): ZeRO-3 gathers parameters inside each"
+            " block, which cannot be compiled. Choose --compile no, ZeRO-2 or FSDP."
         )
     if accelerator.deterministic and name.startswith("zero") and accelerator.num_processes > 1:
         raise ValueError(
-            "--deterministic: ZeRO adds gradients in an order that depends on the number of processes;"
-            " choose DDP or FSDP2, or drop the flag"
+            "--deterministic: ZeRO adds gradients in an order that depends on the number of processes."
+            " Choose DDP or FSDP2, or remove the flag."
         )
 
 
 def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remarks: list[str]) -> None:
-    """Compare all that was chosen between the ranks, and print it."""
+    """Check that all ranks chose the same settings, and print the settings."""
     from onecurve.models.attention import kernel_version
 
     batch, compilation = launch.batch, accelerator.compilation
@@ -198,9 +208,9 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
     blocks |= vars(accelerator.precision)
     code = {"script and onecurve/": _code_hash(), **versions()}
     blocks |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
-    if job.deterministic:  # its bits differ from those of torch's attention
+    if job.deterministic:  # rounds differently from torch's attention
         blocks |= {"short_attention": accelerator.short_attention and kernel_version()}
-    if job.deterministic and accelerator.device.type == "cpu":  # its sums within a gradient depend on them
+    if job.deterministic and accelerator.device.type == "cpu":  # sums in a gradient depend on the threads
         blocks |= {"threads": torch.get_num_threads()}
     agree(accelerator, {**code, "recipe": agreed_part(job), **blocks})
     if launch.is_rehearsal:
@@ -215,7 +225,7 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
 
 
 def _extras(accelerator: JobAccelerator, batch: Batch) -> str:
-    """Return the rest of the line that says how a job trains."""
+    """Return the end of the start-up line, which lists the less common settings."""
     extras = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
     extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
@@ -230,23 +240,29 @@ def _extras(accelerator: JobAccelerator, batch: Batch) -> str:
 def make_accelerator(
     job: Job, batch: Batch, deepspeed: dict[str, Any] | None, clip_norm: float
 ) -> JobAccelerator:
-    """Return the Accelerator for the launcher's environment and the job, without compilation.
+    """Return the Accelerator for the launcher's environment and the job's flags.
 
-    deepspeed: the DeepSpeed JSON from check_launch_config(), if there is one.
+    wrap() adds compilation later.
+
+    Args:
+        job: The job's flags.
+        batch: The batch arithmetic.
+        deepspeed: The content of the DeepSpeed JSON file, from check_launch_config(), or None.
+        clip_norm: Gradient norm at which DeepSpeed's engine clips; 0 disables clipping.
     """
     accelerate_.print_where(is_hosts_first)
     engines_precision = enabled_precision(deepspeed)
-    kind = chosen_precision(job.mixed_precision or engines_precision)
+    mixed_precision = chosen_precision(job.mixed_precision or engines_precision)
     accelerator = JobAccelerator(
-        mixed_precision=kind,
+        mixed_precision=mixed_precision,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed) if job.deepspeed_config else None,
-        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # prepare() compiles
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # wrap() compiles
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=batch.accumulations, sync_with_dataloader=False
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
-            # Gradients are views of DDP's buckets, which saves a copy and its memory.
+            # Make gradients views of DDP's buckets, which saves a copy and its memory.
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(job.grad_compression)
             ),
@@ -260,19 +276,19 @@ def make_accelerator(
     if accelerator.distributed_type != DistributedType.FSDP:
         accelerate_.skip_dtensor_import()
     accelerator.precision = settle_precision(
-        accelerator, kind, engines_precision == kind, job.grad_compression
+        accelerator, mixed_precision, engines_precision == mixed_precision, job.grad_compression
     )
     accelerator.deterministic, accelerator.grad_checkpointing = job.deterministic, job.grad_checkpointing
     if accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         accelerator.grad_checkpointing |= bool(plugin.activation_checkpointing)
-        plugin.activation_checkpointing = False  # prepare() does it
+        plugin.activation_checkpointing = False  # wrap() applies it
         if job.deterministic:
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
             plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     is_cpu = accelerator.device.type == "cpu"
-    if is_cpu and kind == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
+    if is_cpu and mixed_precision == "fp16" and accelerator.distributed_type != DistributedType.DEEPSPEED:
         accelerate_.scale_loss_on_cpu(accelerator)
     return accelerator
 
@@ -280,11 +296,11 @@ def make_accelerator(
 def prepare(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """accelerator.prepare, with rank 0's initial weights on every rank.
+    """Wrap the model and the optimizer like accelerator.prepare, after sharing rank 0's initial weights.
 
-    The model's `_no_split_modules` names the classes that FSDP wraps one by one; the same blocks are
-    checkpointed, and compiled unless the model is one graph, if the flags say so. BatchNorm gets the running
-    statistics of onecurve.numerics.batch_norm.
+    The model's `_no_split_modules` names the block classes that FSDP wraps one by one. Activation
+    checkpointing uses the same blocks. So does compilation, unless the whole model is compiled as one graph.
+    BatchNorm layers get the running statistics of onecurve.numerics.batch_norm.
     """
     share_initial_weights(accelerator, model)
     wrapped = wrap(accelerator, model, optimizer)
@@ -295,7 +311,7 @@ def prepare(
 def wrap(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """prepare() without the exchange of initial weights."""
+    """Wrap the model and the optimizer like prepare(), without sharing initial weights."""
     from onecurve.distributed.step_graph import on_step_stream
 
     with on_step_stream(accelerator):
@@ -307,9 +323,9 @@ def _wrap(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Wrap the model and the optimizer.
 
-    The order: what changes modules, as the strategy takes them as they are (memory layout, BatchNorm, blocks
-    that are compiled, then checkpointed, autocast); the strategy; what needs its parameters or its wrapper
-    (exact sums, running statistics, hooks, checks).
+    The order matters. Changes to modules come first, because the strategy wraps the modules as they are:
+    memory layout, BatchNorm, compiled blocks, activation checkpointing, autocast. The strategy comes next.
+    Steps that need its parameters or its wrapper come last: exact sums, running statistics, hooks and checks.
     """
     from onecurve.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
     from onecurve.models.attention import kernel_failure, prefer_cudnn, use_kernel
@@ -319,43 +335,43 @@ def _wrap(
     if accelerator.short_attention:
         dtype = HALF[accelerator.precision.mixed_precision]
         failure = kernel_failure(model, accelerator.device, dtype)
-        if failure is not None:  # all ranks compute alike
+        if failure is not None:  # all ranks must use the same kernel
             failure = next(filter(None, gather_object([failure])), "")
         if failure:
-            accelerator.print(f"torch's attention is used, as the kernel for few tokens failed: {failure}")
+            accelerator.print(f"using torch's attention because the kernel for few tokens failed: {failure}")
         accelerator.short_attention = not failure and use_kernel(model)
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
-    # FSDP and ZeRO flatten parameters; with --deterministic all compute on FSDP2's layout, as a convolution
-    # adds in another order on another one.
+    # FSDP and ZeRO flatten parameters, which loses channels_last. With --deterministic, every strategy uses
+    # FSDP2's memory layout, because a convolution's order of summation depends on the layout.
     if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
-    goes_by_blocks = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
-    if goes_by_blocks and next(blocks_of(model), None) is None:
-        accelerator.print(f"{type(model).__name__} has no blocks: it is gathered or compiled as a whole")
+    uses_blocks = accelerator.compilation or strategy(accelerator) in ("fsdp", "zero3")
+    if uses_blocks and next(blocks_of(model), None) is None:
+        accelerator.print(f"{type(model).__name__} has no blocks, so it is gathered or compiled as a whole")
     if accelerator.compilation:
         is_whole = strategy(accelerator) in ("single", "ddp") and not accelerator.grad_checkpointing
-        is_whole &= not accelerator.deterministic  # FSDP2 has the same bits, and compiles block by block
+        is_whole &= not accelerator.deterministic  # must match FSDP2, which compiles block by block
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
-    sharded = strategy(accelerator) not in ("single", "ddp")  # for these Accelerate does it
+    sharded = strategy(accelerator) not in ("single", "ddp")  # Accelerate applies autocast to these two
     if sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
     if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
-        use_foreach(optimizer)  # it steps on the CPU
-    elif is_exact and accelerator.scaler:  # fused SGD that unscales rounds otherwise than FSDP2's
+        use_foreach(optimizer)  # the optimizer steps on the CPU
+    elif is_exact and accelerator.scaler:  # fused SGD that also unscales rounds differently from FSDP2's
         torch_.unscale_before_step(optimizer)
-    if is_exact and not sharded:  # without DDP
+    if is_exact and not sharded:  # ExactSum replaces DDP's exchange
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         wrapped = accelerator.prepare_optimizer(optimizer)
     else:
         prepared, wrapped = accelerator.prepare(model, optimizer)
     if is_exact:
         keep_strides(prepared)
-        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # gradients to add
+        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # several to sum
             accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -366,7 +382,7 @@ def _wrap(
         else:
             refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts them before it uses them
+        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts buffers before it uses them
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     accelerator.prepared = prepared
@@ -374,7 +390,10 @@ def _wrap(
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
-    """Sets the recipe's numbers, the same under every strategy. By default DeepSpeed would clip at 1.0."""
+    """Write the recipe's numbers into DeepSpeed's config, so that they apply under every strategy.
+
+    Without an explicit value, DeepSpeed would clip gradients at 1.0.
+    """
     numbers = {
         "train_batch_size": batch.total,
         "train_micro_batch_size_per_gpu": batch.per_device,
@@ -383,19 +402,19 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
     }
     for key, number in numbers.items():
         if config.get(key, "auto") not in ("auto", number) and rank() == 0:
-            log.info(f"DeepSpeed's {key} {config[key]} gives way to the recipe's {number}")
+            log.info(f"replacing DeepSpeed's {key} {config[key]} with the recipe's {number}")
         config[key] = number
-    config.setdefault("steps_per_print", sys.maxsize)  # the script prints its own log
+    config.setdefault("steps_per_print", sys.maxsize)  # the script writes the log
     for remark in settle_auto(config):
         if rank() == 0:
             log.info(remark)
     deepspeed_.hide_untested_optimizers()
-    # With offload Accelerate would replace the script's optimizer by DeepSpeed's Adam, which it compiles.
+    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam and compile it.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _code_hash() -> str:
-    """Hash of the started script and onecurve/, which differs on a host with an old copy."""
+    """Return a hash of the running script and onecurve/, to detect a host with an outdated copy."""
     script, *files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "onecurve").rglob("*.py"))
     digest = hashlib.sha256(script.name.encode() + script.read_bytes())
     for file in files:

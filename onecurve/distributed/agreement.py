@@ -1,4 +1,4 @@
-"""Agreement between the processes of a job: equal settings, and work by one of them."""
+"""Agreement between the processes of a job: equal settings, and work done once for all."""
 
 import json
 import socket
@@ -17,44 +17,62 @@ from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
 
 Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
-UNANSWERED_S = 240  # wait for a working process after a signal: a request to S3 may take that long
+UNANSWERED_S = 240  # seconds to wait for a worker after a signal; one S3 request may take that long
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
-    """Compares the facts of all processes. On a difference all raise ValueError with ranks and values."""
-    mine = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
-    everyones = gather_object([(socket.gethostname(), mine)])
-    for name in mine:
-        values = [theirs.get(name) for _, theirs in everyones]
-        usual = Counter(values).most_common(1)[0][0]
-        odd = [r for r, value in enumerate(values) if value != usual]
-        if odd:
-            host, theirs = everyones[odd[0]][0], values[odd[0]]
+    """Check that all processes have equal facts.
+
+    Args:
+        accelerator: The started Accelerator.
+        facts: Values that JSON can represent, by name.
+
+    Raises:
+        ValueError: The values of a fact differ. Every process raises it, with the ranks and values.
+    """
+    local_facts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
+    gathered = gather_object([(socket.gethostname(), local_facts)])
+    for name in local_facts:
+        values = [rank_facts.get(name) for _, rank_facts in gathered]
+        majority = Counter(values).most_common(1)[0][0]
+        odd_ranks = [r for r, value in enumerate(values) if value != majority]
+        if odd_ranks:
+            host, odd = gathered[odd_ranks[0]][0], values[odd_ranks[0]]
             raise ValueError(
-                f"the processes do not agree: {name} is {_difference(theirs, usual)} on rank"
-                f" {', '.join(map(str, odd))} (host {host}), but {_difference(usual, theirs)} on the others."
-                " Start all of them with the same code, flags, packages and data"
+                f"the processes do not agree: {name} is {_difference(odd, majority)} on rank"
+                f" {', '.join(map(str, odd_ranks))} (host {host}), but {_difference(majority, odd)} on the"
+                " others. Start all processes with the same code, flags, packages and data."
             )
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, per_host: bool = False) -> Any:
-    """Runs work(heartbeat) in the main process, or in one per host; returns its result, as JSON, on all.
+    """Run work(heartbeat) in one process, and return its JSON result on all processes.
 
-    The work may take hours, as no process waits in a collective. It calls heartbeat(); without one for
-    timeout_s seconds the job ends. A ValueError in the work ends all processes with its message. A signal to
-    any process ends the work, and all raise Preempted. topic: a unique name of this call, such as `data`.
+    No process waits in a collective, so the work may take hours. A ValueError or OSError in the work raises
+    ValueError with its message on all processes. A signal to any process stops the work, and all processes
+    raise Preempted.
 
-    Keys in the store:  once/<topic>/<rank>       [Reason, message or result] of that worker; all wait for it
-                        once/<topic>/heartbeats   a count, raised by all workers
-                        once/<topic>/stop         set by a process that got a signal; workers look for it
-    All read the outcomes of all workers, not of their own alone, so all return, or all raise the same.
+    Keys in the store:
+
+        once/<topic>/<rank>      [Reason, message or result] of this worker; all processes wait for it
+        once/<topic>/heartbeats  counter that every worker increments
+        once/<topic>/stop        set by a process that received a signal; workers poll it
+
+    Every process reads the outcomes of all workers, so either all return or all raise the same error.
+
+    Args:
+        accelerator: The started Accelerator.
+        topic: Unique name of this call, for example `data`.
+        work: Function that calls heartbeat() regularly.
+        timeout_s: Seconds without a heartbeat after which the job ends.
+        per_host: Run the work in one process per host instead of the main process only.
     """
     if accelerator.num_processes == 1:
         return work(_stop_if_wanted)
-    me, board, channel = accelerator.process_index, f"once/{topic}", Channel()
-    my_worker = me - local_rank() if per_host else 0  # whose result this process returns
-    workers = set(gather_object([my_worker]))
-    if me == my_worker:
+    this_rank, board, channel = accelerator.process_index, f"once/{topic}", Channel()
+    worker = this_rank - local_rank() if per_host else 0  # this process returns the worker's result
+    workers = set(gather_object([worker]))
+    if this_rank == worker:
         try:
             with in_phase(f"preparing the {topic}"):
                 outcome = Reason.NONE, work(_heartbeat(channel, board))
@@ -62,28 +80,28 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
             outcome = Reason.PROBLEM, f"{error} (on host {socket.gethostname()})"
         except Preempted:
             outcome = Reason.STOP, None
-        channel.post(f"{board}/{me}", outcome)
+        channel.post(f"{board}/{this_rank}", outcome)
     with in_phase(f"waiting for the {topic}"):
         outcomes: dict[int, Any] = {}
-        received, received_at, stopped_at = -1, time.monotonic(), 0.0
+        heartbeats, received_at, stopped_at = -1, time.monotonic(), 0.0
         while pending := workers - outcomes.keys():
-            if found := {rank: told for rank in pending if (told := channel.read(f"{board}/{rank}"))}:
-                outcomes |= found
+            if new := {rank: answer for rank in pending if (answer := channel.read(f"{board}/{rank}"))}:
+                outcomes |= new
                 continue
             if channel.gone:
                 raise channel.gone
             if watch.wanted():
-                channel.post(f"{board}/stop", True)  # the workers' outcomes decide: they are the same for all
+                channel.post(f"{board}/stop", True)  # every process follows the workers' outcomes
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
-                    raise Preempted  # the worker is dead, and its launcher stops this process
-            if (latest := channel.count(f"{board}/heartbeats")) != received:
-                received, received_at = latest, time.monotonic()
+                    raise Preempted  # the worker died; its launcher will stop this process
+            if (latest := channel.count(f"{board}/heartbeats")) != heartbeats:
+                heartbeats, received_at = latest, time.monotonic()
             elif time.monotonic() - received_at > timeout_s:
                 watch.report_hang()
                 raise ValueError(
-                    f"rank {', '.join(map(str, sorted(pending)))} gave no sign of life for {timeout_s} s"
-                    f" while it prepared the {topic}: look at its host, or give a larger --timeout_s"
+                    f"rank {', '.join(map(str, sorted(pending)))} sent no heartbeat for {timeout_s} s"
+                    f" while preparing the {topic}. Check its host, or increase --timeout_s."
                 )
             time.sleep(0.05)
     reason, message = max((outcomes[rank] for rank in sorted(workers)), key=itemgetter(0))
@@ -91,13 +109,13 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
         raise ValueError(message)
     if reason == Reason.STOP:
         raise Preempted
-    return outcomes[my_worker][1]
+    return outcomes[worker][1]
 
 
 def _heartbeat(channel: Channel, board: str) -> Callable[[], None]:
-    """Returns heartbeat(), which tells all processes, at most once a second, that this one makes progress.
+    """Return heartbeat(), which reports progress to all processes, at most once a second.
 
-    It raises Preempted when one of them was told to stop.
+    heartbeat() raises Preempted after a stop signal to any process.
     """
     sent_at = 0.0
 
@@ -120,9 +138,9 @@ def _stop_if_wanted() -> None:
         raise Preempted
 
 
-def _difference(ours: str | None, theirs: str | None) -> str:
-    """`ours` as text; if both are objects, only the entries that differ."""
-    ours, theirs = json.loads(ours or "null"), json.loads(theirs or "null")
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ", ".join(f"{key}={value}" for key, value in ours.items() if theirs.get(key) != value)
-    return str(ours)
+def _difference(value_json: str | None, other_json: str | None) -> str:
+    """Return the first value as text. If both values are JSON objects, include only differing entries."""
+    value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
+    if isinstance(value, dict) and isinstance(other, dict):
+        return ", ".join(f"{key}={entry}" for key, entry in value.items() if other.get(key) != entry)
+    return str(value)

@@ -1,15 +1,17 @@
-"""A model and its blocks, compiled (--compile), or with recomputed activations (--grad_checkpointing).
+"""Compilation (--compile) and activation checkpointing (--grad_checkpointing) of a model or its blocks.
 
-Compilation: also by the `dynamo_config` of an accelerate config. On one process and under DDP a CNN is one
-graph to train and one to evaluate, for each size of its images; torch cuts it at DDP's buckets, so that their
-exchange hides behind the backward pass. Elsewhere and with --deterministic blocks are compiled one by one,
-and so are those of timm's models: equal blocks share their graphs. The blocks of a ViT need 2 graphs to train
-and 2 to evaluate, for any number of blocks: one for the first block, which has no drop path, and one for all
-others. On an H200 ResNet-18 trains at 83,289 images/s as one graph, and at 63,042 eagerly (docs/gpu.md).
+The `dynamo_config` of an accelerate config also selects compilation. On one process and under DDP, a CNN
+compiles to one training graph and one evaluation graph for each image size. Under DDP, torch splits the graph
+at bucket boundaries, so that the gradient exchange overlaps with the backward pass. All other cases compile
+block by block: other strategies, --deterministic and timm's models. Equal blocks share their graphs. A ViT
+with any number of blocks needs 2 graphs to train and 2 to evaluate: one for the first block, which has no
+drop path, and one for all other blocks. On an H200, ResNet-18 trains at 83,289 images/s as one graph and at
+63,042 images/s in eager mode (docs/gpu.md).
 
-Activation checkpointing: a block's activations are recomputed in the backward pass instead of kept, with the
-same random numbers. Between forward and backward a ViT-B/32 with 32 images of 224 pixels holds 66 MiB instead
-of 911 (fp32, counted on a CPU). On an H200 its peak at batch 512 is 3.69 GiB instead of 10.48 (bf16).
+Activation checkpointing recomputes a block's activations in the backward pass, with the same random numbers,
+instead of keeping them. Between the forward and backward pass, a ViT-B/32 with 32 images of 224 pixels then
+holds 66 MiB instead of 911 MiB (fp32, counted on a CPU). At batch 512 on an H200, peak memory is 3.69 GiB
+instead of 10.48 GiB (bf16).
 """
 
 import functools
@@ -28,13 +30,13 @@ from onecurve.system.processes import accelerate_config
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cpp_compiler
 
-# Graphs of one class of blocks: for each width and stride, to train and to evaluate. Beyond Dynamo's default
-# limit of 8, a block would silently run uncompiled.
+# Most graphs of one block class: one for each width and stride, for training and evaluation. Beyond Dynamo's
+# default limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
 
 
 def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterator[nn.Module]:
-    """The outermost modules of the classes that are named, by default in the model's `_no_split_modules`."""
+    """Yield the outermost modules of the named classes; default: the model's `_no_split_modules`."""
     if names is None:
         names = block_names(model)
     for child in model.children():
@@ -45,10 +47,13 @@ def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterato
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Checkpoints each block, or what timm's own method chooses. ValueError for a model with neither.
+    """Checkpoint the activations of each block, or the layers that timm's own method selects.
 
-    Parameters keep their names. Accelerate's method would draw other random numbers in the backward pass, and
-    rename parameters.
+    Parameters keep their names. Accelerate's method would draw different random numbers in the backward pass
+    and rename parameters.
+
+    Raises:
+        ValueError: The model has neither blocks nor timm's method.
     """
     blocks = list(blocks_of(model))
     for block in blocks:
@@ -56,11 +61,11 @@ def checkpoint_activations(model: nn.Module) -> None:
     if blocks:
         return
     try:
-        model.set_grad_checkpointing()  # type: ignore[operator]  # timm's models have it
+        model.set_grad_checkpointing()  # type: ignore[operator]  # timm's models define it
     except (AttributeError, AssertionError):
         raise ValueError(
-            f"activation checkpointing: {type(model).__name__} has no blocks, name their classes in its"
-            " _no_split_modules; or train without --grad_checkpointing (fsdp_activation_checkpointing)"
+            f"activation checkpointing: {type(model).__name__} has no blocks. Name the block classes in its"
+            " _no_split_modules, or train without --grad_checkpointing (fsdp_activation_checkpointing)."
         ) from None
 
 
@@ -76,7 +81,7 @@ def _recomputed(forward: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Compilation:
-    """Arguments of torch.compile. Backend `no` compiles nothing."""
+    """Arguments of torch.compile. The backend `no` disables compilation."""
 
     backend: str = "no"
     mode: str = "default"
@@ -87,56 +92,78 @@ class Compilation:
         return self.backend != "no"
 
     def __str__(self) -> str:
-        """The value of --compile; for a backend other than Inductor, the backend's name."""
+        """Return the value of --compile, or the backend's name for a backend other than Inductor."""
         return self.mode if self.backend == "inductor" else self.backend
 
 
 def chosen_compilation(flag: str | None) -> Compilation:
-    """The compilation of --compile, else of the launcher. Raises ValueError if this host can't compile."""
+    """Return the compilation that --compile selects, or else the launcher's config.
+
+    Raises:
+        ValueError: This host can't compile.
+    """
     if flag is None:
-        plugin = TorchDynamoPlugin(**_arguments_in_launchers_file())
+        plugin = TorchDynamoPlugin(**_dynamo_arguments_from_config())
         is_full, is_dynamic = bool(plugin.fullgraph), bool(plugin.dynamic)
-        chosen = Compilation(plugin.backend.value.lower(), plugin.mode, is_full, is_dynamic)
+        compilation = Compilation(plugin.backend.value.lower(), plugin.mode, is_full, is_dynamic)
     else:
-        chosen = Compilation("no" if flag == "no" else "inductor", flag)
-    if chosen:
-        _check(chosen)
-    return chosen
+        compilation = Compilation("no" if flag == "no" else "inductor", flag)
+    if compilation:
+        _check(compilation)
+    return compilation
 
 
 def compile_blocks(
-    model: nn.Module, how: Compilation, is_whole: bool = False, accumulations: int = 1
+    model: nn.Module, settings: Compilation, is_whole: bool = False, accumulations: int = 1
 ) -> None:
-    """Compiles the forward of each block, or of the whole model. Parameters keep their names.
+    """Compile the forward method of each block, or of the whole model. Parameters keep their names.
 
-    is_whole: True if nothing needs blocks: no sharding, no checkpointing, not the bits of a sharded model.
-    Then one graph is compiled; but not of timm's models, whose equal blocks share theirs. Blocks and
-    accumulations go without CUDA graphs: in an evaluation a block would overwrite its input, the output of
-    the block before (pytorch #152887), and a micro-batch the gradients of the one before. `max-autotune` has
-    a mode without them, the others raise ValueError. block.compile() is not used, as it also traces FSDP's
-    and DeepSpeed's hooks.
+    timm's models always compile block by block, because their equal blocks share graphs. CUDA graphs of a
+    compiler backend work only for a whole model without gradient accumulation. With blocks, an evaluation
+    would overwrite a block's input, which is the previous block's output (pytorch #152887). With
+    accumulation, a micro-batch would overwrite the previous gradients. In these cases `max-autotune` falls
+    back to its mode without CUDA graphs. This function replaces forward() instead of calling block.compile(),
+    which would also trace the hooks of FSDP and DeepSpeed.
+
+    Args:
+        model: The model to compile, before the strategy wraps it.
+        settings: The arguments of torch.compile.
+        is_whole: Compile one graph if possible. True if nothing needs blocks: no sharding, no activation
+            checkpointing, and no bits to match with a sharded model.
+        accumulations: Micro-batches per step on each process.
+
+    Raises:
+        ValueError: The mode needs CUDA graphs, which do not work here.
     """
     allow_recompilations(RECOMPILE_LIMIT)
     draw_as_eager()
-    mode = how.mode if how.backend == "inductor" else None  # other backends have no modes
+    mode = settings.mode if settings.backend == "inductor" else None  # other backends have no modes
     blocks = list(blocks_of(model))
     is_whole = is_whole and not any(type(block).__module__.startswith("timm.") for block in blocks)
-    has_graphs = how.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune")
+    has_graphs = settings.backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune")
     if has_graphs and not (is_whole and accumulations == 1):
         if mode != "max-autotune":
             raise ValueError(
-                f"--compile {how} (dynamo_backend): CUDA graphs are for CNNs on one process or under DDP,"
-                " without activation checkpointing, accumulation or --deterministic; choose --compile default"
+                f"--compile {settings} (dynamo_backend): CUDA graphs work only for CNNs on one process or"
+                " under DDP, without activation checkpointing, accumulation or --deterministic. Choose"
+                " --compile default."
             )
         mode = "max-autotune-no-cudagraphs"
     for part in [model] if is_whole else blocks or [model]:
         part.forward = torch.compile(
-            part.forward, backend=how.backend, mode=mode, fullgraph=how.fullgraph, dynamic=how.dynamic
+            part.forward,
+            backend=settings.backend,
+            mode=mode,
+            fullgraph=settings.fullgraph,
+            dynamic=settings.dynamic,
         )
 
 
-def _arguments_in_launchers_file() -> dict[str, Any]:
-    """TorchDynamoPlugin's arguments where `accelerate launch` (1.15) sets no variables: for DeepSpeed."""
+def _dynamo_arguments_from_config() -> dict[str, Any]:
+    """Return TorchDynamoPlugin's arguments from the accelerate config, for a DeepSpeed job.
+
+    For DeepSpeed, `accelerate launch` (1.15) does not pass these settings in environment variables.
+    """
     if not is_on("ACCELERATE_USE_DEEPSPEED") or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}
     answers = accelerate_config().get("dynamo_config") or {}
@@ -144,11 +171,14 @@ def _arguments_in_launchers_file() -> dict[str, Any]:
     return {name: answers.get(f"dynamo_{key}") for name, key in keys.items()}
 
 
-def _check(chosen: Compilation) -> None:
-    if chosen.backend not in (known := torch.compiler.list_backends(())):
-        raise ValueError(f"dynamo_backend {chosen.backend} is not on this host: choose {', '.join(known)}")
-    if chosen.backend == "inductor" and not has_cpp_compiler():
+def _check(compilation: Compilation) -> None:
+    if compilation.backend not in (backends := torch.compiler.list_backends(())):
+        names = ", ".join(backends)
         raise ValueError(
-            f"--compile {chosen} (dynamo_backend) needs a C++ compiler, and this host has none: install"
-            " g++, or choose --compile no"
+            f"dynamo_backend {compilation.backend} is not available here. Choose one of {names}."
+        )
+    if compilation.backend == "inductor" and not has_cpp_compiler():
+        raise ValueError(
+            f"--compile {compilation} (dynamo_backend) needs a C++ compiler, but this host has none. Install"
+            " g++, or choose --compile no."
         )

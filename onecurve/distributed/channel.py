@@ -1,4 +1,4 @@
-"""Messages between a job's processes: in torch's store at any time, and over gloo where all take part."""
+"""Messages between a job's processes, through torch's store or as collectives over gloo."""
 
 import hashlib
 import json
@@ -20,18 +20,19 @@ NONE = b"null"  # JSON
 
 
 class Reason(IntEnum):
-    """Why the processes of a job end together. Of several reasons the largest counts."""
+    """Reason why the processes of a job end together. The largest reason wins."""
 
     NONE = 0
-    STOP = 1  # a signal, or a launcher's end: all save, and raise Preempted
-    PROBLEM = 2  # all raise ValueError with the same message
+    STOP = 1  # a signal, or the launcher exited: all processes save and raise Preempted
+    PROBLEM = 2  # all processes raise ValueError with the same message
 
 
 class Channel:
-    """Messages in torch's store, as JSON, for one thread: a connection serves one at a time.
+    """JSON messages in torch's store, for use by one thread.
 
-    A store in a stopped process does not answer. When the process that hosts it is gone, `gone` is the error,
-    and a channel answers as if this process were alone: there is no message of another one.
+    A connection to the store serves one request at a time. A suspended store process does not answer. If the
+    store's process dies, `gone` holds the error, and the channel behaves as if this process were alone: it
+    returns no messages from other processes.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
@@ -39,64 +40,73 @@ class Channel:
         self.gone: RuntimeError | None = None
 
     def clone(self) -> "Channel":
-        """A channel for another thread. Not for a failure: it would wait long for a host that is gone."""
+        """Return a channel for another thread.
+
+        Don't clone a channel to handle a failure: connecting to a dead store would block for a long time.
+        """
         return Channel(self.store.clone())
 
     def post(self, key: str, value: Any) -> None:
+        """Store the value under the key."""
         self._ask(lambda: self.store.set(key, json.dumps(value)), None)
 
     def read(self, key: str) -> Any:
-        """The value, or None while there is none."""
+        """Return the value, or None if the key does not exist yet."""
         return json.loads(self._ask(lambda: self.store.get(key) if self.store.check([key]) else NONE, NONE))
 
     def wait(self, key: str) -> Any:
-        """The value, once there is one. RuntimeError after the store's time-out."""
+        """Block until the key exists, and return its value. Raise RuntimeError after the store's timeout."""
         return json.loads(self.store.get(key))
 
     def first(self, key: str, value: Any) -> Any:
-        """Posts the value if there is none. Returns the one that is there then."""
-        mine = json.dumps(value)
-        return json.loads(self._ask(lambda: self.store.compare_set(key, "", mine), mine.encode()))
+        """Store the value unless the key exists. Return the value that the store then holds."""
+        text = json.dumps(value)
+        return json.loads(self._ask(lambda: self.store.compare_set(key, "", text), text.encode()))
 
     def count(self, key: str, more: int = 0) -> int:
-        """The count after adding `more` to it; it begins at 0."""
+        """Add `more` to a counter, which starts at 0, and return the sum."""
         return self._ask(lambda: self.store.add(key, more), more)
 
-    def _ask(self, operation: Callable[[], Answer], alone: Answer) -> Answer:
+    def _ask(self, operation: Callable[[], Answer], default: Answer) -> Answer:
+        """Return the operation's result, or the default if the store is gone."""
         try:
             return operation()
         except RuntimeError as error:
             self.gone = error
-            return alone
+            return default
 
 
 def first_to_report(message: str, channel: Channel | None = None) -> bool:
-    """True when no other process has printed this message, as most mistakes occur in all processes."""
+    """Return True if no other process has reported this message.
+
+    Most mistakes occur in all processes, but only one process should print them.
+    """
     if not dist.is_initialized():
         return is_hosts_first()
     return (channel or Channel()).count(f"said/{hashlib.sha256(message.encode()).hexdigest()}", 1) == 1
 
 
 def let_main_close_first(accelerator: Accelerator, channel: Channel | None = None) -> None:
-    """Waits in a failing job until the main process has closed its files, 10 s at most.
+    """In a failing job, wait up to 10 s until the main process has closed its files.
 
-    The main process calls it after closing them, the others before they exit, because a launcher kills all
-    processes as soon as one has exited. The main process may hang in a collective.
+    The main process calls this function after it has closed its files. Other processes call it before they
+    exit, because a launcher kills all processes as soon as one exits. The wait is limited because the main
+    process may hang in a collective.
     """
     if not dist.is_initialized():
         return
-    channel, until = channel or Channel(), time.monotonic() + 10
+    channel, deadline = channel or Channel(), time.monotonic() + 10
     if accelerator.is_main_process:
         channel.post("closed", True)
-    while not (channel.read("closed") or channel.gone) and time.monotonic() < until:
+    while not (channel.read("closed") or channel.gone) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 class Poll:
-    """Asynchronous maxima over all processes: a call returns the maximum of each number of the last call.
+    """Asynchronous maxima over all processes: each call returns the maxima from the previous call.
 
-    It uses gloo, beside the training's own collectives, so nothing waits for a GPU. The constructor is
-    collective.
+    Poll uses a separate gloo group next to the training's collectives, so no call waits for a GPU. The
+    constructor is collective.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -108,45 +118,53 @@ class Poll:
         self.values = torch.zeros(0, dtype=torch.int32)
         self.work: dist.Work | None = None
 
-    def __call__(self, *mine: int) -> list[int]:
-        """Returns the last call's maxima, [] in the first call; on one process its own. Collective."""
+    def __call__(self, *values: int) -> list[int]:
+        """Start the next exchange, and return the maxima of the previous call's numbers. Collective.
+
+        The first call returns []. With one process, return the arguments.
+        """
         if self.group is None:
-            return list(mine)
-        answer, self.values = self.finish(), torch.tensor(mine, dtype=torch.int32)
+            return list(values)
+        maxima, self.values = self.finish(), torch.tensor(values, dtype=torch.int32)
         self.work = dist.all_reduce(self.values, dist.ReduceOp.MAX, group=self.group, async_op=True)
-        return answer
+        return maxima
 
     def finish(self) -> list[int]:
-        """Waits for the last call's answer and returns it; [] when none is in flight."""
+        """Wait for the last call's maxima and return them; [] if no exchange is in flight."""
         if self.work is None:
             return []
         self.work.wait()
         self.work = None
         return self.values.tolist()
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Every process's object, by rank. Collective. (NCCL would need GPU memory for it.)"""
+    def gather(self, value: Any) -> list[Any]:
+        """Return every process's object, by rank. Collective. NCCL would need GPU memory for this."""
         if self.group is None:
-            return [mine]
-        everyones = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine, group=self.group)
-        return everyones
+            return [value]
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
-    def collect(self, mine: Any) -> list[Any]:
-        """Every process's object, by rank, on the main process; [] on others. Collective.
+    def collect(self, value: Any) -> list[Any]:
+        """Return every process's object, by rank, on the main process; [] on other processes. Collective.
 
-        For large ones: gather() would send all of them to all.
+        Use it for large objects: gather() would send all objects to all processes.
         """
         if self.group is None:
-            return [mine]
-        everyones = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, everyones, group=self.group)
-        return everyones or []
+            return [value]
+        values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(value, values, group=self.group)
+        return values or []
 
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
-        """Waits until done(1.0), which waits up to a second, is true on the main process. Collective.
+        """Wait until done(1.0) returns True on the main process. Collective.
 
-        The main process answers every second, so that no process waits for ever if it is gone.
+        The main process answers every second, so that no process waits forever if the main process dies.
+
+        Args:
+            is_main: True on the main process.
+            done: Function that waits up to the given number of seconds and returns True when the work is
+                done.
         """
         while not any(self.gather(is_main and done(1.0))):
             pass

@@ -1,6 +1,6 @@
-"""A process's device: checks that GPUs are used, chooses algorithms, rehearses on the CPU.
+"""A process's device: checks for unused GPUs, the choice of algorithms, and rehearsals on the CPU.
 
-A rehearsal: several processes on the CPU, over gloo, from the config files meant for GPUs.
+In a rehearsal, several CPU processes communicate over gloo, with the config files meant for GPUs.
 """
 
 import ctypes
@@ -19,117 +19,136 @@ from onecurve.system.env import LOCAL_NUMBER, is_on, launched, local_rank, proce
 from onecurve.system.processes import allowed_cores
 from onecurve.upstream import accelerate_, deepspeed_
 
-REHEARSE = "to rehearse on the CPU put CUDA_VISIBLE_DEVICES= before the same command"
+REHEARSE = "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES= before the same command."
 
 
 def check_devices() -> None:
-    """ValueError if there are too few GPUs, or torch can't use them; and on TPUs, XPUs or NPUs."""
-    _check_kind()
+    """Check that torch can use this host's accelerators, and that each process has a GPU.
+
+    Raises:
+        ValueError: The host has too few GPUs, torch can't use its GPUs, or the host has TPUs, XPUs, NPUs or
+            AMD GPUs.
+    """
+    _check_device_type()
     gpus, processes = torch.cuda.device_count(), processes_per_host()
     if not on_gpu():
-        _check_that_no_gpu_is_left_out()
+        _check_unused_gpus()
     elif gpus < processes and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ValueError(
-            f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}:"
-            f" start {gpus} per host (accelerate's --num_processes, torchrun's --nproc_per_node, launch.py's"
-            f" --gpus), take another file of accelerate_configs/, or {REHEARSE}"
+            f"{processes} processes were started on this host, which has {gpus} GPU{'s' if gpus > 1 else ''}."
+            f" Start {gpus} per host (accelerate's --num_processes, torchrun's --nproc_per_node, launch.py's"
+            f" --gpus), or choose another file of accelerate_configs/. {REHEARSE}"
         )
     else:
-        if gpus == 1 and "LOCAL_RANK" in os.environ:  # it may be another one for each process
+        if gpus == 1 and "LOCAL_RANK" in os.environ:  # each process may see a different GPU
             os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
-        _check_code(int(os.environ.get("LOCAL_RANK", "0")))
+        _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> None:
-    """ValueError if two processes have the same GPU, before NCCL fails. gpu: a unique name. Collective."""
+    """Check that no other process uses this process's GPU, before NCCL fails. Collective.
+
+    Args:
+        channel: Channel to the other ranks.
+        number: This process's rank.
+        processes: Number of processes in the job.
+        gpu: Unique name of this process's GPU.
+
+    Raises:
+        ValueError: Two processes have the same GPU.
+    """
     channel.post(f"gpu/{number}", gpu)
-    names = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
-    if same := [rank for rank, name in enumerate(names) if name == gpu and rank != number]:
+    gpus = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
+    if sharing := [rank for rank, other in enumerate(gpus) if other == gpu and rank != number]:
         raise ValueError(
-            f"ranks {number} and {same[0]} have the same GPU: start one process per GPU, or {REHEARSE}"
+            f"ranks {number} and {sharing[0]} have the same GPU. Start one process per GPU. {REHEARSE}"
         )
 
 
-def _check_kind() -> None:
-    """ValueError on a host with TPUs, XPUs, NPUs or AMD's GPUs, on which Accelerate would train."""
+def _check_device_type() -> None:
+    """Raise ValueError on TPUs, XPUs, NPUs and AMD GPUs, where Accelerate would otherwise train."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    kind = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
-    kind = "ROCM" if kind == "CUDA" and torch.version.hip else kind
-    if kind not in ("CPU", "CUDA", "MPS"):
-        refuse(f"distributed_type: {kind}", "choose multi-GPU, or no distributed training")
+    device_type = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
+    device_type = "ROCM" if device_type == "CUDA" and torch.version.hip else device_type
+    if device_type not in ("CPU", "CUDA", "MPS"):
+        refuse(f"distributed_type: {device_type}", "choose multi-GPU, or no distributed training")
 
 
-def _check_that_no_gpu_is_left_out() -> None:
-    """ValueError if torch can't use this host's GPUs: with an old driver it would train on the CPU."""
+def _check_unused_gpus() -> None:
+    """Raise ValueError if torch can't use this host's GPUs.
+
+    With an old driver, for example, training would silently run on the CPU.
+    """
     if _gpus_are_hidden() or is_on("ACCELERATE_USE_CPU"):
         return
 
     from onecurve.system.gpus import driver_problem, list_gpus, needed_driver
 
-    found, cuda = list_gpus(), torch.version.cuda
-    if not found.gpus and not found.problem:
+    inventory, cuda = list_gpus(), torch.version.cuda
+    if not inventory.gpus and not inventory.problem:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    reason = driver_problem(found, cuda)
-    if reason and found.problem:
-        remedy = "restart the host, or the container"
+    reason = driver_problem(inventory, cuda)
+    if reason and inventory.problem:
+        remedy = "Restart the host or the container"
     elif reason and cuda:
-        remedy = f"install {needed_driver(cuda)}, or a torch for this driver (README, GPUs and drivers)"
+        remedy = f"Install {needed_driver(cuda)}, or a torch for this driver (README, GPUs and drivers)"
     elif reason:
-        remedy = "install a torch with CUDA (README, GPUs and drivers)"
+        remedy = "Install a torch with CUDA (README, GPUs and drivers)"
     elif visible is not None:
-        reason, remedy = f"CUDA_VISIBLE_DEVICES={visible} names none of them", "correct it"
+        reason, remedy = f"CUDA_VISIBLE_DEVICES={visible} names none of them", "Correct the variable"
     else:
-        reason, remedy = _torchs_own_reason(), "see README, GPUs and drivers"
-    which = f"{len(found.gpus)} GPUs ({found.gpus[0]['name']})" if found.gpus else "GPUs"
-    raise ValueError(f"torch can't use this host's {which}: {reason}: {remedy}; {REHEARSE}")
+        reason, remedy = _cuda_error(), "See README, GPUs and drivers"
+    gpus = f"{len(inventory.gpus)} GPUs ({inventory.gpus[0]['name']})" if inventory.gpus else "GPUs"
+    raise ValueError(f"torch can't use this host's {gpus}: {reason}. {remedy}. {REHEARSE}")
 
 
 def _gpus_are_hidden() -> bool:
-    """True when CUDA_VISIBLE_DEVICES is empty, -1 or a word, such as Slurm's NoDevFiles."""
+    """Return True if CUDA_VISIBLE_DEVICES is empty, -1 or a word such as Slurm's NoDevFiles."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
 
 
-def _torchs_own_reason() -> str:
+def _cuda_error() -> str:
+    """Return the first line of the error that torch raises when it initialises CUDA."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).splitlines()[0]
-    return "no reason is known"
+    return "the reason is unknown"
 
 
-def _check_code(device: int) -> None:
-    """ValueError if torch was not built for this process's GPU, where the first kernel would fail."""
+def _check_gpu_support(device: int) -> None:
+    """Raise ValueError if torch has no kernels for this GPU, where the first kernel would fail."""
     from onecurve.system.gpus import runs_on
 
     major, minor = torch.cuda.get_device_capability(device)
-    built = torch.cuda.get_arch_list()
-    if built and not any(runs_on(code, major, minor) for code in built):
+    architectures = torch.cuda.get_arch_list()
+    if architectures and not any(runs_on(code, major, minor) for code in architectures):
         raise ValueError(
             f"torch {torch.__version__} has no code for GPU {device}, {torch.cuda.get_device_name(device)}"
-            f" (compute capability {major}.{minor}): it is built for {', '.join(built)}: install a torch for"
-            f" this GPU (README, GPUs and drivers); {REHEARSE}"
+            f" (compute capability {major}.{minor}), only for {', '.join(architectures)}. Install a torch"
+            f" for this GPU (README, GPUs and drivers). {REHEARSE}"
         )
 
 
 def choose_algorithms(deterministic: bool) -> None:
-    """Chooses the fastest algorithms, or deterministic ones. Call it before the first operation on a GPU.
+    """Select the fastest algorithms, or deterministic ones. Call this before the first GPU operation.
 
-    The fastest: cuDNN tries several once per shape of a convolution; shapes rarely change.
+    Fastest: cuDNN benchmarks its algorithms once per convolution shape. Shapes rarely change.
 
-    Deterministic: the same bits in each run on the same GPUs. An operation without a deterministic algorithm
-    raises RuntimeError. By default a GPU adds in the order in which its blocks finish (atomic additions in
-    backward), cuBLAS may choose other algorithms from run to run, and fp32 convolutions round their inputs to
-    TF32. On a CPU this changes nothing.
+    Deterministic: every run on the same GPUs produces the same bits. An operation without a deterministic
+    algorithm raises RuntimeError. By default, a GPU adds values in the order in which its blocks finish
+    (atomic additions in the backward pass), cuBLAS may choose different algorithms from run to run, and fp32
+    convolutions round their inputs to TF32. On a CPU, the setting has no effect.
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    torch.backends.cudnn.benchmark = not deterministic  # it chooses algorithms by their speed in this run
+    torch.backends.cudnn.benchmark = not deterministic  # chooses by the speed in this run
     if not deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
-    # mypy does not see this property. Nothing here reads uninitialised memory, and filling it takes time.
+    # mypy does not know this property. Nothing here reads uninitialised memory, and filling it takes time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
@@ -137,9 +156,9 @@ def choose_algorithms(deterministic: bool) -> None:
 
 
 def rehearse_on_cpu(backend: str = "gloo") -> None:
-    """Let Accelerate run DDP, FSDP2 and DeepSpeed on processes of a CPU, from config files meant for GPUs.
+    """Let Accelerate run DDP, FSDP2 and DeepSpeed on CPU processes, with config files meant for GPUs.
 
-    Accelerate looks for a GPU only in the two methods that this replaces.
+    This replaces the only two methods of Accelerate that look for a GPU.
     """
     if is_on("ACCELERATE_USE_DEEPSPEED"):
         deepspeed_.use_gloo()
@@ -150,38 +169,41 @@ def rehearse_on_cpu(backend: str = "gloo") -> None:
 
 
 def use_all_cores(deterministic: bool = False) -> None:
-    """Divides a host's cores among its processes.
+    """Divide a host's cores among its processes.
 
-    torchrun and accelerate set OMP_NUM_THREADS=1, which suits a GPU; deepspeed gives all cores to each
-    process. For one process accelerate counts all cores of the machine, also those that this process may not
-    use, and so does torch where a container has a quota: two threads on one core are 35 times slower than one
-    (CNN-A). With plain `python` a value set by hand stays, so that one process can round like each of
-    several. deterministic: one thread, or as many as the user's own OMP_NUM_THREADS says, as kernels add in
-    an order that depends on their threads.
+    torchrun and accelerate set OMP_NUM_THREADS=1, which suits GPUs. deepspeed gives all cores to each
+    process. For a single process, accelerate counts all cores of the machine, including cores that the
+    process may not use. torch does the same in a container with a CPU quota. Two threads on one core are 35
+    times slower than one thread (CNN-A). With plain `python`, a value set by hand is kept, so that one
+    process can round like each of several processes.
+
+    Args:
+        deterministic: Use one thread, or the user's own OMP_NUM_THREADS, because the order of additions in
+            kernels depends on the number of threads.
     """
     if deterministic:
         torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
         return
-    cores, given = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
-    is_one = launched() and (given or "1") == "1"
-    if is_one or (torch.get_num_threads() > cores and (launched() or not given)):
+    cores, omp_threads = allowed_cores(), os.environ.get("OMP_NUM_THREADS")
+    is_limited_by_launcher = launched() and (omp_threads or "1") == "1"
+    if is_limited_by_launcher or (torch.get_num_threads() > cores and (launched() or not omp_threads)):
         torch.set_num_threads(max(1, cores // processes_per_host()))
 
 
 def _users_environment() -> Mapping[str, str]:
-    """The environment of whoever started the job: that with which the launcher, if there is one, began."""
+    """Return the environment in which the user started the job: the launcher's, or this process's."""
     try:
         return psutil.Process(os.getppid()).environ() if launched() else os.environ
-    except psutil.Error:  # the launcher has just ended, or its environment is hidden
+    except psutil.Error:  # the launcher has just exited, or its environment is hidden
         return {}
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed activations for the next step instead of returning them to the kernel.
+    """Let glibc reuse freed activations in the next step instead of returning them to the kernel.
 
-    CNN-A at batch 256, one thread: 57 instead of 82 ms of CPU time per step, and no page faults instead of
-    14,000.
+    For CNN-A at batch 256 on one thread, a step takes 57 ms of CPU time instead of 82 ms, and causes no page
+    faults instead of 14,000.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: blocks up to 1 GiB come from the heap
-    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap is not trimmed
+    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate up to 1 GiB from the heap
+    libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never trim the heap

@@ -1,10 +1,10 @@
-"""The report of a hanging job: each rank's evidence, and a table that names the rank they wait for.
+"""Report of a hanging job: evidence from each rank, and a table that names the rank that others wait for.
 
-When a collective has waited for most of the timeout, a rank asks all ranks for their evidence before the
-timeout ends them: NCCL's watchdog aborts a process without a message from Python. A suspended rank does not
-answer, nor does the store if its process is suspended.
+NCCL's watchdog aborts a process without a Python message. So when a collective has waited for most of the
+timeout, a rank first collects evidence from all ranks. A suspended rank does not answer. If the store's
+process is suspended, the store does not answer either.
 
-launch.py also makes the table, so this file imports torch only where it is used.
+launch.py also builds the table, so this file imports torch only where it needs torch.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
 Evidence = dict[str, Any]  # a rank's report, from evidence()
-KEPT = 256  # recorded collectives; reading torch's default of 2,000 takes 35 ms or more
-REPLAY, GRAPH = "replay", "graph"  # stand for a collective and its group in the evidence
+KEPT = 256  # collectives to record; reading torch's default of 2,000 takes 35 ms or more
+REPLAY, GRAPH = "replay", "graph"  # used as a collective and its group in the evidence
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
-REPORTING = ("hang.py", "watch.py")  # files that make the report: the process is where they were called
-ANSWER_S = 1.0  # for the other ranks to answer
+REPORTING = ("hang.py", "watch.py")  # files of the report itself, skipped in the stack
+ANSWER_S = 1.0  # seconds for the other ranks to answer
 
 
 def record_collectives() -> None:
-    """Make torch record few collectives, and write no pickles at a timeout. Call before the first group."""
+    """Make torch record few collectives and write no pickles at a timeout. Call before the first group."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
     for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
@@ -47,11 +47,10 @@ def record_collectives() -> None:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorder and the followed replay, oldest first.
+    """Return the collectives in torch's flight recorder and the tracked replay, oldest first.
 
-    Each has op, group, number, age_s and is_done. torch records none of the collectives in a graph.
-
-    number: in its group; a rank whose last number is smaller is behind.
+    Each entry has the keys op, group, number, age_s and is_done. `number` counts within the group; a rank
+    with a smaller last number is behind. torch does not record collectives inside a CUDA graph.
     """
     entries = flight_record()
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
@@ -66,11 +65,11 @@ def collectives() -> list[dict[str, Any]]:
         for e in sorted(unique.values(), key=lambda e: e["time_created_ns"])
         if not e["is_p2p"]
     ]
-    return sorted(recorded + _replay(), key=lambda one: -one["age_s"])
+    return sorted(recorded + _replay(), key=lambda entry: -entry["age_s"])
 
 
 def _replay() -> list[dict[str, Any]]:
-    """Return the replay that is followed, in the form of a collective."""
+    """Return the tracked replay as a list with one entry, in the form of a collective; [] without one."""
     if (replay := now.replay) is None:
         return []
     entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
@@ -78,7 +77,7 @@ def _replay() -> list[dict[str, Any]]:
 
 
 def evidence(rank: int, hosts: list[str]) -> Evidence:
-    """Return this process's evidence for JSON: names of files, lines and functions, but no values."""
+    """Return this process's evidence for JSON: files, lines and functions, but no values."""
     recorded = collectives()
     return {
         "rank": rank,
@@ -87,15 +86,17 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
         "phase": now.phase,
         "step": now.step,
         "where": _where(main_threads_frame()),
-        "waits": [one for one in recorded if not one["is_done"]],
+        "waits": [entry for entry in recorded if not entry["is_done"]],
         "last": recorded[-1] if recorded else None,
-        "sequence": {one["group"]: one["number"] for one in sorted(recorded, key=lambda one: one["number"])},
+        "sequence": {
+            entry["group"]: entry["number"] for entry in sorted(recorded, key=lambda entry: entry["number"])
+        },
         "silent_s": {},
     }
 
 
 def _where(frame: FrameType | None) -> str:
-    """Return the innermost line of the stack in the project or in the folder of the script."""
+    """Return the innermost stack line in the project or in the script's folder."""
     roots = (ROOT, Path(sys.argv[0]).resolve().parent)
     while frame:
         file = Path(frame.f_code.co_filename).absolute()
@@ -116,10 +117,11 @@ def stacks() -> str:
 
 
 def hang_table(reports: Sequence[Evidence]) -> list[str]:
-    """Return lines of text: the rank that the others wait for, and a table with a row per rank.
+    """Return a line that names the rank that others wait for, and the lines of a table with a row per rank.
 
-    reports: the evidence of the ranks that answered; the others are silent. At least one has `hosts`, the
-    host of each rank.
+    Args:
+        reports: The evidence of the ranks that answered; other ranks are silent. At least one report has
+            `hosts`, the host of each rank.
     """
     rows = {row["rank"]: row for row in reports}
     hosts = max((row.get("hosts", []) for row in reports), key=len)
@@ -137,9 +139,15 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
 
 
 def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
-    """Return the ranks that the others wait for, in words. rows: the evidence of the ranks that answered."""
+    """Return a phrase that names the ranks that other ranks wait for.
+
+    Args:
+        rows: The evidence of the ranks that answered, by rank.
+        hosts: The host of each rank.
+    """
     if silent := [rank for rank in range(len(hosts)) if rank not in rows]:
-        return f"{_named(silent, hosts)} silent: stopped by a signal, or its host is cut off"
+        verb = "is" if len(silent) == 1 else "are"
+        return f"{_named(silent, hosts)} {verb} silent: stopped by a signal, or its host is unreachable"
     waits = {rank: row["waits"][0] for rank, row in rows.items() if row["waits"]}
     if not waits:
         return "no rank waits in a collective"
@@ -148,23 +156,24 @@ def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
         for wait in waits.values()
         for rank, row in rows.items()
         if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
-        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch ahead, each as far as it gets
+        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch ahead by different amounts
     }
-    if odd := sorted(behind) or sorted(rows.keys() - waits.keys()):
-        steps = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in odd}
-        ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in odd})
-        inside = f", not in {', '.join(ops)} with the others" if ops else ""
-        return f"{_named(odd, hosts)} awaited{inside}: {'; '.join(sorted(steps))}"
-    kinds = {(wait["op"], wait["number"] * (wait["group"] != GRAPH)) for wait in waits.values()}
-    if len(kinds) > 1:
-        places = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
-        return f"the ranks are in different collectives: {', '.join(places)}"
-    return "all ranks are in the same collective: the network, or a device"
+    if blocking_ranks := sorted(behind) or sorted(rows.keys() - waits.keys()):
+        positions = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in blocking_ranks}
+        ops = sorted({wait["op"] for rank, wait in waits.items() if rank not in blocking_ranks})
+        verb = "has" if len(blocking_ranks) == 1 else "have"
+        problem = f"{verb} not reached {', '.join(ops)}, where" if ops else f"{verb} stopped, and"
+        names = _named(blocking_ranks, hosts)
+        return f"{names} {problem} other ranks wait: {'; '.join(sorted(positions))}"
+    distinct_waits = {(wait["op"], wait["number"] * (wait["group"] != GRAPH)) for wait in waits.values()}
+    if len(distinct_waits) > 1:
+        calls = [f"rank {rank} in {wait['op']} {wait['number']}" for rank, wait in sorted(waits.items())]
+        return f"the ranks are in different collectives: {', '.join(calls)}"
+    return "all ranks are in the same collective: the network or a device is stuck"
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    names = [f"rank {rank} ({hosts[rank]})" for rank in ranks]
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+    return ", ".join(f"rank {rank} ({hosts[rank]})" for rank in ranks)
 
 
 def _last(row: Evidence) -> str:
@@ -185,10 +194,13 @@ def _last_seen(reports: Sequence[Evidence]) -> dict[int, str]:
 
 
 class HangReport:
-    """The report of a job that hangs: this rank's evidence, and the answers of the others through the store.
+    """Report of a hanging job: this rank's evidence, and other ranks' answers through the store.
 
-    job: a name that is new after a restart. hosts: the host of each rank. channel: only for make(), which
-    uses it in a thread.
+    Args:
+        job: Name that changes after a restart.
+        rank: This process's rank.
+        hosts: The host of each rank.
+        channel: Channel reserved for make(), which uses it in a thread.
     """
 
     def __init__(self, job: str, rank: int, hosts: list[str], channel: "Channel"):
@@ -211,7 +223,7 @@ class HangReport:
             channel.post(f"{self._question}/{self._rank}", self._report_evidence())
 
     def make(self) -> None:
-        """Report this rank's evidence, ask the others for theirs, and show the table. Does so once."""
+        """Report this rank's evidence, ask other ranks, and show the table. Only the first call acts."""
         with self._lock:
             if self.is_made:
                 return
@@ -221,14 +233,14 @@ class HangReport:
         is_first = True
         with contextlib.suppress(TimeoutError):  # the store does not answer
             is_first = asking.result(2 * ANSWER_S)
-        report("hang", **rows[self._rank])  # again, with the last heartbeats of silent ranks
+        report("hang", **rows[self._rank])  # second report, with the last heartbeats of silent ranks
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
-            lines.append(f"the stacks of all threads: {self._stacks_folder}, on each host")
+            lines.append(f"stacks of all threads: {self._stacks_folder}, on each host")
             log.warning("\n".join(lines))
 
     def _ask(self, rows: dict[int, Evidence]) -> bool:
-        """Add the other ranks' evidence and the last heartbeats of silent ranks. False if another asked."""
+        """Add other ranks' evidence, and return False if another rank asked first."""
         channel = self._channel
         is_first = channel.first(self._question, self._rank) == self._rank
         until = time.monotonic() + ANSWER_S
@@ -243,7 +255,7 @@ class HangReport:
         return is_first
 
     def _report_evidence(self) -> Evidence:
-        """Report this rank's evidence to launch.py, or its stacks in a file, once. Return it."""
+        """Return this rank's evidence. First send it to launch.py, or write the stacks to a file, once."""
         with self._lock:
             if self._evidence is None:
                 self._evidence, text = evidence(self._rank, self._hosts), stacks()

@@ -1,4 +1,4 @@
-"""Initial weights: all ranks begin with those of rank 0."""
+"""Initial weights: every rank starts with rank 0's weights."""
 
 import hashlib
 
@@ -12,10 +12,13 @@ from onecurve.distributed.agreement import agree
 
 @torch.no_grad()
 def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Give every rank the weights of rank 0. ValueError when names, shapes or types of parameters differ.
+    """Give every rank rank 0's weights.
 
-    All ranks draw their weights from the same seed. If they are equal, nothing is sent; CPUs with different
-    instruction sets round differently.
+    All ranks draw their weights from the same seed, but CPUs with different instruction sets round
+    differently. Equal weights are not sent.
+
+    Raises:
+        ValueError: Names, shapes or types of parameters differ between ranks.
     """
     tensors = model.state_dict()
     shapes = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()}
@@ -24,7 +27,9 @@ def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
         return
     for tensor in tensors.values():
         tensor.copy_(broadcast(tensor.to(accelerator.device)))
-    accelerator.print("the ranks drew different initial weights, as different CPUs do: rank 0's are used")
+    accelerator.print(
+        "the ranks drew different initial weights, as different CPUs do; using rank 0's weights"
+    )
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

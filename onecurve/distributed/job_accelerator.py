@@ -1,4 +1,4 @@
-"""JobAccelerator: Accelerate's Accelerator, with what a job adds to it."""
+"""JobAccelerator: Accelerate's Accelerator with the choices of a job."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
 
 class JobAccelerator(Accelerator):
-    """Accelerator with the choices of a job. make_accelerator() makes it, start() and wrap() complete it.
+    """Accelerator with the choices of a job. make_accelerator() creates it; start() and wrap() complete it.
 
-    precision: types of the training's tensors.
-    compilation: arguments of torch.compile; None before start() has chosen.
-    step_graph: each step is one CUDA graph.
-    step_stream: the stream of these graphs; None on a CPU.
-    deterministic: the value of --deterministic.
-    grad_checkpointing: activations are recomputed, by the flag or by FSDP's config.
-    exact_sum: adds the gradients with --deterministic; wrap() makes it.
-    short_attention: the device has the kernel of models/attention.py. After wrap(), the model also uses it.
-    prepared: the wrapped model; None before wrap().
+    Attributes:
+        precision: Number formats used in training.
+        compilation: Arguments of torch.compile; None before start() has chosen them.
+        step_graph: True if each step runs as a CUDA graph.
+        step_stream: CUDA stream of the step graphs; None on a CPU.
+        deterministic: Value of --deterministic.
+        grad_checkpointing: True if activations are recomputed, by the flag or by FSDP's config.
+        exact_sum: Adder of the gradients with --deterministic; created by wrap().
+        short_attention: True if the device supports the kernel of models/attention.py; after wrap(), True if
+            the model also uses the kernel.
+        prepared: The wrapped model; None before wrap().
     """
 
     precision: Precision
@@ -48,7 +50,7 @@ class JobAccelerator(Accelerator):
             log.info(" ".join(map(str, values)))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a micro-batch, and exchange them in the last one of a step."""
+        """Compute a micro-batch's gradients, and exchange the sums after the last micro-batch of a step."""
         if self.exact_sum:
             self.exact_sum.backward(loss, **kwargs)
         else:
@@ -57,10 +59,10 @@ class JobAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Scale the gradients to the norm max_norm if theirs is larger. Return their norm.
+        """Scale the gradients to the norm max_norm if their norm is larger, and return their norm.
 
-        Under DeepSpeed the engine has clipped in backward(), and None is returned: Accelerate 1.15 would copy
-        the norm to the host, and nothing reads it.
+        Under DeepSpeed, return None, because the engine has already clipped in backward(). Accelerate 1.15
+        would copy the unused norm to the host.
         """
         if self.exact_sum:
             return self.exact_sum.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -32,7 +32,7 @@ def test_too_few_gpus(monkeypatch):
     simulate_gpus(monkeypatch, 2)
     with pytest.raises(ValueError, match="4 processes were started on this host, which has 2 GPUs") as error:
         check_devices()
-    assert "start 2 per host (accelerate's --num_processes, torchrun's --nproc_per_node" in str(error.value)
+    assert "Start 2 per host (accelerate's --num_processes, torchrun's --nproc_per_node" in str(error.value)
     assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
     for enough in (0, 4, 8):  # none at all is a rehearsal
         simulate_gpus(monkeypatch, enough)
@@ -110,7 +110,7 @@ def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
     assert not logging.getLogger("DeepSpeed").filter(warning)  # which the file allows
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
     assert (sizes | {"gradient_clipping": 0.0}).items() <= config.items()
-    assert capsys.readouterr().out == "DeepSpeed's gradient_clipping 1.0 gives way to the recipe's 0.0\n"
+    assert capsys.readouterr().out == "replacing DeepSpeed's gradient_clipping 1.0 with the recipe's 0.0\n"
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_waiting_for_the_process_that_prepares_data(project_copy):
     assert status != 0, output
     assert output.count("answer done") == 2, output
     assert output.count("raised no such images (on host ") == 2, output
-    assert output.count("error: rank 0 gave no sign of life for 1 s") == 1, output
+    assert output.count("error: rank 0 sent no heartbeat for 1 s") == 1, output
 
 
 def test_a_channel_answers_as_if_alone_once_its_host_is_gone():

@@ -64,7 +64,7 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
         ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
         ({"error": MISMATCH}, None, "13.2", "does not answer"),  # updated and not loaded
         ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
-        ({"cuda": 13000}, None, "13.2", "Error 802: system not yet initialized: "),  # torch's own words
+        ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),  # torch's own words
     ],
 )
 def test_gpus_that_torch_can_not_use(simulated, visible, torchs_cuda, message, driver, monkeypatch):
@@ -78,7 +78,7 @@ def test_gpus_that_torch_can_not_use(simulated, visible, torchs_cuda, message, d
         monkeypatch.setenv(VISIBLE, visible)
     with pytest.raises(ValueError, match=f"^torch can't use this host's .*{message}") as error:
         check_devices()
-    assert "to rehearse on the CPU put CUDA_VISIBLE_DEVICES=" in str(error.value)
+    assert "To rehearse on the CPU, put CUDA_VISIBLE_DEVICES=" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_two_processes_with_one_gpu():
     for thread in threads:
         thread.join()
     assert sorted(errors) == [0, 2]
-    assert "ranks 0 and 2 have the same GPU: start one process per GPU" in errors[0]
+    assert "ranks 0 and 2 have the same GPU. Start one process per GPU" in errors[0]
 
 
 @pytest.mark.full

@@ -29,8 +29,8 @@ STOP_ON_RANK_0 = STOP_ON_RANK_1.replace("process_index == 1", "process_index == 
 WAIT = f"{ON_RANK_1}import time; time.sleep(60)\n            else:\n    {CALL}"
 SKIP = f"{ON_RANK_1}accelerator.wait_for_everyone()\n{CALL}"
 SLEEP = f"            if self.accelerator.process_index == 1: __import__('time').sleep(60)\n{READ}"
-AWAITED = "rank 1 (node1) is awaited, not in gloo:all_reduce with the others"
-RANK_1_AWAITED = r"rank 1 \(.*\) is awaited, not in gloo:"
+AWAITED = "rank 1 (node1) has not reached gloo:all_reduce, where other ranks wait"
+RANK_1_AWAITED = r"rank 1 \(.*\) has not reached gloo:"
 DIFFER = "the ranks are in different collectives"
 WAITS = ("training", "all_reduce", 7, False)
 
@@ -93,7 +93,7 @@ def test_a_job_that_hangs_names_the_rank(file, after, said, tmp_path, project_co
     [
         ((7, 7), "all ranks are in the same collective"),
         ((9, 7), "all ranks are in the same collective"),  # rank 0's host has launched more
-        ((7, None), "rank 1 (node1) is awaited, not in replay with the others: training at train.py:7"),
+        ((7, None), "rank 1 (node1) has not reached replay, where other ranks wait: training at train.py:7"),
     ],
 )
 def test_the_table_names_replays(numbers, said, monkeypatch):
@@ -158,7 +158,9 @@ def test_launch_py_shows_the_table(tmp_path, project_copy):
     words += ["--trackers", "none", "--timeout_s", "3", "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait(60)
     assert status == 1
-    assert len(re.findall(r"^the job hangs: rank 1 \(.*\) is awaited", output, re.MULTILINE)) == 1, output
+    assert len(re.findall(r"^the job hangs: rank 1 \(.*\) has not reached", output, re.MULTILINE)) == 1, (
+        output
+    )
     assert re.search(r"^1 +\S+ +training +5 +train_hello.py:", output, re.MULTILINE), output
     assert 'train_hello.py", line' in (tmp_path / "logs" / "hang_rank_1.txt").read_text()
 

@@ -22,7 +22,7 @@ ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
 FLAGS += ["--max_steps", "4", "--max_val_images", "64"]
-WHOLE = "has no blocks: it is gathered or compiled as a whole"
+WHOLE = "has no blocks, so it is gathered or compiled as a whole"
 
 # Convolutions of them have inputs or weights of one pixel or one image, whose memory format is ambiguous.
 AMBIGUOUS = ("test_resnet", "test_efficientnet", "test_coatnet")
