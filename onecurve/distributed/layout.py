@@ -1,17 +1,19 @@
-"""What each process has of the whole tensors, under every strategy.
+"""Map each rank's local tensors to the full tensors, for every strategy.
 
-Six words for a parameter, or for state of its shape:
+Six terms describe a parameter, or optimizer state of its shape:
 
-    whole    the tensor as one process has it; flattened where pieces are cut from it
-    local    what the optimizer changes in place here: parameters on one process and under DDP, shards under
-             FSDP2, flat partitions of the fp32 masters under ZeRO. An EMA's averages have the same shapes
-    key      the object by which the optimizer's `state` has a local tensor: an nn.Parameter, a DTensor
+    whole    the full tensor; flattened where pieces are cut from it
+    local    the tensor that the optimizer updates in place on this rank: a parameter on one process and
+             under DDP, a shard under FSDP2, a flat partition of the fp32 masters under ZeRO. An EMA's
+             averages have the same shapes
+    key      the object under which the optimizer's `state` stores a local tensor: an nn.Parameter or DTensor
     members  the parameters in a local tensor: one, or many in a flat partition
-    piece    the part of the flat, whole tensor that is here: all, some, or nothing; where it starts in both
-    own      the elements of that piece, a view of the local tensor
+    piece    the part of the flat, whole tensor on this rank (all, some or none), with its start in the whole
+             tensor and its offset in the local one
+    own      the elements of the piece, a view of the local tensor
 
     whole, flat  0 1 2 3 4 5 6 7 8 9      on rank 1 of 2: piece (start 5, length 5, offset 2),
-    local        . . 5 6 7 8 9 . .        own 5 6 7 8 9, before and behind it those of other members
+    local        . . 5 6 7 8 9 . .        own 5 6 7 8 9; the dots belong to other members
 """
 
 import copy
@@ -25,91 +27,101 @@ from torch.optim import Optimizer
 
 from onecurve.upstream import deepspeed_
 
-Local = Sequence[Tensor | None]  # one per local tensor; None if the parameter has no such state
-Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a parameter group to one process's part
+Local = Sequence[Tensor | None]  # one per local tensor; None without this state
+Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a group of parameters to one process's part
 
 
 class Piece(NamedTuple):
-    """The elements of a flat, whole tensor that a process has."""
+    """Range of a flat, whole tensor that a process holds."""
 
-    start: int  # in the whole tensor
+    start: int  # index in the whole tensor
     length: int
-    offset: int = 0  # in the flat partition, under ZeRO
+    offset: int = 0  # index in the flat partition, under ZeRO
 
 
 class Layout:
-    """The layout of one process and of DDP, where every process has everything.
+    """Layout of one process and of DDP, where every process holds all tensors.
 
-    Create it before the first forward: later FSDP2's modules may show gathered copies of their parameters.
+    Create it before the first forward pass. Later, FSDP2's modules may expose gathered copies of their
+    parameters.
     """
 
-    parts = ""  # a name of what the optimizer gets instead of whole parameters
+    parts = ""  # name of the tensors that the optimizer updates instead of whole parameters
     is_flat = False
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
-        # nn.Parameters; under FSDP and ZeRO with further attributes
+        # nn.Parameters; FSDP and ZeRO add attributes to them
         everything: dict[str, Any] = dict(self.module.named_parameters())
         self.parameters = {name: p for name, p in everything.items() if p.requires_grad}
         self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
         self.local = [to_local(key.detach()) for key in self._keys()]  # fp32, in the order of self.states()
-        self.inner = self._inner()  # the script's own optimizer
+        self.inner = self._inner()  # the optimizer that the script created
         self.pieces = {name: self._piece(p) for name, p in everything.items()}
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the trained parameters, by their names in the model."""
+        """Return the whole shapes of the trained parameters, by name."""
         return {name: self._shape(p) for name, p in self.parameters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers such as BatchNorm's statistics, by their names in the model. Rank 0's count."""
+        """Return the buffers, such as BatchNorm's statistics, by name.
+
+        Buffers may differ between ranks; rank 0's buffers are authoritative.
+        """
         parameters = {**self.parameters, **self.frozen}
-        known = {id(p) for p in parameters.values()}
+        parameter_ids = {id(p) for p in parameters.values()}
         everything = self.module.state_dict(keep_vars=True)
-        # After a forward FSDP2 may show a gathered parameter (pytorch #144289), not the object that is known.
+        # After a forward pass, FSDP2 may expose a gathered parameter instead of the known object (pytorch
+        # #144289), so names are compared as well.
         return {
             name: tensor.detach()
             for name, tensor in everything.items()
-            if id(tensor) not in known and name not in parameters
+            if id(tensor) not in parameter_ids and name not in parameters
         }
 
     def frozen_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the frozen parameters, by their names in the model."""
+        """Return the whole shapes of the frozen parameters, by name."""
         return {name: self._shape(p) for name, p in self.frozen.items()}
 
     def own(self, local: Local) -> Iterator[tuple[str, Tensor]]:
-        """(name, this process's piece) of each trained parameter that has such state."""
-        for mine, members in zip(local, self.members(), strict=True):
-            if mine is None:
+        """Yield (name, this process's piece) of each trained parameter that has this state."""
+        for tensor, members in zip(local, self.members(), strict=True):
+            if tensor is None:
                 continue
             for name in members:
                 _, length, offset = self.pieces[name]
-                yield name, mine[offset : offset + length] if self.is_flat else mine
+                yield name, tensor[offset : offset + length] if self.is_flat else tensor
 
     def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, this process's piece) of each frozen parameter."""
+        """Yield (name, this process's piece) of each frozen parameter."""
         for name, p in self.frozen.items():
             yield name, to_local(p.detach())
 
     def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
-        """Fills this process's pieces with whole(name), a tensor on the device. All use the same order."""
+        """Fill this process's pieces from whole tensors. All processes must use the same order.
+
+        Args:
+            own: Names and pieces, from own() or own_frozen().
+            whole: Function that returns the whole tensor of a name, on the device.
+        """
         for name, mine in own:
             start, length, _ = self.pieces[name]
             mine.copy_(whole(name).flatten()[start : start + length].view(mine.shape))
 
     def sync(self) -> None:
-        """Makes what was written into self.local visible to the next forward. Collective."""
+        """Make values written to self.local visible to the next forward pass. Collective."""
 
     def groups(self) -> list[list[str]]:
-        """The names of the trained parameters in each of the optimizer's groups."""
+        """Return the names of the trained parameters in each of the optimizer's groups."""
         return self._names_of([group["params"] for group in self.inner.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
-        """The optimizer's state of each local tensor; empty before the first step."""
+        """Return the optimizer's state of each local tensor; empty before the first step."""
         return [owner(self.inner).state.get(key, {}) for key in self._keys()]
 
     def shaped_state(self) -> dict[str, Local]:
-        """The state with the shape of the local tensors, such as `exp_avg`."""
+        """Return the state that has the shape of the local tensors, such as `exp_avg`."""
         keys, states = self._keys(), self.states()
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
@@ -121,7 +133,7 @@ class Layout:
         }
 
     def other_state(self) -> dict[str, dict[str, Any]]:
-        """All other state: parameter -> name -> a scalar, or a whole tensor of another shape. Collective."""
+        """Return all other state: parameter -> name -> scalar or whole tensor. Collective."""
         names = self.shaped_state().keys()
         return {
             parameter: {
@@ -134,29 +146,29 @@ class Layout:
         }
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """The values of the parameter groups that the optimizer itself has changed, as a count of steps."""
+        """Return the parameter group values that the optimizer itself changed, such as a step count."""
         return changed(self.inner.param_groups, self.constants)
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Local:
-        """Creates state of zeros with the shapes of the local tensors, for these parameters and types."""
-        made: list[Tensor | None] = []
+        """Create zero state with the shapes of the local tensors, for the given parameters and types."""
+        states: list[Tensor | None] = []
         for key, members in zip(self._keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
-            new = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))
-            made.append(to_local(new))
-        return made
+            value = None if dtype is None else self._put(key, name, torch.zeros_like(key, dtype=dtype))
+            states.append(to_local(value))
+        return states
 
     def put_state(self, parameter: str, name: str, value: Any) -> None:
-        """Sets a scalar, or a tensor that is already in the strategy's layout."""
+        """Set a scalar, or a tensor that already has the strategy's layout."""
         keys = {m: key for key, ms in zip(self._keys(), self.members(), strict=True) for m in ms}
         self._put(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """Functions that convert a group of parameters to one process's part; none without shards."""
+        """Return functions that convert a group of parameters to one process's part; [] without shards."""
         return []
 
     def steps_at_once(self) -> bool:
-        """True when a training step is one call of the optimizer's step()."""
+        """Return True if a training step is a single call of the optimizer's step()."""
         return True
 
     def _put(self, key: Tensor, name: str, value: Any) -> Any:
@@ -167,7 +179,7 @@ class Layout:
         return self.optimizer
 
     def members(self) -> list[list[str]]:
-        """The names of the parameters in each local tensor."""
+        """Return the names of the parameters in each local tensor."""
         return [[name] for name in self.parameters]
 
     def _names_of(self, groups: list[list[Tensor]]) -> list[list[str]]:
@@ -181,17 +193,17 @@ class Layout:
         return tuple(parameter.shape)
 
     def _piece(self, parameter: Any) -> Piece:
-        """What this process has of a parameter."""
+        """Return this process's piece of a parameter."""
         return Piece(0, parameter.numel())
 
 
 class _Sharded(Layout):
-    """FSDP2's layout: parameters and moments are DTensors."""
+    """Layout of FSDP2, where parameters and moments are DTensors."""
 
     parts = "FSDP2's shards"
 
     def _piece(self, parameter: Any) -> Piece:
-        """Whole rows: one of the equal chunks that the devices of the sharded dimension have."""
+        """Return whole rows: one of the equal chunks along the sharded mesh dimension."""
         if not hasattr(parameter, "placements"):
             return super()._piece(parameter)
         (dimension,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard(0))
@@ -209,12 +221,12 @@ class _Sharded(Layout):
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):  # keeps gathered copies after a forward without backward
+            if isinstance(module, FSDPModule):  # an evaluation leaves gathered copies
                 module.reshard()
 
 
 class _Zero(Layout):
-    """The layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters."""
+    """Layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters."""
 
     parts = "ZeRO's flat partitions"
     is_flat = True
@@ -244,7 +256,7 @@ class _Zero(Layout):
 
 
 class _Zero3(_Zero):
-    """ZeRO-3's layout: each parameter is split into equal parts, one per process, the last one padded."""
+    """Layout of ZeRO-3: equal parts of each parameter, one per process. The last part is padded."""
 
     def _shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape)
@@ -260,7 +272,7 @@ class _Zero3(_Zero):
         return groups
 
     def steps_at_once(self) -> bool:
-        return len(self._keys()) == 1  # one call per partition
+        return len(self._keys()) == 1  # DeepSpeed calls step() once per partition
 
     def sync(self) -> None:
         deepspeed_.end_zero3_step(self.optimizer, len(self._keys()))
@@ -268,7 +280,7 @@ class _Zero3(_Zero):
     def _piece(self, parameter: Any) -> Piece:
         part = parameter.ds_tensor.ds_numel
         start = min(parameter.ds_numel, part * deepspeed_.partition_rank(self.optimizer, parameter))
-        offset = 0  # of a frozen parameter, which has a tensor of its own
+        offset = 0  # a frozen parameter has a separate tensor
         if parameter.requires_grad:
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return Piece(start, min(part, parameter.ds_numel - start), offset)
@@ -281,7 +293,7 @@ class _Zero3(_Zero):
 
 
 def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
-    """The layout of what accelerator.prepare returned."""
+    """Return the layout of a model and optimizer from accelerator.prepare."""
     inner = optimizer.optimizer
     if type(inner).__module__.startswith("deepspeed"):
         return (_Zero3 if hasattr(inner, "fp32_partitioned_groups_flat") else _Zero)(model, optimizer)
@@ -291,47 +303,57 @@ def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
 
 
 def owner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that has the state: a wrapper such as Lookahead keeps it in the inner optimizer."""
+    """Return the optimizer that holds the state.
+
+    A wrapper such as Lookahead keeps the state in an inner optimizer.
+    """
     inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     return owner(inside[0]) if len(inside) == 1 and not optimizer.state else optimizer
 
 
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """The state with the shape of its parameter; none for a scalar parameter, whose shape is ambiguous."""
+    """Return the state that has the shape of its parameter.
+
+    A scalar parameter has none, because its shape is ambiguous.
+    """
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 
 
 def group_values(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's values, without its parameters, the learning rate, which the script sets, and
-    `capturable`, which a step graph needs on a GPU, and no other device takes."""
+    """Return a parameter group's values that a checkpoint stores.
+
+    These exclude the parameters, the learning rate, which the script sets, and `capturable`, which only a
+    step graph on a GPU needs and other devices reject.
+    """
     return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
 
 
-def changed(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The values of each group that differ from those before."""
+def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each group's values that differ from the earlier values."""
     return [
         {
             name: value
             for name, value in group_values(group).items()
             if name not in old or not _equal(value, old[name])
         }
-        for group, old in zip(groups, before, strict=True)
+        for group, old in zip(groups, earlier, strict=True)
     ]
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP's or DeepSpeed's wrapper. Accelerate's own function imports DeepSpeed."""
+    """Return the model inside DDP's or DeepSpeed's wrapper. Accelerate's function would import DeepSpeed."""
     while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
         model = model.get_submodule("module")
     return model
 
 
 def to_local(value: Any) -> Any:
+    """Return the local tensor of a DTensor; return any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _distributed_like(p: Any, whole: Tensor) -> Any:
-    """The whole tensor as a DTensor, sharded as the DTensor p is, on its device: a CPU, if p is offloaded."""
+    """Return the whole tensor as a DTensor with the sharding and device of the DTensor p."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to(p.to_local().device)
@@ -348,7 +370,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _flat_half(tensors: list[Tensor], half: int) -> list[Tensor]:
-    """The flat partition of one of two processes; the second one is padded."""
+    """Return one of two processes' flat partitions. The second one is padded."""
     if not tensors:
         return []
     flat = torch.cat([t.flatten() for t in tensors])

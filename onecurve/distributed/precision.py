@@ -1,8 +1,8 @@
-"""The choice of mixed precision, computed in the same way under every strategy, with autocast.
+"""Mixed precision with autocast, computed in the same way under every strategy.
 
-Weights, the residual stream and the reduction of gradients are in fp32; matrix products and convolutions are
-in half precision. Two settings differ: fp16 under ZeRO, because DeepSpeed scales the loss only in its own
-fp16, and bf16 that a DeepSpeed JSON enables. There all weights and activations are in half precision.
+Weights, the residual stream and the gradient reduction use fp32. Matrix products and convolutions use half
+precision. Two configurations differ, because all weights and activations are in half precision: fp16 under
+ZeRO, where DeepSpeed scales the loss only in its own fp16 mode, and bf16 enabled in a DeepSpeed JSON.
 """
 
 import os
@@ -25,113 +25,127 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """The types of a training's tensors."""
+    """Number formats used in training."""
 
     mixed_precision: str  # no, bf16 or fp16
-    half_precision: str  # none, autocast or weights (all in half precision)
-    gradient_reduction: str  # between the processes: fp32, bf16 or fp16
+    half_precision: str  # none, autocast, or weights (all tensors in half precision)
+    gradient_reduction: str  # between processes: fp32, bf16 or fp16
 
 
-def settle_precision(accelerator: Accelerator, kind: str, is_engines: bool, compression: str) -> Precision:
-    """Makes FSDP2 and ZeRO compute as one process does. Call it before prepare(), which adds the autocast.
+def settle_precision(
+    accelerator: Accelerator, mixed_precision: str, is_engines: bool, compression: str
+) -> Precision:
+    """Configure FSDP2 and ZeRO to compute like one process. Call this before wrap(), which adds autocast.
 
-    kind: no, bf16 or fp16. is_engines: a DeepSpeed JSON sets it, which means DeepSpeed's own kind.
-    compression: of the gradients that DDP exchanges, or no. One process, to which an elastic job may shrink,
-    exchanges none. ValueError for other strategies.
+    Args:
+        accelerator: The Accelerator, which this function changes.
+        mixed_precision: no, bf16 or fp16.
+        is_engines: True if a DeepSpeed JSON selects mixed_precision, which means DeepSpeed's own mode.
+        compression: Number format of the gradients that DDP exchanges, or no. A single process, to which an
+            elastic job may shrink, accepts it but exchanges nothing.
+
+    Raises:
+        ValueError: The strategy does not support the compression.
     """
-    half_precision, reduction = "none" if kind == "no" else "autocast", "fp32"
+    half_precision, reduction = "none" if mixed_precision == "no" else "autocast", "fp32"
     if accelerator.distributed_type == DistributedType.FSDP:
-        # Accelerate's policy would put weights, activations and the reduction in half precision
+        # Accelerate's policy would use half precision for weights, activations and the reduction
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         reduction = config["communication_data_type"] = config.get("communication_data_type") or "fp32"
-        if kind == "fp16" or (kind == "bf16" and is_engines):
+        if mixed_precision == "fp16" or (mixed_precision == "bf16" and is_engines):
             half_precision = "weights"
-        elif kind == "bf16":
+        elif mixed_precision == "bf16":
             config["bf16"] = {"enabled": False}
         if config.get("bf16", {}).get("enabled"):
-            # True would silently skip a step whose gradients are not finite, and wait for the device.
+            # True would wait for the device, and silently skip steps with gradients that are not finite.
             config["bf16"].setdefault("check_grad_overflow", False)
     name = strategy(accelerator)
     if compression != "no" and name not in ("single", "ddp"):
-        raise ValueError(f"--grad_compression {compression} is for DDP, and this is {name}: choose no")
+        raise ValueError(
+            f"--grad_compression {compression} works only under DDP, and the strategy is {name}. Choose no."
+        )
     if compression != "no" and name == "ddp":
         reduction = compression
-    return Precision(kind, half_precision, reduction)
+    return Precision(mixed_precision, half_precision, reduction)
 
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
-    """Puts the model's forward under autocast and its outputs into fp32, as Accelerate does for DDP."""
+    """Run the model's forward pass under autocast and return fp32 outputs, as Accelerate does for DDP."""
     half = HALF.get(accelerator.precision.mixed_precision)
     autocast = torch.autocast(accelerator.device.type, half, enabled=half is not None)
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
 def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """The type in which a model on a GPU reads its images: bf16 or fp16; None for fp32, and on a CPU.
+    """Return the type of the images that a model on a GPU reads: bf16, fp16, or None for fp32.
 
-    On a CPU images stay in fp32 up to the model, because a resumed run must round as before.
+    On a CPU, images stay in fp32 up to the model, because a resumed run must round as before.
     """
     return HALF.get(accelerator.precision.mixed_precision) if accelerator.device.type == "cuda" else None
 
 
 def chosen_precision(flag: str | None) -> str:
-    """The flag, else the launcher's setting, else bf16 where the device supports it natively."""
-    launchers, remark = os.environ.get("ACCELERATE_MIXED_PRECISION"), ""
-    typed = typed_precision() if launchers == "no" and not flag else ""
+    """Return the flag's value, else the launcher's setting, else bf16 on devices with native bf16."""
+    launcher_setting, remark = os.environ.get("ACCELERATE_MIXED_PRECISION"), ""
+    launch_flag = typed_precision() if launcher_setting == "no" and not flag else ""
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    if typed == "no":
-        flag = typed
-    elif launchers == "no" and is_on("ACCELERATE_USE_DEEPSPEED") and "mixed_precision" not in fields:
+    if launch_flag == "no":
+        flag = launch_flag
+    elif launcher_setting == "no" and is_on("ACCELERATE_USE_DEEPSPEED") and "mixed_precision" not in fields:
         # accelerate launch (1.15) passes "no" if a DeepSpeed config leaves precision to the JSON's "auto".
-        launchers = None
-        if typed is None and has_native_bf16():
-            remark = "training in bf16: a --mixed_precision no of accelerate launch can't be seen here;"
-            remark += " give the flag to the script for fp32"
-    wanted = flag or launchers or ("bf16" if has_native_bf16() else "no")
-    if not on_gpu() and wanted == "fp16":
-        remark = "fp16 is slow on a CPU; it is computed all the same, with loss scaling as on a GPU"
-    elif not on_gpu() and wanted == launchers == "bf16" and not has_native_bf16():
-        remark, wanted = "bf16 is not native to this CPU: the rehearsal is in fp32", "no"
-    elif on_gpu() and wanted == launchers == "bf16" and flag is None and not has_native_bf16():
-        remark, wanted = "bf16 is not native to this GPU: the config's bf16 becomes fp16", "fp16"
-    elif on_gpu() and wanted == "bf16" and not has_native_bf16():
-        remark = "this GPU has no native bf16 and emulates it: --mixed_precision fp16 is faster here"
-    elif on_gpu() and wanted == launchers == "no" and flag is None and has_native_bf16():
+        launcher_setting = None
+        if launch_flag is None and has_native_bf16():
+            remark = (
+                "training in bf16, because --mixed_precision no of accelerate launch can't be detected here."
+            )
+            remark += " For fp32, pass the flag to the script."
+    chosen = flag or launcher_setting or ("bf16" if has_native_bf16() else "no")
+    if not on_gpu() and chosen == "fp16":
+        remark = "fp16 is slow on a CPU. The job still uses it, with loss scaling as on a GPU."
+    elif not on_gpu() and chosen == launcher_setting == "bf16" and not has_native_bf16():
+        remark, chosen = "this CPU has no native bf16, so the rehearsal uses fp32", "no"
+    elif on_gpu() and chosen == launcher_setting == "bf16" and flag is None and not has_native_bf16():
+        remark, chosen = "this GPU has no native bf16, so fp16 replaces the config's bf16", "fp16"
+    elif on_gpu() and chosen == "bf16" and not has_native_bf16():
+        remark = "this GPU has no native bf16 and emulates it. --mixed_precision fp16 is faster here."
+    elif on_gpu() and chosen == launcher_setting == "no" and flag is None and has_native_bf16():
         remark = (
-            "training in fp32: the launcher says mixed precision no, as accelerate launch does without a"
-            " config file; this GPU has native bf16: --mixed_precision bf16"
+            "training in fp32, because the launcher sets mixed precision no, the default of accelerate launch"
+            " without a config file. This GPU has native bf16: use --mixed_precision bf16."
         )
     if remark and rank() == 0:
         log.info(remark)
-    return wanted
+    return chosen
 
 
 def typed_precision() -> str | None:
-    """--mixed_precision of `accelerate launch`, "" without it. None where another program is the parent.
+    """Return --mixed_precision from the command line of `accelerate launch`, or "" without the flag.
 
-    The launcher's environment does not tell a typed no from its default; its command line does.
+    The launcher's environment does not distinguish an explicit no from the default, but its command line
+    does. Return None if another program is the parent.
     """
     parent = parents()[0]
     if not parent.launcher().startswith("accelerate"):
         return None
-    typed = parent.flag("mixed[_-]precision")
-    return typed if typed in ("no", *HALF) else ""
+    value = parent.flag("mixed[_-]precision")
+    return value if value in ("no", *HALF) else ""
 
 
 def on_gpu() -> bool:
-    """True if the job trains on GPUs; False also if the launcher's config has use_cpu, as cpu.yaml."""
+    """Return True if the job trains on GPUs. use_cpu in the launcher's config (cpu.yaml) disables GPUs."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def has_native_bf16() -> bool:
+    """Return True if the job's device computes in bf16 natively."""
     if on_gpu():
         return torch.cuda.get_device_capability() >= (8, 0)
     return has_bf16_instructions()
 
 
-def cast_inputs(kind: str) -> Callable:
-    """A hook that casts inputs to half precision, as DeepSpeed casts only the weights."""
-    dtype = HALF[kind]
+def cast_inputs(mixed_precision: str) -> Callable:
+    """Return a hook that casts a module's inputs to half precision; DeepSpeed casts only the weights."""
+    dtype = HALF[mixed_precision]
     return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)

@@ -1,4 +1,4 @@
-"""Start and end of a job's process: a train script's entry, errors in one line, exit statuses."""
+"""Start and end of a job's process: entry point of a train script, one-line errors, exit statuses."""
 
 import contextlib
 import functools
@@ -31,17 +31,17 @@ R = TypeVar("R", bound=Recipe)
 Main = Callable[[R, Accelerator, Batch], None]
 
 
-def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
-    """Decorates a train script's main(recipe, accelerator, batch).
+def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
+    """Decorate a train script's main(recipe, accelerator, batch).
 
-    The decorated function reads the recipe from the flags, starts the accelerator, trains, and ends the
+    The decorated function reads the recipe from the flags, starts the Accelerator, trains and ends the
     process.
     """
 
     def decorate(main: Main[R]) -> Callable[[], None]:
         def train() -> None:
-            now.enter(STARTING)  # the script has imported all
-            recipe = from_flags(kind).resolved()
+            now.enter(STARTING)  # all imports of the script are done
+            recipe = from_flags(recipe_class).resolved()
             accelerator, batch = start(recipe, clip_norm=recipe.clip_norm)
             main(recipe, accelerator, batch)
 
@@ -55,14 +55,14 @@ def entry(kind: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
 
 def run_process(main: Callable[[], None]) -> NoReturn:
-    """Calls main(), and ends the process with an exit status, or raises SystemExit in another program's.
+    """Call main() and end the process with an exit status. Raise SystemExit in another program's process.
 
-    1 after a mistake (printed in one line) or another error (with a traceback), 130 after Ctrl-C, 75 after a
-    preemption.
+    The exit status is 1 after a mistake (printed in one line) or another error (with a traceback), 130 after
+    Ctrl-C, and 75 after a preemption.
     """
-    status, is_own = 0, _is_own_process()
+    status, owns_process = 0, _is_own_process()
     settle_environment()
-    if is_own:
+    if owns_process:
         sys.stdout, sys.stderr = _ignoring_write_errors(sys.stdout), _ignoring_write_errors(sys.stderr)
     handlers = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
@@ -79,7 +79,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         if isinstance(error.code, str):
             tell_launchers(message_text(error.code))
         raise
-    except Exception as error:  # if it reached the interpreter, all queued downloads of shards would run
+    except Exception as error:  # must not reach the interpreter, which would run queued downloads
         status = 1
         watch.begin_exit()
         watch.report_failure(error)
@@ -90,8 +90,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
         elif is_mistake and first_to_report(message):
             log.warning(f"error: {message}")
-        # So that the others print their errors, or read this one's from rank 0's store: a launcher kills all
-        # processes as soon as one has exited.
+        # A launcher kills all processes as soon as one exits. Give other ranks time to print their errors, or
+        # to read this error from rank 0's store.
         if world_size() > 1:
             time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
     watch.begin_exit()
@@ -101,24 +101,24 @@ def run_process(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     report("exit", status=status)
-    if not is_own:
+    if not owns_process:
         for number, handler in handlers:
             signal.signal(number, handler)
         sys.exit(status)
     run_finalizers()
-    # Not sys.exit: about one in a hundred gloo processes aborts in the destructors of its threads (pytorch
-    # #179291), and an upload to a silent store would delay the exit.
+    # sys.exit() would run thread destructors, in which about one in a hundred gloo processes aborts (pytorch
+    # #179291). An upload to an unresponsive store would also delay the exit.
     os._exit(status)
 
 
 def _is_own_process() -> bool:
-    """Return False where IPython's %run, a debugger, a profiler or `python -i` runs the script."""
+    """Return False if IPython's %run, a debugger, a profiler or `python -i` runs the script."""
     words = list(itertools.dropwhile(lambda word: word.startswith("-"), sys.orig_argv[1:]))
     return launched() or (words == sys.argv and not sys.flags.inspect)
 
 
 class _Output(io.FileIO):
-    """A file that drops what it can't write, because a training must not fail in a print."""
+    """File that drops data it can't write, because training must not fail in a print."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ class _Output(io.FileIO):
 
 
 def _ignoring_write_errors(stream: TextIO) -> TextIO:
-    """The stream without write errors, as from a `| tee` that ended first, or a full disk under a log."""
+    """Return a stream that ignores write errors, for example after `| tee` exits or a disk fills up."""
     assert isinstance(stream, io.TextIOWrapper)
     stream.flush()
     output = _Output(stream.fileno(), "w", closefd=False)

@@ -1,6 +1,7 @@
-"""The strategy of a started job: its name, sharding, precision, and checks that make strategies train alike.
+"""Strategy of a started job: its name, sharding and precision, and checks that make strategies train alike.
 
-Gradients that a strategy would silently skip are refused: missing ones under DDP, infinite ones under ZeRO.
+Each strategy would silently skip some gradients: DDP missing ones, ZeRO infinite ones. The checks raise an
+error instead.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from onecurve.upstream.deepspeed_ import call_at_overflow
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """single, ddp, fsdp, zero1, zero2 or zero3."""
+    """Return single, ddp, fsdp, zero1, zero2 or zero3."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
@@ -27,7 +28,7 @@ def strategy(accelerator: Accelerator) -> str:
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """FSDP's or ZeRO's sharding, by the keys of their configs; empty if nothing is sharded."""
+    """Return FSDP's or ZeRO's sharding settings, by their config keys; empty if nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
@@ -47,39 +48,44 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def precision(accelerator: Accelerator) -> str:
-    """no, bf16 or fp16."""
+    """Return no, bf16 or fp16."""
     return accelerator.precision.mixed_precision
 
 
 def device_name(accelerator: Accelerator) -> str:
+    """Return the GPU's name, or the CPU's architecture."""
     return (
         torch.cuda.get_device_name() if accelerator.device.type == "cuda" else f"CPU ({platform.machine()})"
     )
 
 
 def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
-    """Versions of the packages that affect results or communication. accelerator: that of a wrapped model,
-    whose training uses the attention of onecurve.models.attention_kernels or not."""
-    found = {"python": platform.python_version()}
+    """Return the versions of the packages that affect results or communication.
+
+    Args:
+        accelerator: The Accelerator of a wrapped model. Include the attention kernel's version if the model
+            uses onecurve.models.attention_kernels.
+    """
+    installed = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is needed for ZeRO alone
-            found[name] = version(name)
+        with contextlib.suppress(PackageNotFoundError):  # DeepSpeed is optional
+            installed[name] = version(name)
     if accelerator and accelerator.short_attention:
         from onecurve.models.attention import kernel_version
 
-        found["short_attention"] = kernel_version()
-    return found
+        installed["short_attention"] = kernel_version()
+    return installed
 
 
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer's first step raise ValueError when a trained parameter has no gradient.
+    """Make the optimizer's first step raise ValueError if a trained parameter has no gradient.
 
-    DDP averages no gradient of a bucket in which one is missing (pytorch #128949). It reports this only at
-    the next forward, after a step with gradients that differ between the processes.
+    If a gradient is missing, DDP averages no gradient of its bucket (pytorch #128949). DDP reports this only
+    at the next forward pass, after a step with different gradients on each process.
     """
 
     def check(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # a copy, in the trial before the training
+        if stepping is not optimizer:  # a copy, in the trial before training
             return
         hook.remove()
         if missing := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
@@ -89,10 +95,10 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def refuse_skipped_steps(zero: Any) -> None:
-    """Makes DeepSpeed's optimizer raise FloatingPointError where it would skip a step.
+    """Make DeepSpeed's optimizer raise FloatingPointError where it would skip a step.
 
-    For precisions without loss scaling, where it skips a step if a gradient is not finite. All processes
-    detect this together.
+    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect this
+    together.
     """
 
     def refuse() -> None:
@@ -103,10 +109,10 @@ def refuse_skipped_steps(zero: Any) -> None:
 
 
 def keep_strides(model: nn.Module) -> None:
-    """Has FSDP2 give its modules inputs with the strides that these have in one process.
+    """Make FSDP2 pass inputs to its modules with the same strides as in one process.
 
-    Its hook before a module's forward makes views of them. A view of one image in channels_last has other
-    strides, by which convolutions take it for contiguous (pytorch #78611), and add in another order.
+    FSDP2's pre-forward hook turns inputs into views. A view of a single channels_last image has different
+    strides. Convolutions then treat it as contiguous (pytorch #78611) and add in a different order.
     """
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -129,7 +135,7 @@ def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class _Strided(torch.autograd.Function):
-    """The same tensor with these strides. The gradient keeps its own, which as_strided would change."""
+    """The same tensor with other strides. The gradient keeps its strides, which as_strided would change."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -141,13 +147,14 @@ class _Strided(torch.autograd.Function):
 
 
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
-    """The parameters in DDP's own error, which it raises when a gradient is missing in a later step."""
-    found = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-    return [parameters[int(i)] for i in found[1].split()] if found else []
+    """Return the parameters that DDP names in its error about missing gradients in a later step."""
+    match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+    return [parameters[int(i)] for i in match[1].split()] if match else []
 
 
 def without_gradient(names: list[str]) -> str:
+    """Return the message about trained parameters without a gradient."""
     return (
-        f"under DDP every trained parameter needs a gradient in each step, and {', '.join(names)} had none:"
-        " set its requires_grad to False, or train with FSDP or ZeRO"
+        f"under DDP every trained parameter needs a gradient in each step, and {', '.join(names)} had none."
+        " Set requires_grad to False for unused parameters, or train with FSDP or ZeRO."
     )

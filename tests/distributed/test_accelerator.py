@@ -40,7 +40,7 @@ def test_too_few_gpus(monkeypatch):
 
 
 HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}  # who has bf16
-IN_FP32 = "training in fp32: the launcher says mixed precision no"
+IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
 
 
 @pytest.mark.parametrize(
@@ -52,15 +52,15 @@ IN_FP32 = "training in fp32: the launcher says mixed precision no"
         (None, "no", "new gpu", "no", IN_FP32),  # as accelerate launch says without a config
         ("no", "no", "new gpu", "no", ""),
         (None, "no", "old gpu", "no", ""),  # it has no bf16
-        (None, "bf16", "old gpu", "fp16", "the config's bf16 becomes fp16"),  # it would be emulated
+        (None, "bf16", "old gpu", "fp16", "fp16 replaces the config's bf16"),  # it would be emulated
         ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # the flag counts
-        (None, "bf16", "old cpu", "no", "bf16 is not native to this CPU"),  # a rehearsal of a GPU's config
+        (None, "bf16", "old cpu", "no", "this CPU has no native bf16"),  # a rehearsal of a GPU's config
         ("bf16", "no", "old cpu", "bf16", ""),
         ("no", "bf16", "new gpu", "no", ""),
         ("fp16", None, "old gpu", "fp16", ""),
         ("fp16", None, "old cpu", "fp16", "fp16 is slow on a CPU"),
         (None, "bf16, use_cpu", "old gpu", "bf16", ""),  # cpu.yaml asks the CPU
-        (None, "bf16, use_cpu", "new gpu", "no", "bf16 is not native to this CPU"),
+        (None, "bf16, use_cpu", "new gpu", "no", "this CPU has no native bf16"),
     ],
 )
 def test_precision(flag, launcher, host, wanted, said, monkeypatch, capsys):

@@ -90,7 +90,7 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
     monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
     job = Recipe(batch_size=64, timeout_s=7)
     agent(PET_NNODES="1:4", WORLD_SIZE="6", LOCAL_WORLD_SIZE="2")
-    with pytest.raises(ValueError, match=r"--batch_size.*of the hosts 1 or 2 or 4 can train"):
+    with pytest.raises(ValueError, match=r"--batch_size.*hosts that can train: 1 or 2 or 4"):
         rendezvous.elastic_batch(job)
     assert slept == [7]
     said = "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
@@ -105,7 +105,7 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
 def test_each_process_checks_how_many_were_promised(monkeypatch):
     """A launcher's config, not launch.py's flags, may have started each as a job of its own."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
-    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, and this one is alo"):
+    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is alo"):
         start(Recipe())
 
 

@@ -98,13 +98,13 @@ REFUSED = [  # answers; a pattern of the message: the key and its value, and wha
     (fsdp(use_orig_params=False), "fsdp_use_orig_params: false, .*choose true"),
     (fsdp(state_dict_type="LOCAL_STATE_DICT"), "LOCAL_STATE_DICT, .*SHARDED_STATE_DICT"),
     (fsdp(activation_checkpointing_offload=True), "activation_checkpointing_offload: true, .*choose false"),
-    (fsdp(ignored_modules="head"), "fsdp_ignored_modules: head, .*leave it out"),
+    (fsdp(ignored_modules="head"), "fsdp_ignored_modules: head, .*remove it"),
     (sizes(shard=1, tp=2), "parallelism_config_tp_size: 2, .*larger dp_shard_size"),
     (sizes(shard=1, cp=2), "parallelism_config_cp_size: 2, .*larger dp_shard_size"),
     (sizes(shard=1, sp_size=2), "parallelism_config_sp_size: 2, .*larger dp_shard_size"),
     (sizes(replicate=2), "dp_replicate_size: 2 and dp_shard_size: 2, .*2 processes"),
     (sizes(replicate=0), "dp_replicate_size: 0, .*choose 1 or more"),
-    (sizes(shard=1), "dp_replicate_size: 1 and dp_shard_size: 1, .*more than 1"),
+    (sizes(shard=1), "dp_replicate_size: 1 and dp_shard_size: 1, .*larger than 1"),
     ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {}}, "type: MEGATRON_LM, .*FSDP or DeepSpeed"),
     ({"distributed_type": "MULTI_CPU", "use_cpu": True}, "distributed_type: MULTI_CPU, .*choose multi-GPU"),
     (zero(zero_stage=0), "zero_stage: 0, .*choose 1, 2 or 3"),
@@ -112,45 +112,45 @@ REFUSED = [  # answers; a pattern of the message: the key and its value, and wha
     (zero(zero_stage=3, offload_param_device="nvme"), "offload_param_device: nvme, .*choose cpu"),
     (zero(offload_param_device="cpu"), "offload_param_device: cpu, .*zero_stage: 3"),
     (zero(zero_stage=3, zero3_init_flag=True), "zero3_init_flag: true, .*choose false"),
-    (zero(deepspeed_moe_layer_cls_names="MoE"), "deepspeed_moe_layer_cls_names: MoE, .*leave it out"),
+    (zero(deepspeed_moe_layer_cls_names="MoE"), "deepspeed_moe_layer_cls_names: MoE, .*remove it"),
     (by_json("nowhere.json"), r"deepspeed_config_file nowhere\.json: No such file"),
     (
         by_json("ds_configs/zero2.json", mixed_precision="bf16"),
-        r"mixed_precision beside deepspeed_config_file: .*choose it in ds_configs/zero2\.json",
+        r"mixed_precision next to deepspeed_config_file: .*set it in ds_configs/zero2\.json",
     ),
 ]
 ON = {"enabled": True}
 AUTO = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
 ON_CPU = {"device": "cpu"}
 JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with a dot is in zero_optimization
-    ({"optimizer": {"type": "AdamW"}}, "optimizer .the script has its own"),
-    ({"scheduler": {"type": "WarmupLR"}}, "scheduler .the script has its own"),
+    ({"optimizer": {"type": "AdamW"}}, "optimizer .the script creates"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler .the script sets the learning rate"),
     ({"compile": {"deepcompile": True}}, "compile .choose --compile"),
     ({"activation_checkpointing": {"profile": True}}, "checkpointing .choose --grad_checkpointing"),
-    ({"pipeline": {"stages": 2}}, "pipeline .leave it out"),
+    ({"pipeline": {"stages": 2}}, "pipeline .remove it"),
     ({"torch_autocast": ON}, "torch_autocast .choose --mixed_precision bf16"),
-    ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, r"bf16\.bf16_o.*leave"),
+    ({"bf16": {"enabled": "auto", "bf16_optimizer_states": True}}, r"bf16\.bf16_o.*Remove"),
     ({"gradient_cliping": 1.0}, r"gradient_cliping .did you mean gradient_clipping\?"),
-    ({"bf16": True}, r'has bf16 true: write {"enabled": true}, or leave it out'),
-    ({".offload_optimizer": "cpu"}, r'has offload_optimizer "cpu": write {"device": "cpu"}, or leave it out'),
-    ({".offload_optimizer": None}, "has offload_optimizer null: write"),
-    ({".zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow .leave it out"),
-    ({".offload_optimizer": {"super_offload": True}}, r"offload_optimizer\.super_offload .leave it out"),
+    ({"bf16": True}, r'has bf16 true\. Write {"enabled": true}, or remove bf16'),
+    ({".offload_optimizer": "cpu"}, r'has offload_optimizer "cpu"\. Write {"device": "cpu"}, or remove'),
+    ({".offload_optimizer": None}, r"has offload_optimizer null\. Write"),
+    ({".zenflow": {"topk_ratio": 0.1}}, r"zero_optimization\.zenflow .remove it"),
+    ({".offload_optimizer": {"super_offload": True}}, r"offload_optimizer\.super_offload .remove it"),
     ({".offload_optimizer": {"device": "nvme"}}, r"offload_optimizer\.device nvme .choose cpu"),
     ({".offload_param": {"device": "cpu"}}, "offload_param .it needs stage 3"),
-    ({".zero_quantized_weights": True}, r"zero_optimization\.zero_quantized_weights .leave"),
+    ({".zero_quantized_weights": True}, r"zero_optimization\.zero_quantized_weights .remove"),
     ({".stage": 0}, r"zero_optimization\.stage 0 .choose 1, 2 or 3"),
-    ({"optimizer": {"type": "OneBitAdam", "params": AUTO}}, "optimizer .the script has its own"),
-    ({"optimizer": {"type": "AdamW", "params": AUTO | {"lr": 1e-3}}}, "optimizer .the script has its own"),
+    ({"optimizer": {"type": "OneBitAdam", "params": AUTO}}, "optimizer .the script creates"),
+    ({"optimizer": {"type": "AdamW", "params": AUTO | {"lr": 1e-3}}}, "optimizer .the script creates"),
     (  # all at once
         {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, ".stage": 0, "pipeline": 1},
-        "optimizer .*, scheduler .*, pipeline .*, zero_optimization.stage 0 .*; without that it is a ddp_",
+        "optimizer .*, scheduler .*, pipeline .*, zero_optimization.stage 0 .* it equals a ddp_",
     ),
     (
         {".cpu_offload": True, ".offload_optimizer": ON_CPU},
-        r"cpu_offload .*it is ds_configs/zero2_offload\.json",
+        r"cpu_offload .*it equals ds_configs/zero2_offload\.json",
     ),
-    ({"bf16": ON, "fp16": ON}, "bf16 and fp16: choose one"),
+    ({"bf16": ON, "fp16": ON}, "bf16 and fp16. Choose one"),
     ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, ""),
     ({".offload_optimizer": ON_CPU | {"nvme_path": "/nvme"}}, ""),
 ]
@@ -236,7 +236,7 @@ def test_deepspeed_json(changed, message, by, env, tmp_path):
     ("content", "message"),
     [
         (b"[]", "holds no JSON object"),
-        (b"{}", "has no zero_optimization: take one of ds_configs/"),
+        (b"{}", "has no zero_optimization. Choose a file of ds_configs/"),
         (b'{"zero_optimization" 2}', "line 1, is no JSON: Expecting ':' delimiter"),
     ],
 )
@@ -268,7 +268,7 @@ def test_what_a_json_leaves_open(tmp_path):
     config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
     remarks = launch_config.settle_auto(config)
     assert config == {"zero_optimization": {"stage": 3, "overlap_comm": True, **HIDDEN_SIZE}}
-    assert remarks[0] == """DeepSpeed's optimizer and scheduler, all "auto": the script's own"""
+    assert remarks[0] == """DeepSpeed's optimizer and scheduler, all "auto": using the script's own"""
     assert "reduce_bucket_size 20000000, " in remarks[1]
     assert remarks[1].endswith("model_save by default, as in ds_configs/zero3.json")
     assert launch_config.settle_auto(config) == []
@@ -293,7 +293,7 @@ def test_a_precision_of_the_json(tmp_path):
     off_but_fp16 = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
     assert launch_config.enabled_precision(config | off_but_fp16) == "fp16"
     assert launch_config.enabled_precision({"fp16": {"enabled": False}}) is None
-    with pytest.raises(ValueError, match=r'bf16.enabled true beside --mixed_precision no: write "auto"'):
+    with pytest.raises(ValueError, match=r'bf16.enabled true, but --mixed_precision is no. Write "auto"'):
         check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="no")
 
 
@@ -345,7 +345,7 @@ def test_answers_without_a_meaning_here_are_changed_and_named(env):
     env.setenv("FSDP_OFFLOAD_PARAMS", "true")
     env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     (remark,) = launch_config.disable_meaningless(rehearsal=False)
-    assert remark == "fsdp_cpu_ram_efficient_loading is off: it is for models that Transformers loads"
+    assert remark == "fsdp_cpu_ram_efficient_loading is off: it only affects models that Transformers loads"
     (remark,) = launch_config.disable_meaningless(rehearsal=True)
     assert remark.startswith("fsdp_offload_params is off: in a rehearsal")
     assert launch_config.disable_meaningless(rehearsal=True) == []
@@ -382,4 +382,7 @@ def test_trained(name, tmp_path, cache):
     output = run([*words, "--output_dir", tmp_path / "run"])
     assert result(tmp_path / "run")["status"] == "finished"
     if "fsdp_config" in config:
-        assert "fsdp_cpu_ram_efficient_loading is off: it is for models that Transformers loads\n" in output
+        assert (
+            "fsdp_cpu_ram_efficient_loading is off: it only affects models that Transformers loads\n"
+            in output
+        )

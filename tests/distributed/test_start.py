@@ -98,7 +98,7 @@ COMPRESSED = ("--grad_compression", "bf16")
 @pytest.mark.parametrize(
     ("strategy", "flags", "refusal"),
     [
-        ("fsdp", COMPRESSED, "--grad_compression bf16 is for DDP, and this is fsdp: choose no"),
+        ("fsdp", COMPRESSED, "--grad_compression bf16 works only under DDP, and the strategy is fsdp"),
         *(full(s, COMPRESSED, f"for DDP, and this is {s}: choose no") for s in ("zero1", "zero2", "zero3")),
         full("zero2", ("--deterministic",), "--deterministic: ZeRO adds gradients in an order that depends"),
         full("zero3", ("--compile", "default"), "--compile default (dynamo_backend): ZeRO-3 gathers param"),
