@@ -1,14 +1,14 @@
-"""Optimizer steps as CUDA graphs: the host launches a step once instead of each of its kernels.
+"""Optimizer steps as CUDA graphs: the host launches one graph per step instead of every kernel.
 
-With gradient accumulation a step is up to three graphs: of its first micro-batch, of those in the middle, and
-of the last one, with the exchange of gradients and the optimizer's step. On several processes the collectives
-are in the graphs, so all ranks must replay the same graphs in the same order: which one, or none, follows
-from the shape of the inputs and the number of the micro-batch, and a capture counts only if it succeeded on
-all ranks.
+With gradient accumulation, a step consists of up to three graphs: one for the first micro-batch, one for the
+middle micro-batches, and one for the last micro-batch, which includes the gradient exchange and the optimizer
+step. On several processes, the graphs contain collectives, so all ranks must replay the same graphs in the
+same order. The input shape and the number of the micro-batch determine the graph to replay. Ranks use a
+capture only if it succeeded on all ranks.
 
-Replays read and write the memory that the capture saw. So whatever changes from step to step is a tensor at a
-fixed address: inputs, labels, learning rates; and the seed, which torch gives a graph before each replay.
-Whatever a step leaves for the next one is changed in place, never replaced.
+Replays read and write the memory addresses that the capture recorded. So everything that changes between
+steps is a tensor at a fixed address: inputs, labels and learning rates. torch passes the seed to a graph
+before each replay. State that one step leaves for the next step is changed in place, never replaced.
 """
 
 import gc
@@ -34,26 +34,36 @@ from onecurve.distributed.watch import watch
 from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
 from onecurve.upstream import torch_
 
-# Steps of each shape before its capture: for compilation, cuDNN's autotuning and the optimizer's state. DDP
-# rebuilds its buckets after the first step, and measures the first ten.
+# Steps of each shape before its capture. They compile, tune cuDNN and create the optimizer's state. DDP
+# rebuilds its buckets after the first step, and times the first ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
-SPARE = 0.5  # of the graphs' memory: as much must be left, for evaluations, which can't use the graphs'
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # read the learning rate on the device
+SPARE = 0.5  # memory to leave for evaluations, as a fraction of the memory that the graphs reserve
+FUSED = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+)  # optimizers that read the learning rate on the device
 
-Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss, with the optimizer's step
+Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss; includes the optimizer's step
 
 
-def chosen_step_graph(accelerator: JobAccelerator, wanted: bool | None) -> bool:
-    """Return True if steps become graphs. wanted: the flag; None makes graphs on a GPU where possible.
+def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
+    """Return True if steps become CUDA graphs.
 
-    Raises ValueError where they are wanted, but impossible. Where only the flag is unset, one line says why.
+    Args:
+        accelerator: The started Accelerator.
+        flag: Value of --step_graph. None uses graphs on a GPU wherever possible, and prints why they are not
+            possible.
+
+    Raises:
+        ValueError: The flag is set, but graphs are not possible.
     """
     problem = obstacle(accelerator)
-    if wanted and problem:
+    if flag and problem:
         raise ValueError(f"--step_graph: {problem}. Remove the flag.")
-    is_on = accelerator.device.type == "cuda" if wanted is None else wanted
+    is_on = accelerator.device.type == "cuda" if flag is None else flag
     if is_on and problem:
-        accelerator.print(f"the step is no CUDA graph: {problem}")
+        accelerator.print(f"steps run without CUDA graphs: {problem}")
     return is_on and not problem
 
 
@@ -61,17 +71,17 @@ def obstacle(accelerator: JobAccelerator) -> str:
     """Return why a step can't be a CUDA graph; an empty string if it can."""
     shards, ddp = sharding(accelerator), accelerator.ddp_handler
     if strategy(accelerator).startswith("zero"):
-        return "ZeRO decides on the host which gradients to exchange"
+        return "ZeRO chooses the gradients to exchange on the host"
     if shards.get("offload_params"):
-        return "FSDP2 with offload steps on the CPU"
+        return "FSDP2 with offload runs the optimizer on the CPU"
     if shards.get("replicas", 1) > 1:
-        return "FSDP2's hybrid sharding in a graph is not tested"
+        return "graphs are not tested with FSDP2's hybrid sharding"
     if accelerator.grad_checkpointing:
-        return "--grad_checkpointing reads the generator's state on the host"
+        return "--grad_checkpointing reads the random generator's state on the host"
     if precision(accelerator) == "fp16":
-        return "the loss scaling of fp16 decides on the host"
+        return "fp16 loss scaling checks for overflows on the host"
     if str(accelerator.compilation) not in ("no", "default"):
-        return f"--compile {accelerator.compilation} may have graphs of its own"
+        return f"--compile {accelerator.compilation} may create CUDA graphs itself"
     if ddp and ddp.comm_hook != DDPCommunicationHookType.NO:
         return "--grad_compression casts gradients from the host"
     if accelerator.num_processes > 1 and accelerator.device.type == "cuda" and backend() != "nccl":
@@ -82,7 +92,7 @@ def obstacle(accelerator: JobAccelerator) -> str:
 def keep_segments_out_of_nccl() -> None:
     """Keep NCCL from registering a graph's memory in expandable segments (pytorch #158029).
 
-    Call it before the process group is made.
+    Call this before the process group is created.
     """
     settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
     if any("expandable_segments:True" in setting for setting in settings):
@@ -90,28 +100,28 @@ def keep_segments_out_of_nccl() -> None:
 
 
 def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
-    """Decorate a step of one micro-batch, which becomes a StepGraph if the flags and the device say so.
+    """Decorate the step of one micro-batch: return a StepGraph if the flags and the device allow it.
 
-    Use it after Run.begin. The step must launch the same kernels each time, and read no number on the host
-    but the learning rates: fused SGD, Adam and AdamW read them on the device, with the same bits. With any
-    other optimizer the step stays as it is.
+    Call this after Run.begin. The step must launch the same kernels each time. The only numbers that it may
+    read on the host are learning rates. Fused SGD, Adam and AdamW read learning rates on the device, with the
+    same bits. With any other optimizer, the step is returned unchanged.
     """
     inner = optimizer.optimizer
     if accelerator.step_graph and not _reads_on_device(accelerator, inner):
         name = type(inner).__name__
-        accelerator.print(f"the step is no CUDA graph: {name} may read its numbers on the host")
+        accelerator.print(f"steps run without CUDA graphs: {name} may read numbers on the host")
         accelerator.step_graph = False
     return lambda step: StepGraph(accelerator, optimizer, step) if accelerator.step_graph else step
 
 
 def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimizer) -> bool:
     is_fused = accelerator.device.type == "cpu" or all(group.get("fused") for group in optimizer.param_groups)
-    is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"  # is never fused
+    is_sharded_sgd = type(optimizer) is torch.optim.SGD and strategy(accelerator) == "fsdp"  # never fused
     return type(optimizer) in FUSED and owner(optimizer) is optimizer and is_fused and not is_sharded_sgd
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer count its steps on the device, also those that a checkpoint had on the CPU."""
+    """Let the optimizer count steps on the device, and move step counts from a checkpoint there."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -123,10 +133,10 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
-    """Run the block on the stream of the captures, after what is queued before it and before what follows.
+    """Run the block on the capture stream, in order with the work on the current stream.
 
-    Autograd and DDP keep the stream on which a gradient's accumulator was made, so a model must also be
-    wrapped there (Megatron-LM #6021).
+    Autograd and DDP remember the stream on which a gradient's accumulator was created. So a model must also
+    be wrapped on this stream (Megatron-LM #6021).
     """
     stream = accelerator.step_stream
     if stream is None:
@@ -139,7 +149,10 @@ def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
 
 
 def free_graphs() -> None:
-    """Free all graphs. A process group whose collectives are in a graph can't end (pytorch #115388)."""
+    """Free all graphs.
+
+    A process group can't be destroyed while a graph contains its collectives (pytorch #115388).
+    """
     for graph in list(_live):
         graph.free()
 
@@ -157,8 +170,11 @@ class GraphPart:
 
 @dataclass
 class Shape:
-    """The tensors that the graphs of one shape read. parts: of the first, middle and last micro-batch, as
-    far as a step has them; empty before the capture."""
+    """Tensors that the graphs of one input shape read.
+
+    `parts` are the graphs of the first, middle and last micro-batch, as far as a step has them. The list is
+    empty before the capture.
+    """
 
     inputs: Tensor
     labels: Tensor
@@ -167,27 +183,27 @@ class Shape:
 
 
 class StepGraph:
-    """Calls the step for the first WARM_UP_STEPS of each shape, then captures it, and then replays it.
+    """A step that is called during the warm-up of each shape, then captured, and then replayed.
 
-    A step that can't be captured on all ranks is called as it is from then on, on all of them. On a CPU every
-    step is called, with the same buffers. The constructor is collective.
+    If any rank fails to capture the step, all ranks call the original step from then on. On a CPU, every step
+    is called, with the same buffers. The constructor is collective.
     """
 
     def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: Step):
         self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
-        # A fused optimizer on a GPU takes fp32; float64 is as exact as a number
+        # A fused optimizer on a GPU requires fp32; float64 is as precise as a Python float
         dtype = torch.float32 if self.on_gpu else torch.float64
         self.rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
         if self.on_gpu:
             make_capturable(optimizer.optimizer)
         self.micro_batches = accelerator.gradient_accumulation_steps
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
-        self.shape: Shape | None = None  # the current one: --train_sizes has each size once
+        self.shape: Shape | None = None  # the current shape; --train_sizes uses each size once
         self.replays = 0
         self.poll = Poll(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared)
-        self.is_gathered = False  # FSDP2's modules may hold gathered parameters, of a forward without a graph
+        self.is_gathered = False  # True if FSDP2's modules may hold gathered parameters
         if strategy(accelerator) == "fsdp":
             self.model.register_forward_hook(self._note_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -223,9 +239,9 @@ class StepGraph:
         self.shape = None
 
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
-        """Make the buffers of a new shape, and capture its step after the warm-up."""
+        """Create the buffers of a new shape, and capture the step after the warm-up."""
         if self.shape is None or self.shape.inputs.shape != inputs.shape:
-            self.free()  # before the next, as graphs hold memory
+            self.free()  # graphs hold memory
             self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape.steps += 1
         if self.shape.steps > self.warm_up_steps and not self.shape.parts:
@@ -233,10 +249,13 @@ class StepGraph:
                 self._capture_step(self.shape)
 
     def _run(self, shape: Shape, part: GraphPart) -> None:
-        """Call the step. The loss is detached, as its autograd graph would live on into the capture."""
+        """Call the step with learning rates on the device.
+
+        The loss is detached, because its autograd graph would otherwise survive into the capture.
+        """
         numbers = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.rates, strict=True):
-            if self.on_gpu or not group.get("foreach"):  # these, on a CPU, take no tensor
+            if self.on_gpu or not group.get("foreach"):  # foreach on a CPU does not accept a tensor
                 group["lr"] = rate
         try:
             part.loss = self.step(shape.inputs, shape.labels).detach()
@@ -245,21 +264,24 @@ class StepGraph:
                 group["lr"] = number
 
     def _replay(self, part: GraphPart) -> None:
-        """Replay a graph, as one micro-batch for Accelerate. The watch sees one that does not end."""
+        """Replay a graph and count it as one micro-batch in Accelerate.
+
+        The watch detects a replay that does not end.
+        """
         self._reshard()
         self.replays += 1
         step = self.accelerator.step
-        followed = now.replay if now.replay and not now.replay.is_done() else None
-        now.replay = replay = followed or Replay(self.replays)
+        pending = now.replay if now.replay and not now.replay.is_done() else None
+        now.replay = replay = pending or Replay(self.replays)
         replay.launched = self.replays
         assert part.replay
         part.replay()
-        if not followed:
+        if not pending:
             replay.ended = _done_event() if self.on_gpu else lambda: True
         self.accelerator.step = step + 1
 
     def _capture_step(self, shape: Shape) -> None:
-        """Capture the step's graphs, if that succeeds on all ranks, or leave graphs. Collective."""
+        """Capture the step's graphs. If a rank fails, disable graphs on all ranks. Collective."""
         step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
         parts, problem, pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._reshard()
@@ -282,10 +304,10 @@ class StepGraph:
         shape.parts = parts
 
     def capture(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """Record what run() launches, without computing it. Return what replays it.
+        """Record the kernels that run() launches, without running them. Return a function that replays them.
 
-        Raises what the capture does. The process is then as before: torch leaves the stream, the generator
-        and the allocator in the state of a capture (pytorch #180395, #190348).
+        A failed capture raises its error and restores the process's state. torch itself would leave the
+        stream, the generator and the allocator in the state of a capture (pytorch #180395, #190348).
         """
         if not self.on_gpu:
             return run
@@ -294,7 +316,7 @@ class StepGraph:
         generator = torch.cuda.default_generators[device]
         state = generator.clone_state()
         try:
-            # Other threads, which write checkpoints and sample, may call CUDA meanwhile.
+            # Threads that write checkpoints or take samples may call CUDA at the same time.
             stream_of_steps = self.accelerator.step_stream
             with torch.cuda.graph(graph, pool, stream_of_steps, capture_error_mode="thread_local"):
                 run()
@@ -306,9 +328,10 @@ class StepGraph:
         return graph.replay
 
     def _give_up(self, problems: list[str]) -> None:
-        """Leave the graphs, and the gradients of the capture, which were never computed. Collective.
+        """Disable graphs, and drop the capture's gradients, which were never computed. Collective.
 
-        problems: of each rank, empty where its capture succeeded.
+        Args:
+            problems: The error of each rank; empty where the capture succeeded.
         """
         self.accelerator.step_graph = False
         self.free()
@@ -319,7 +342,8 @@ class StepGraph:
         rank = next(rank for rank, problem in enumerate(problems) if problem)
         where = f" on rank {rank}" * (len(problems) > 1)
         self.accelerator.print(
-            f"the step can't be one CUDA graph{where} ({problems[rank]}): its kernels are launched one by one"
+            f"the step can't be captured as a CUDA graph{where} ({problems[rank]}); launching kernels one by"
+            " one"
         )
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             torch_.reset_reducer(self.model)
@@ -327,12 +351,14 @@ class StepGraph:
             _reset_shards(self.model)
 
     def _note_forward(self, *_) -> None:
+        """Remember that a forward pass without a graph may have gathered parameters."""
         self.is_gathered = True
 
     def _reshard(self) -> None:
-        """Shard FSDP2's parameters that a forward without backward has left gathered, as an evaluation's.
+        """Reshard FSDP2 parameters that a forward pass without backward pass left gathered.
 
-        A capture would leave out their all-gather, and the next evaluation would use them after replays.
+        After an evaluation, for example, a capture would otherwise omit their all-gather, and the next
+        evaluation would use outdated parameters.
         """
         if self.is_gathered:
             for module in self.model.modules():
@@ -342,7 +368,7 @@ class StepGraph:
 
 
 def _reset_shards(model: Any) -> None:
-    """Drop what a capture has left of FSDP2's state. ValueError where torch has no way to do so."""
+    """Reset FSDP2's state after a failed capture. Raise ValueError if this torch can't."""
     if not torch_.can_reset_shards(model):
         raise ValueError(
             f"torch {torch.__version__} can't continue under FSDP2 after a failed capture. Start again with"
@@ -352,18 +378,21 @@ def _reset_shards(model: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    cause = error.__context__ or error  # torch's own error about the broken capture hides the first one
+    """Return the first line of the error that made a capture fail."""
+    cause = error.__context__ or error  # torch's error about the broken capture hides it
     return str(cause).partition("\n")[0] or type(cause).__name__
 
 
 def _done_event() -> Callable[[], bool]:
+    """Return a function that returns True once the device has finished the work queued so far."""
     event = torch.cuda.Event()
     event.record()
     return event.query
 
 
 def _reserved() -> int:
-    torch.cuda.empty_cache()  # as the capture does
+    """Return the reserved device memory in bytes, after emptying the cache."""
+    torch.cuda.empty_cache()  # as a capture does
     return torch.cuda.memory_reserved()
 
 
@@ -371,4 +400,4 @@ def _check_memory(before: int) -> None:
     """Raise MemoryError if the memory reserved since `before` leaves too little for evaluations."""
     held = torch.cuda.memory_reserved() - before
     if torch.cuda.mem_get_info()[0] < SPARE * held:
-        raise MemoryError(f"its {held / 2**30:.1f} GiB leave too little for evaluations")
+        raise MemoryError(f"graphs of {held / 2**30:.1f} GiB leave too little memory for evaluations")

@@ -1,22 +1,22 @@
-"""Watches a process from its start: signals, its launcher, the other ranks, and collectives that hang.
+"""Watch a process from its start: signals, its launcher, other ranks, and hanging collectives.
 
-After SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and exit. SIGHUP comes when a
-terminal is closed or an ssh connection is lost. A process that was started with SIGHUP ignored, as by nohup,
-continues. Launchers forward SIGTERM to their processes; torchrun and accelerate also forward SIGHUP. When a
-launcher is killed, the kernel sends SIGTERM to its child processes; in processes further down the watch
-notices it within a second.
+After SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and exit. SIGHUP arrives when a
+terminal closes or an ssh connection drops. A process that was started with SIGHUP ignored, for example by
+nohup, continues. Launchers forward SIGTERM to their processes; torchrun and accelerate also forward SIGHUP.
+When a launcher is killed, the kernel sends SIGTERM to its child processes. In processes further down, the
+watch notices this within a second.
 
-A rank that fails ends all others. Under gloo a collective fails when one of its processes ends. Under NCCL
-the others keep waiting: their main threads block in a synchronisation with the device until torchrun kills
-them 30 s later. So a failing rank writes its message into the store, and the others end with it.
+A failing rank ends all other ranks. Under gloo, a collective fails when one of its processes ends. Under
+NCCL, other ranks keep waiting: their main threads block in a device synchronisation until torchrun kills them
+30 s later. So a failing rank writes its message to the store, and the other ranks exit with this message.
 
-The store does not answer while the process that hosts it is suspended. So other threads ask it, and signals
-are always noticed. A collective that waits too long is reported (onecurve/distributed/hang.py).
+The store does not answer while its process is suspended. Therefore separate threads query the store, and
+signals are always noticed. The watch reports a collective that waits too long (onecurve/distributed/hang.py).
 
-In a replay of a CUDA graph no library watches the collectives. The report then has the step, the replay and
-how long it has waited, and the watch itself ends the process after the timeout.
+No library monitors collectives inside a CUDA graph. For a replay, the report contains the step, the replay
+and its waiting time, and the watch itself ends the process after the timeout.
 
-The rest of the project uses one object, `watch`, and writes none of its fields.
+The rest of the project uses a single object, `watch`, and sets none of its fields.
 """
 
 import contextlib
@@ -45,16 +45,16 @@ from onecurve.system.phase import now
 from onecurve.system.text import message_text
 from onecurve.system.threads import start_daemon
 
-MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
+MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line without a traceback
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_ENDED = "its launcher has ended"
 POLL_S = 0.5
-GRACE_S = 1.0  # for the main thread to fail by itself, as it does under gloo
-CLOSING_S = 12.0  # for the main process to close its files: a checkpoint may be in flight
-ASK_AT = 0.7  # share of the timeout after which a waiting collective is reported
-DYING_S = 0.5  # a dying process's connections close before it has ended
+GRACE_S = 1.0  # time for the main thread to fail first, as it does under gloo
+CLOSING_S = 12.0  # time for the main process to close its files, possibly with a checkpoint in flight
+ASK_AT = 0.7  # fraction of the timeout after which a waiting collective is reported
+DYING_S = 0.5  # time between a dying process's closed connections and its end
 HEARTBEATS = 5  # heartbeats per timeout
-REPLAY_S = 5.0  # beyond the timeout, until a replay that does not end ends the process
+REPLAY_S = 5.0  # time after the timeout before a stuck replay ends the process
 
 Close = Callable[[str], None]  # closes the run's files with the message of a failure
 
@@ -64,20 +64,22 @@ class Preempted(Exception):
 
 
 class Watch:
-    """The watch of this process. Its thread ends the process when the main thread can't.
+    """Watch of this process. Its thread ends the process when the main thread can't.
 
-    The main thread tells it when a signal may wait for the end of a step (ready), asks it after each step
-    (wanted), and tells it that all processes stop (agreed).
+    The main thread calls ready() once a signal may wait for the end of a step, wanted() after each step, and
+    agreed() when all processes stop.
     """
 
     def __init__(self) -> None:
         self._timeout_s = 300.0
-        self._is_ready = False  # False: a signal ends the process at once; True: at the end of the step
+        self._is_ready = (
+            False  # if True, a signal waits for the end of the step; else it ends the process at once
+        )
         self._is_signalled = False
         self._is_agreed = False
         self._checked_at = 0.0  # time.monotonic() of the last check for a signal
-        self._reason = ""  # the signal, or that the launcher has ended, once the thread has noticed it
-        self._ranks: _Ranks | None = None  # in a job of several processes, once it has started
+        self._reason = ""  # name of the noticed signal, or LAUNCHER_ENDED
+        self._ranks: _Ranks | None = None  # set in a started job of several processes
         self._close: Close = lambda _: None
         self._has_failed = False
 
@@ -87,56 +89,56 @@ class Watch:
         return self._timeout_s
 
     def start(self, timeout_s: float) -> None:
-        """Start the thread. It ends a process that is in the same step timeout_s after a signal."""
+        """Start the thread. It ends a process that is still in the same step timeout_s after a signal."""
         self._timeout_s = timeout_s
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # The interpreter delays a handler while the main thread is inside torch; the thread reacts at once.
+        # The interpreter delays handlers while the main thread is inside torch. The thread reacts at once.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             if number != signal.SIGHUP or not processes.is_under_nohup():
                 signal.signal(number, self._note_signal)
         above: list[psutil.Process] = []
-        if launched():  # only a launcher's end ends this process, not that of a shell
+        if launched():  # the end of a launcher ends this process, but not the end of a shell
             processes.end_with_parent()
             self._reason = LAUNCHER_ENDED if processes.is_orphan() else ""
             above = processes.launchers()
         threading.Thread(target=self._run, args=(reader, above), daemon=True).start()
 
     def ready(self, accelerator: Accelerator) -> None:
-        """Let a signal wait for the end of a step from now on, and watch the other ranks. Collective."""
+        """Let signals wait for the end of a step from now on, and watch other ranks. Collective."""
         self._is_ready = True
         if accelerator.num_processes > 1:
             self._ranks = _Ranks(accelerator, self._timeout_s, lambda message: self._close(message))
             start_daemon(self._ranks.poll)
 
     def wanted(self) -> bool:
-        """Return True after a stop signal. Each call also shows that a step has ended."""
+        """Return True after a stop signal. Each call also records that a step has ended."""
         self._checked_at = time.monotonic()
         return self._is_signalled or bool(self._reason)
 
     def agreed(self) -> str:
-        """Allow any time for the end, as all processes have agreed to stop and the last save may take long.
+        """Stop limiting the time to exit: all processes have agreed to stop, and the last save may take long.
 
-        Return why this process was told to stop, or an empty text if another one was.
+        Return why this process was told to stop, or an empty string if another process was told.
         """
         self._is_agreed = True
         return self._reason
 
     def on_failure(self, close: Close) -> None:
-        """Call close(message) before another rank's failure ends this process, whose main thread may hang."""
+        """Set a function that runs with the message before another rank's failure ends this process."""
         self._close = close
 
     def begin_exit(self) -> None:
-        """Reserve the end of this process for the main thread, so that no other rank's failure ends it.
+        """Reserve the end of this process for the main thread, so that another rank's failure can't end it.
 
-        Never returns when the watch is already ending the process.
+        If the watch is already ending the process, this call never returns.
         """
         if self._ranks:
             self._ranks.begin_exit()
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to the other ranks and to launch.py. Return the error that explains it.
+        """Report this rank's error to other ranks and to launch.py. Return the error that explains it.
 
         Only the first call reports.
         """
@@ -150,19 +152,19 @@ class Watch:
         return error
 
     def report_hang(self) -> None:
-        """Report this process's evidence and ask the others for theirs, because this process ends soon."""
+        """Report this process's evidence and ask other ranks for theirs, because this process ends soon."""
         if self._ranks:
             self._ranks.hang.make()
 
     def _note_signal(self, *_: object) -> None:
-        """Note a signal, without a lock, which a second signal may interrupt."""
+        """Record a signal. Uses no lock, because a second signal may interrupt this handler."""
         self._is_signalled = True
 
     def _run(self, reader: int, above: list[psutil.Process]) -> None:
-        """Notice signals at once, the end of a launcher, and hanging collectives. End this process if no step
-        ends after a signal.
+        """Notice signals at once, the end of a launcher, and hanging collectives.
 
-        The main thread may wait for ever, for a dead process, a disk or a file server.
+        End this process if no step ends after a signal: the main thread may wait forever for a dead process,
+        a disk or a file server.
         """
         stopped_at = 0.0
         while True:
@@ -196,32 +198,32 @@ class Watch:
 
 
 class _Ranks:
-    """The job's other ranks, as this one sees them through the store, and on its host through /proc."""
+    """The job's other ranks, observed through the store and, on the same host, through /proc."""
 
     def __init__(self, accelerator: Accelerator, timeout_s: float, close: Close):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
         self.close = close
         hosts_first = self.rank - local_rank()
-        me = socket.gethostname(), hosts_first, os.getpid(), processes.start_ticks(os.getpid())
-        everyones = gather_object([[uuid.uuid4().hex, *me]])
+        identity = socket.gethostname(), hosts_first, os.getpid(), processes.start_ticks(os.getpid())
+        identities = gather_object([[uuid.uuid4().hex, *identity]])
         self.siblings = {  # pids and start times of this host's other ranks
             rank: (pid, ticks)
-            for rank, (_, _, first, pid, ticks) in enumerate(everyones)
+            for rank, (_, _, first, pid, ticks) in enumerate(identities)
             if first == hosts_first and processes.is_running(pid, ticks) and rank != self.rank
         }
-        job = everyones[0][0]  # a name that is new after a restart
+        job = identities[0][0]  # changes after a restart
         self.failure, self.interrupt, self.exit = f"{job}/failure", f"{job}/interrupt", f"{job}/exit"
-        # For poll(), for the main thread, which may wait in its other channel, and for the report of a hang.
-        self.polling, self.own, asking = (Channel().clone() for _ in range(3))
-        self.hang = HangReport(job, self.rank, [host for _, host, *_ in everyones], asking)
-        self.ending = threading.RLock()  # its holder ends this process: the main thread, or end()
+        # Channels for poll(), for failures in the main thread, and for the hang report
+        self.polling, self.failing, asking = (Channel().clone() for _ in range(3))
+        self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], asking)
+        self.ending = threading.RLock()  # held by whoever ends this process: the main thread or end()
         self.exiting = False
         self.looked_at = 0.0
 
     def poll(self) -> None:
-        """Send heartbeats and answer a rank that asks, until the main thread ends this process.
+        """Send heartbeats and answer questions from other ranks until the main thread ends this process.
 
-        End this process when another rank fails.
+        End this process if another rank fails.
         """
         channel, heartbeat_at = self.polling, 0.0
         while not self.exiting:
@@ -237,12 +239,12 @@ class _Ranks:
             time.sleep(POLL_S)
 
     def end(self, message: str) -> None:
-        """End this process because another rank failed, unless the main thread does it."""
+        """End this process because another rank failed, unless the main thread is already ending it."""
         time.sleep(GRACE_S)
         if not self.ending.acquire(blocking=False):
             return
         self.exiting = True
-        timer = threading.Timer(CLOSING_S, os._exit, (1,))  # closing may wait for a disk, or for the store
+        timer = threading.Timer(CLOSING_S, os._exit, (1,))  # close() may wait for a disk or the store
         timer.daemon = True
         timer.start()
         with contextlib.suppress(Exception):
@@ -251,60 +253,61 @@ class _Ranks:
         if first_to_report(message, self.polling):
             log.warning(f"error: {message}")
         let_main_close_first(self.accelerator, self.polling)
-        time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all as soon as one has ended
+        time.sleep(1 if self.rank == 0 else 2)  # a launcher kills all processes as soon as one exits
         sys.stdout.flush()
         report("exit", status=1)
         os._exit(1)
 
     def dead_sibling(self, channel: Channel) -> str | None:
-        """Return a message about a process of this host that died without one; None if all are alive."""
+        """Return a message about a process of this host that died silently; None if all are alive."""
         for rank, (pid, ticks) in self.siblings.items():
             if not processes.is_running(pid, ticks) and not channel.read(f"{self.exit}/{rank}"):
                 return (
                     f"rank {rank} (host {socket.gethostname()}, process {pid}) died without a message: it was"
-                    " killed, as for want of memory, or crashed; see the end of its output, and `dmesg`"
+                    " killed (perhaps by lack of memory) or crashed. See the end of its output, and `dmesg`."
                 )
         return None
 
     def cause_elsewhere(self) -> str | None:
-        """Return why a collective of this process may have failed: a message about another rank."""
-        return self.own.read(self.interrupt) or self.dead_sibling(self.own)
+        """Return a message about another rank that explains a failed collective here, or None."""
+        return self.failing.read(self.interrupt) or self.dead_sibling(self.failing)
 
     def begin_exit(self) -> None:
+        """Let the main thread end this process, and tell other ranks that the exit is regular."""
         self.ending.acquire()
         if not self.exiting:
             self.exiting = True
-            self.own.post(f"{self.exit}/{self.rank}", True)
+            self.failing.post(f"{self.exit}/{self.rank}", True)
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to the others. Return the error that explains it.
+        """Report this rank's error to other ranks. Return the error that explains it.
 
-        The first failure of a job counts, and launch.py gets no other one. An error that follows from it on
-        another rank, such as a reset connection, is replaced by its message. Ctrl-C reaches all ranks, which
-        end by themselves; it explains the error of another rank only where SIGINT was sent to one alone.
+        Only the first failure of a job reaches launch.py. Its message replaces errors that follow from it on
+        other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each rank ends separately. It
+        explains another rank's error only if SIGINT was sent to a single rank.
         """
         where = f"rank {self.rank} (host {socket.gethostname()})"
         if not isinstance(error, Exception):
-            self.own.first(
+            self.failing.first(
                 self.interrupt, f"{where} was interrupted: it received SIGINT, which saves nothing"
             )
             return error
-        mine, cause = _described(error), None
+        message, cause = _described(error), None
         is_mistake = isinstance(error, MISTAKES)
         if not is_mistake:
-            mine = f"{where} failed: {mine}"
-            until = time.monotonic() + DYING_S
-            while not (cause := self.cause_elsewhere()) and time.monotonic() < until:
+            message = f"{where} failed: {message}"
+            deadline = time.monotonic() + DYING_S
+            while not (cause := self.cause_elsewhere()) and time.monotonic() < deadline:
                 time.sleep(0.1)
-        first = self.own.first(self.failure, cause or mine)
-        if self.own.gone:
+        first = self.failing.first(self.failure, cause or message)
+        if self.failing.gone:
             return error
-        if first == mine:
-            report("failed", message=mine)
-        return error if is_mistake or first == mine else ValueError(first)
+        if first == message:
+            report("failed", message=message)
+        return error if is_mistake or first == message else ValueError(first)
 
     def look_for_hang(self) -> None:
-        """Look for a collective or a replay that has waited too long. It needs no store, which may hang."""
+        """Look for a collective or replay that has waited too long. Uses no store, which may hang."""
         if self.exiting:
             return
         at = time.monotonic()
@@ -315,6 +318,7 @@ class _Ranks:
             start_daemon(self.end_replay)
 
     def report_long_wait(self) -> None:
+        """Make the hang report if a collective has waited for most of the timeout."""
         ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
         if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.exiting:
             self.hang.make()
@@ -329,7 +333,7 @@ class _Ranks:
 
 
 def _described(error: Exception) -> str:
-    """Return the error's message, with its class unless it is a mistake."""
+    """Return the error's message, preceded by its class unless it is a mistake."""
     text = message_text(error)
     return text if isinstance(error, MISTAKES) else f"{type(error).__name__}: {text}"
 

@@ -1,14 +1,14 @@
-"""Private names of Accelerate, and behaviour of it that is replaced. Seen in accelerate 1.15.0."""
+"""Private names of Accelerate, and replaced behaviour. Seen in accelerate 1.15.0."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def cache_package_lookups() -> None:
-    """Look for an optional package once per process.
+    """Look up each optional package once per process.
 
-    Without it each optimizer step looks twice for LOMO's package (accelerate #2695). Python then goes through
-    all folders of its path, which takes 33 us each time.
+    Otherwise, each optimizer step looks up LOMO's package twice (accelerate #2695). Each lookup makes Python
+    search all folders of its path, which takes 33 us.
     """
     import functools
 
@@ -18,10 +18,10 @@ def cache_package_lookups() -> None:
 
 
 def print_where(is_first: Callable[[], bool]) -> None:
-    """Let accelerator.print and the trackers write in the processes in which is_first() is true.
+    """Let accelerator.print and trackers write only in processes in which is_first() returns True.
 
-    Without it they write where LOCAL_RANK is 0, which is every process of a host whose processes see one GPU
-    each.
+    Otherwise, every process with LOCAL_RANK 0 writes. On a host whose processes see one GPU each, LOCAL_RANK
+    is 0 in all processes.
     """
     from accelerate import PartialState
 
@@ -29,9 +29,10 @@ def print_where(is_first: Callable[[], bool]) -> None:
 
 
 def skip_deepspeed_import() -> None:
-    """Answer that DeepSpeed is not installed, in a job that does not use it.
+    """Report to Accelerate that DeepSpeed is not installed, in a job that does not use it.
 
-    Without it Accelerate imports DeepSpeed, to ask if FSDP's model is its engine: 2 s in each process.
+    Otherwise, Accelerate imports DeepSpeed to check whether FSDP's model is a DeepSpeed engine, which takes 2
+    s in each process.
     """
     from accelerate.utils import other
 
@@ -39,9 +40,9 @@ def skip_deepspeed_import() -> None:
 
 
 def skip_dtensor_import() -> None:
-    """Answer that no parameter is a DTensor, in a job without FSDP.
+    """Report to Accelerate that no parameter is a DTensor, in a job without FSDP.
 
-    Without it prepare() imports DTensor in each process, which takes a second.
+    Otherwise, prepare() imports DTensor in each process, which takes 1 s.
     """
     from accelerate import accelerator
 
@@ -49,9 +50,9 @@ def skip_dtensor_import() -> None:
 
 
 def scale_loss_on_cpu(accelerator: Any) -> None:
-    """Give an Accelerator on the CPU fp16's autocast and loss scaler, which it makes on GPUs alone.
+    """Enable fp16 autocast and a loss scaler on the CPU. Accelerate enables them only on GPUs.
 
-    Without it fp16 on a CPU would silently compute in fp32.
+    Otherwise, fp16 on a CPU would silently compute in fp32.
     """
     import torch
 
@@ -59,9 +60,9 @@ def scale_loss_on_cpu(accelerator: Any) -> None:
 
 
 def set_backend(backend: str, distributed_type: Any) -> None:
-    """Make Accelerate use this backend of torch.distributed, and this type of a job.
+    """Make Accelerate use the given torch.distributed backend and type of job.
 
-    Without it Accelerate chooses no backend on a host without a GPU. Each process would be a job of its own.
+    On a host without a GPU, Accelerate would choose no backend, and each process would be a separate job.
     """
     from accelerate import PartialState
 
@@ -71,7 +72,7 @@ def set_backend(backend: str, distributed_type: Any) -> None:
 def set_device_to_cpu() -> None:
     """Make the CPU the device of each process.
 
-    Without it Accelerate looks for a GPU with the number LOCAL_RANK as soon as there is a group.
+    Otherwise, Accelerate looks for the GPU with number LOCAL_RANK as soon as a group exists.
     """
     import torch
     from accelerate import PartialState
@@ -83,9 +84,10 @@ def set_device_to_cpu() -> None:
 
 
 def launch_arguments(words: list[str]) -> tuple[Any, Any]:
-    """Return the arguments of `accelerate launch WORDS`, filled from its config file, and the file's content.
+    """Return the arguments of `accelerate launch WORDS` and the content of its config file.
 
-    The command has no public function that reads its config file without starting the job.
+    The config file's values complete the arguments. The command has no public function that reads its config
+    file without starting the job.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -96,7 +98,8 @@ def launch_arguments(words: list[str]) -> tuple[Any, Any]:
 def block_names(model: Any) -> tuple[str, ...]:
     """Return the names of the classes that FSDP wraps one by one; () if the model names none.
 
-    Accelerate's wrap policy reads this attribute, which is a convention of transformers. Without it each FSDP
-    config would have to name the classes, and fail for every other model.
+    Accelerate's wrap policy reads the attribute `_no_split_modules`, which is a convention of Transformers.
+    Without the attribute, each FSDP config would have to name the classes and would fail for every other
+    model.
     """
     return tuple(getattr(model, "_no_split_modules", None) or ())

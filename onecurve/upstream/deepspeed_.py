@@ -1,6 +1,6 @@
-"""Private names of DeepSpeed, and behaviour of it that is replaced. Seen in deepspeed 0.19.8.
+"""Private names of DeepSpeed, and replaced behaviour. Seen in deepspeed 0.19.8.
 
-ZeRO's optimizers also have names without an underscore that no page documents, such as bit16_groups and
+ZeRO's optimizers also have undocumented names without an underscore, such as bit16_groups and
 fp32_partitioned_groups_flat. onecurve/distributed/layout.py reads these.
 """
 
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Functions that compare the ranks of a job, which a fake process group can't answer.
+# Functions that compare ranks. A fake process group can't answer them.
 COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 
 
 def use_gloo() -> None:
-    """Make DeepSpeed exchange tensors of a CPU over gloo, not by its shared-memory operator.
+    """Make DeepSpeed exchange CPU tensors over gloo instead of through its shared-memory operator.
 
-    The operator is compiled at first use, and a killed build leaves a lock for which the next one waits
+    DeepSpeed compiles the operator at first use. A killed build leaves a lock that blocks the next build
     (pytorch #189245).
     """
     import deepspeed
@@ -28,7 +28,7 @@ def use_gloo() -> None:
 def allow_fp16_on_cpu() -> None:
     """Make DeepSpeed accept fp16 on every CPU.
 
-    Without it DeepSpeed refuses CPUs where fp16 is slow, although torch computes it on all of them.
+    Otherwise, DeepSpeed refuses CPUs where fp16 is slow, although torch supports fp16 on all CPUs.
     """
     import deepspeed
 
@@ -38,7 +38,8 @@ def allow_fp16_on_cpu() -> None:
 def import_muon() -> None:
     """Import DeepSpeed's Muon without compiling it.
 
-    DeepSpeed looks for it in each optimizer, and its module calls torch.compile: 5 s in each process.
+    DeepSpeed checks every optimizer for Muon. Muon's module calls torch.compile on import, which takes 5 s in
+    each process.
     """
     from deepspeed.runtime import compiler
 
@@ -51,7 +52,7 @@ def import_muon() -> None:
 def hide_untested_optimizers() -> None:
     """Hide DeepSpeed's warning that it has not tested the script's optimizer.
 
-    It warns although zero_allow_untested_optimizer in its config allows the optimizer.
+    DeepSpeed warns even if zero_allow_untested_optimizer in its config allows the optimizer.
     """
     logging.getLogger("DeepSpeed").addFilter(_is_shown)
 
@@ -63,7 +64,8 @@ def _is_shown(record: logging.LogRecord) -> bool:
 def allow_smallest_scale(zero: Any) -> None:
     """Let fp16's loss scale stay at its minimum.
 
-    Without it ZeRO's optimizer raises an Exception there. Run reports a loss that is not finite in one line.
+    Otherwise, ZeRO's optimizer raises an Exception there. Run instead reports a loss that is not finite in
+    one line.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
 
@@ -71,7 +73,7 @@ def allow_smallest_scale(zero: Any) -> None:
 def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
     """Call report() where ZeRO's optimizer would skip a step because a gradient is not finite.
 
-    Without it steps in bf16 and fp32 are skipped in silence (DeepSpeed #8415). All processes detect this
+    Otherwise, DeepSpeed silently skips steps in bf16 and fp32 (DeepSpeed #8415). All processes detect this
     together.
     """
     update_scale = zero._update_scale
@@ -85,29 +87,29 @@ def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
-    """Return this process's part of a parameter under ZeRO-1 and ZeRO-2; None if others have all of it.
+    """Return this process's fragment of a parameter under ZeRO-1 and ZeRO-2; None if it holds no part.
 
-    It is (start in the parameter, length, start in the flat partition of masters). DeepSpeed's public
-    functions read and write whole parameters only.
+    The fragment is (start in the parameter, length, start in the flat partition of masters). DeepSpeed's
+    public functions read and write only whole parameters.
     """
     if (mapping := parameter._hp_mapping) is None:
         return None
-    whole, own = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return whole.start, whole.numel, own.start
+    in_parameter, in_partition = mapping.lp_fragment_address, mapping.hp_fragment_address
+    return in_parameter.start, in_parameter.numel, in_partition.start
 
 
 def partition_rank(zero: Any, parameter: Any) -> int:
-    """Return which of a parameter's equal parts ZeRO-3's optimizer has in this process.
+    """Return the index of this process's part among the equal parts of a ZeRO-3 parameter.
 
-    It is the rank, except in a config with secondary partitions.
+    The index equals the rank, except in a config with secondary partitions.
     """
     return zero._get_param_partition_rank(parameter)
 
 
 def end_zero3_step(zero: Any, partitions: int) -> None:
-    """Repeat the end of a step of ZeRO-3's optimizer, which copies its masters into the model.
+    """Repeat the end of a ZeRO-3 optimizer step, which copies the masters into the model.
 
-    DeepSpeed's safe_set_full_fp32_param leaves the weights of the next forward as they were.
+    DeepSpeed's safe_set_full_fp32_param does not update the weights of the next forward pass.
     """
     zero._partition_all_parameters()
     for i in range(partitions):
@@ -117,10 +119,10 @@ def end_zero3_step(zero: Any, partitions: int) -> None:
 
 
 def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
-    """Return fp16's loss scale and the steps since an overflow; None without a dynamic scale.
+    """Return fp16's loss scale and the steps since the last overflow; None without a dynamic scale.
 
-    DeepSpeed's own checkpoints have these, as pickles; the project's have the same two numbers under every
-    strategy.
+    DeepSpeed's checkpoints store these numbers as pickles. The project's checkpoints store the same two
+    numbers under every strategy.
     """
     if (scaler := _dynamic_scaler(zero)) is None:
         return None
@@ -140,11 +142,11 @@ def _dynamic_scaler(zero: Any) -> Any:
 
 
 def skip_comparisons() -> None:
-    """Leave out what DeepSpeed's ranks compare with one another, in all of its modules.
+    """Disable comparisons between ranks in all DeepSpeed modules.
 
-    plan.py's process has no other ranks, so no comparison can succeed.
+    plan.py's process has no other ranks, so no comparison could succeed.
     """
-    import deepspeed.runtime.zero.partition_parameters  # so that all who use them are loaded
+    import deepspeed.runtime.zero.partition_parameters  # load all users of these functions
     import deepspeed.runtime.zero.stage3
 
     del deepspeed

@@ -1,4 +1,4 @@
-"""Names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6 that are replaced or read."""
+"""Private or replaced names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
 
 import sys
 import threading
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def allow_large_texts() -> None:
-    """Let Pillow read a PNG whose text or colour profile is longer than 1 MiB.
+    """Let Pillow read a PNG with a text or colour profile longer than 1 MiB.
 
-    Without it Pillow refuses PNGs whose pixels are small (Pillow #8363). The limit of all texts together
-    stays.
+    Otherwise, Pillow refuses PNGs even if their images are small (Pillow #8363). The limit for all texts
+    together still applies.
     """
     from PIL import PngImagePlugin
 
@@ -20,8 +20,8 @@ def allow_large_texts() -> None:
 def use_hub_offline() -> None:
     """Make huggingface_hub answer from its cache from now on.
 
-    It reads HF_HUB_OFFLINE when it is imported. Without this it tries five times for each file of a hub that
-    can't be reached.
+    huggingface_hub reads HF_HUB_OFFLINE only on import. Without this function, it tries five times for each
+    file of an unreachable hub.
     """
     from huggingface_hub import constants
 
@@ -31,17 +31,17 @@ def use_hub_offline() -> None:
 def is_tensorboard_writer(thread: threading.Thread | None) -> bool:
     """Return True for the thread in which TensorBoard writes its file.
 
-    It raises an error twice, in this thread and later in the main thread. Without the name a full disk would
-    print a second traceback.
+    TensorBoard raises an error in this thread, and later again in the main thread. Unless the thread is
+    recognised, a full disk prints a second traceback.
     """
     return type(thread).__name__ == "_AsyncWriterThread"
 
 
 def import_evaluate(scratch: Path) -> Any:
-    """Import `evaluate`, which copies the modules that it loads to `scratch`, without transformers.
+    """Import `evaluate` without transformers, and let it copy the modules that it loads to `scratch`.
 
-    Without it the copies go to a cache in the home folder, which may be read-only or hold another process's
-    unfinished copy. evaluate imports transformers for its pipelines, which takes 2 s.
+    Otherwise, the copies go to a cache in the home folder, which may be read-only or contain another
+    process's incomplete copy. evaluate imports transformers for its pipelines, which takes 2 s.
     """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("transformers", None)

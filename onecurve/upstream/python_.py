@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def run_finalizers() -> None:
-    """Run multiprocessing's finalizers, which os._exit leaves out.
+    """Run multiprocessing's finalizers, which os._exit skips.
 
-    Without it Python's resource tracker warns of the semaphores of decoding processes.
+    Otherwise, Python's resource tracker warns about leaked semaphores of decoding processes.
     """
     import multiprocessing.util
 
@@ -21,10 +21,10 @@ def run_finalizers() -> None:
 
 
 def on_unsent(report: Callable[[Exception, object], None]) -> None:
-    """Call report(error, object) where a queue of multiprocessing can't send an object.
+    """Call report(error, object) when a multiprocessing queue can't send an object.
 
-    Without it a queue's thread prints a traceback and drops the object, for which the receiver waits for ever
-    (pytorch #25691). CPython names the method for this purpose; typeshed lacks it.
+    Otherwise, the queue's thread prints a traceback and drops the object, and the receiver waits forever
+    (pytorch #25691). CPython provides the method for this purpose, but typeshed lacks it.
     """
     import multiprocessing.queues
 
@@ -32,9 +32,9 @@ def on_unsent(report: Callable[[Exception, object], None]) -> None:
 
 
 def main_threads_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread, as seen from another one.
+    """Return the innermost frame of the main thread, as seen from another thread.
 
-    No other function shows where a thread hangs that does not return to Python.
+    No public function shows where a thread hangs that does not return to Python.
     """
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
@@ -42,6 +42,6 @@ def main_threads_frame() -> FrameType | None:
 def flag_names(parser: "argparse.ArgumentParser") -> Iterable[str]:
     """Return all flags of a parser, such as `--batch_size`.
 
-    argparse has no public list of them; without it an unknown flag gets no suggestion.
+    argparse has no public list of flags. Without the list, an unknown flag would get no suggestion.
     """
     return parser._option_string_actions

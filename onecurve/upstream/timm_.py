@@ -1,4 +1,4 @@
-"""Layers of timm that are computed in another way. Seen in timm 1.0.31."""
+"""Replaced layers of timm. Seen in timm 1.0.31."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,19 +8,19 @@ BATCH_NORM_ACT = "timm.layers.norm_act.BatchNormAct2d.forward"
 
 
 def is_batch_norm_act(forward: Callable[..., Any]) -> bool:
-    """Return True for the forward of timm's BatchNorm with an activation, without importing timm.
+    """Return True for the forward method of timm's BatchNorm with an activation, without importing timm.
 
-    numerics/batch_norm.py replaces this method, which normalises, then calls the layer's `drop` and `act`. A
-    layer with another forward would be computed wrongly, so it is refused.
+    numerics/batch_norm.py replaces this method, which normalises and then calls the layer's `drop` and `act`.
+    A layer with another forward method would be computed incorrectly, so it is refused.
     """
     return f"{forward.__module__}.{forward.__qualname__}" == BATCH_NORM_ACT
 
 
 def replace_attention(module: Any, mixin: type) -> None:
-    """Make a timm.layers.Attention compute by the forward of the mixin; its parameters keep their names.
+    """Make a timm.layers.Attention use the mixin's forward method. Parameters keep their names.
 
-    timm has no option for another attention: it calls torch's. The project's kernel for few tokens is faster
-    (docs/gpu.md), and reads the projection's output in its own order.
+    timm always calls torch's attention and has no option for another one. The project's kernel for few tokens
+    is faster (docs/gpu.md), and reads the projection's output in a different order.
     """
     module.__class__ = _attention_class(mixin)
 
@@ -33,9 +33,9 @@ def _attention_class(mixin: type) -> type:
 
 
 def replace_patch_convolution(embedding: Any, convolution: type) -> None:
-    """Make a timm.layers.PatchEmbed project by another class of convolution, with the same parameters.
+    """Make a timm.layers.PatchEmbed use another convolution class with the same parameters.
 
-    timm projects patches by torch's convolution, for which cuDNN took 7.4 ms of a step's 60 (ViT-B/32, batch
-    512, an H200).
+    timm projects patches with torch's convolution. cuDNN took 7.4 ms for it in a step of 60 ms (ViT-B/32,
+    batch 512, on an H200).
     """
     embedding.proj.__class__ = convolution

@@ -1,4 +1,4 @@
-"""Private names of torch, and behaviour of it that is replaced. Seen in torch 2.11 and 2.15.0."""
+"""Private names of torch, and replaced behaviour. Seen in torch 2.11 and 2.15.0."""
 
 import importlib
 import json
@@ -17,25 +17,30 @@ if TYPE_CHECKING:
 
 
 class _Compiler(ModuleType):
-    """Stands for torch._dynamo until more of it is used than what torch's optimizers call in each run."""
+    """Stand-in for torch._dynamo that imports the real module on first use.
 
-    graph_break = staticmethod(lambda *_, **__: None)  # outside of a compilation torch's does nothing, either
+    The two functions that torch's optimizers call in each run do not count as use.
+    """
+
+    graph_break = staticmethod(
+        lambda *_, **__: None
+    )  # torch's function also does nothing outside a compilation
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # inspect looks at each module
+        if name.startswith("__") and name != "__path__":  # inspect reads these names of every module
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
-            importlib.import_module(self.__name__)  # puts itself in the place of this one
+            importlib.import_module(self.__name__)  # replaces this stand-in in sys.modules
         return getattr(sys.modules[self.__name__], name)
 
 
 def postpone_compiler() -> None:
-    """Let torch import its compiler only where something is compiled: it takes seconds.
+    """Let torch import its compiler, which takes seconds, only where something is compiled.
 
-    Without it the first step of an optimizer imports torch._dynamo (pytorch #103952), for two functions that
-    then do nothing.
+    Otherwise, an optimizer's first step imports torch._dynamo (pytorch #103952) for two functions that then
+    do nothing.
     """
     import torch
 
@@ -45,9 +50,9 @@ def postpone_compiler() -> None:
 
 
 def allow_recompilations(limit: int) -> None:
-    """Let Dynamo compile up to `limit` graphs of a function.
+    """Let Dynamo compile up to `limit` graphs per function.
 
-    Beyond its default of 8 a block would run uncompiled, with no more than a warning.
+    Beyond its default limit of 8, a block would run uncompiled with only a warning.
     """
     import torch._dynamo
 
@@ -55,9 +60,9 @@ def allow_recompilations(limit: int) -> None:
 
 
 def draw_as_eager() -> None:
-    """Let compiled code draw the random numbers of eager code.
+    """Let compiled code draw the same random numbers as eager code.
 
-    Without it Inductor draws its own: dropout differs from eager mode.
+    Otherwise, Inductor draws different numbers, so dropout differs from eager mode.
     """
     import torch._inductor.config
 
@@ -65,9 +70,9 @@ def draw_as_eager() -> None:
 
 
 def has_cpp_compiler() -> bool:
-    """Return True if Inductor can use a C++ compiler of this host.
+    """Return True if Inductor finds a C++ compiler on this host.
 
-    Without it the first compiled step fails, after the job has started, with a traceback.
+    Without this check, the first compiled step would fail with a traceback, after the job has started.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -83,9 +88,10 @@ def has_cpp_compiler() -> bool:
 
 
 def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
-    """Move each tensor towards its target, in few kernels for all.
+    """Move each tensor towards its target, with few kernels for all tensors.
 
-    torch 2.15 has torch.foreach for it, torch 2.11 only this name. A loop launches a kernel for each tensor.
+    torch 2.15 offers this in torch.foreach; torch 2.11 has only the private name. A loop would launch a
+    kernel per tensor.
     """
     import torch
 
@@ -93,21 +99,21 @@ def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
 
 
 def add_(tensors: "Tensors", number: float) -> None:
-    """Add a number to each tensor, as lerp_() does."""
+    """Add a number to each tensor, with few kernels like lerp_()."""
     import torch
 
     torch._foreach_add_(tensors, number)
 
 
 def multiply_(tensors: "Tensors", factor: "Tensor") -> None:
-    """Multiply each tensor by a factor on its device, as lerp_() does."""
+    """Multiply each tensor by a factor on its device, with few kernels like lerp_()."""
     import torch
 
     torch._foreach_mul_(tensors, factor)
 
 
 def norms(tensors: "Tensors", order: float) -> tuple["Tensor", ...]:
-    """Return the norm of each tensor, as lerp_() does."""
+    """Return the norm of each tensor, with few kernels like lerp_()."""
     import torch
 
     return tuple(torch._foreach_norm(tensors, order))
@@ -116,7 +122,7 @@ def norms(tensors: "Tensors", order: float) -> tuple["Tensor", ...]:
 def has_bf16_instructions() -> bool:
     """Return True if this CPU computes in bf16 natively.
 
-    torch has no public function for it. Without it rehearsals would train in bf16 where it is emulated.
+    torch has no public function for this. Without it, rehearsals would train in bf16 where bf16 is emulated.
     """
     import torch
 
@@ -126,8 +132,8 @@ def has_bf16_instructions() -> bool:
 def batch_norm_class() -> Any:
     """Return the base class of torch's and timm's BatchNorm layers.
 
-    It has the public classes' forward, which numerics/batch_norm.py replaces. They have no public base class
-    but nn.Module.
+    The class defines the forward method of the public classes, which numerics/batch_norm.py replaces. Their
+    only public base class is nn.Module.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -140,23 +146,23 @@ def batch_norm_class() -> Any:
 def unscale_before_step(optimizer: Any) -> None:
     """Make the loss scaler divide the gradients before it calls the optimizer's step.
 
-    Fused optimizers of torch divide them in their own kernel: fused SGD then rounds otherwise than the
+    torch's fused optimizers would divide them in their kernel. Fused SGD then rounds differently from the
     optimizer of a sharded model.
     """
     optimizer._step_supports_amp_scaling = False
 
 
 def loss_scale(scaler: Any) -> tuple[float, int]:
-    """Return a torch.amp.GradScaler's scale, and its steps since an overflow.
+    """Return a torch.amp.GradScaler's scale, and the steps since its last overflow.
 
-    The number of steps has only a private name, also in state_dict().
+    The number of steps has only a private name, even in state_dict().
     """
     state = scaler.state_dict()
     return state["scale"], state["_growth_tracker"]
 
 
 def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
-    """Set what loss_scale() returns."""
+    """Set the values that loss_scale() returns."""
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": good_steps})
 
 
@@ -164,9 +170,9 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
 
 
 def default_store() -> Any:
-    """Return the store in which the process group was made.
+    """Return the store of the default process group.
 
-    Without it ranks would need a second store, with a port of its own.
+    Without it, ranks would need a second store with a separate port.
     """
     from torch.distributed import distributed_c10d
 
@@ -174,10 +180,10 @@ def default_store() -> Any:
 
 
 def set_default_group_timeout(timeout_s: int) -> None:
-    """Set the default time-out of process groups created from here on.
+    """Set the default timeout of process groups that are created from now on.
 
-    DeepSpeed 0.19 clones the world group, and a DeviceMesh makes groups of its hosts (pytorch #119574), both
-    with torch's defaults: 600 s for NCCL and 1,800 s for gloo, whatever the first group was given.
+    DeepSpeed 0.19 clones the world group, and a DeviceMesh creates groups of its hosts (pytorch #119574).
+    Both use torch's defaults, 600 s for NCCL and 1,800 s for gloo, regardless of the first group's timeout.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -185,10 +191,10 @@ def set_default_group_timeout(timeout_s: int) -> None:
 
 
 def flight_record() -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorders, gloo's and NCCL's.
+    """Return the collectives in torch's flight recorders for gloo and NCCL.
 
-    torch has only settings that write them to a file at a time-out. Without them the report of a hanging job
-    can't name the collective for which it waits.
+    torch's public settings only write them to a file at a timeout. Without this function, the report of a
+    hanging job can't name the collective that it waits for.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -203,44 +209,44 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def leave_pool(device: int, pool: Any) -> None:
-    """End the allocator's part in a capture that has failed.
+    """End the allocator's part in a failed capture.
 
-    torch leaves the allocator in the state of a capture (pytorch #180395, #190348). Later tensors would lie
-    in the memory of a graph that is gone.
+    torch leaves the allocator in the state of a capture (pytorch #180395, #190348). Later tensors would then
+    be placed in the memory of a deleted graph.
     """
     import torch
 
-    with suppress(RuntimeError):  # it has ended already
+    with suppress(RuntimeError):  # it has already ended
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
 
 
 def stop_timing(ddp: Any) -> None:
-    """Make DDP measure none of its next steps.
+    """Make DDP stop timing its steps.
 
-    It measures each hundredth one by events, which a capture refuses.
+    DDP times every hundredth step with events, which a capture does not allow.
     """
     ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
 
 def reset_reducer(ddp: Any) -> None:
-    """Make DDP forget a backward pass that did not end, as in a capture that has failed.
+    """Make DDP forget an unfinished backward pass, for example in a failed capture.
 
-    Without it DDP's next forward raises that gradients were not reduced.
+    Otherwise, DDP's next forward pass raises an error about unreduced gradients.
     """
     ddp.reducer._reset_state()
 
 
 def can_reset_shards(model: Any) -> bool:
-    """Return True if reset_shards() works: torch 2.11 has no reset_iter_state."""
+    """Return True if reset_shards() works. torch 2.11 lacks reset_iter_state."""
     return hasattr(model, "reset_iter_state")
 
 
 def reset_shards(model: Any) -> None:
-    """Make FSDP2 forget what a failed capture has left of its state.
+    """Make FSDP2 forget the state that a failed capture left behind.
 
-    Without it the next step waits for the events of a capture, which no stream can. As the capture has
-    computed nothing, nothing need be waited for.
+    Otherwise, the next step waits for events of the capture, which no stream can do. The capture has computed
+    nothing, so waiting is unnecessary.
     """
     context = model._get_fsdp_state()._comm_ctx
     context.all_gather_state = None

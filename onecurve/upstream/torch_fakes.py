@@ -1,7 +1,7 @@
 """Private names of torch with which plan.py traces a step without devices. Seen in torch 2.11 and 2.15.0.
 
-Tensors are torch's fake ones, with shapes and no contents. Each function here is for a place that reads
-contents, or for a private class that records a step.
+The trace uses torch's fake tensors, which have shapes but no contents. Each function here handles code that
+reads contents, or provides a private class that records a step.
 """
 
 from contextlib import AbstractContextManager
@@ -9,9 +9,10 @@ from typing import Any
 
 
 def fake_contents() -> AbstractContextManager[Any]:
-    """Return a mode with fake tensors, which answer 1 where a number is read out of them.
+    """Return a mode with fake tensors whose contents read as 1.
 
-    torch's own fake tensors raise an error there, as for the norm of gradients.
+    torch's fake tensors raise an error when a number is read from them, for example for the norm of
+    gradients.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,7 +35,7 @@ def join_fake_group(processes: int) -> None:
 
 
 def skip_ddp_checks() -> None:
-    """Let DDP's constructor neither compare nor exchange parameters, both of which read contents."""
+    """Stop DDP's constructor from comparing and exchanging parameters, which would read contents."""
     from torch.nn.parallel import distributed
 
     distributed._verify_param_shape_across_processes = lambda *_, **__: True
@@ -42,23 +43,27 @@ def skip_ddp_checks() -> None:
 
 
 def read_ranks_of_meshes() -> None:
-    """Let FSDP2 make its mesh outside of the mode with fake tensors: ranks are numbers that are read."""
+    """Let FSDP2 create its mesh outside the mode with fake tensors.
+
+    A mesh contains ranks, which are numbers that FSDP2 reads.
+    """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.fsdp._fully_shard import _fully_shard
 
-    made = _fully_shard._init_default_mesh
+    init_default_mesh = _fully_shard._init_default_mesh
 
     def default_mesh(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
-            return made(*args, **kwargs)
+            return init_default_mesh(*args, **kwargs)
 
     _fully_shard._init_default_mesh = default_mesh
 
 
 def hide_whole_shapes() -> None:
-    """Let DTensor ask operators for their results in a mode of its own.
+    """Let DTensor ask operators for their results in a separate mode.
 
-    It asks with fake tensors of whole shapes. In the current mode they would count as this process's memory.
+    DTensor asks with fake tensors of whole shapes. In the current mode, these tensors would count as this
+    process's memory.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -66,7 +71,7 @@ def hide_whole_shapes() -> None:
 
 
 def keep_first_buckets(ddp: Any) -> None:
-    """Make DDP keep the buckets of its first step: making new ones reads contents."""
+    """Make DDP keep the buckets of its first step, because creating new buckets reads contents."""
     ddp.reducer = _Reducer(ddp.reducer)
 
 
@@ -89,22 +94,22 @@ def dispatch_mode() -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the values in nested lists, tuples and dicts, in the order of torch's own trees."""
+    """Return the values in nested lists, tuples and dicts, in the order of torch's pytrees."""
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(tree)
 
 
 def memory_tracker() -> Any:
-    """Return torch's MemTracker, which counts live tensors by what they are for."""
+    """Return torch's MemTracker, which counts live tensors by purpose."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     return MemTracker()
 
 
 def forget_peak(tracker: Any) -> None:
-    """Make a MemTracker begin its peak again.
+    """Make a MemTracker restart its peak.
 
-    Its public reset forgets only the modules: the peak of a larger size of images would stay.
+    The public reset only forgets modules. A peak of larger images would otherwise persist.
     """
     tracker._peak_mem.clear()

@@ -105,7 +105,7 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
 def test_each_process_checks_how_many_were_promised(monkeypatch):
     """A launcher's config, not launch.py's flags, may have started each as a job of its own."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
-    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is alo"):
+    with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is"):
         start(Recipe())
 
 

@@ -118,7 +118,9 @@ def test_it_trains_the_same(way, script, stops, fails, tmp_path, cache):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     assert (about["step_graph"], outcome["step_graph"]) == (False, not fails)
     assert ", a CUDA graph for each step" in output
-    gives_up = re.search(r"the step can't be one CUDA graph( on rank 0)? \(operation not permitted", output)
+    gives_up = re.search(
+        r"the step can't be captured as a CUDA graph( on rank 0)? \(operation not permitted", output
+    )
     assert bool(gives_up) == bool(fails)
 
 
@@ -141,7 +143,7 @@ def test_ranks_train_the_same_and_mutants_are_found(way, tmp_path):
     kept = {name: [not case.fails_at] * ranks for name, case in cases.items()}
     assert rows[: len(kept)] == [[name, True, kept[name]] for name in kept]
     assert [(name, is_same) for name, is_same, _ in rows[len(kept) :]] == [(name, False) for name in mutants]
-    line = "the step can't be one CUDA graph{} (operation not permitted when stream is capturing)"
+    line = "the step can't be captured as a CUDA graph{} (operation not permitted when stream is capturing)"
     assert output.count(line.format(" on rank 1" * (ranks - 1))) == sum(not all(of) for of in kept.values())
 
 
@@ -227,7 +229,7 @@ def test_what_is_frozen_into_the_graph_is_seen():
 def test_a_capture_that_fails_leaves_the_plain_step(fails_at, capsys):
     """In the forward pass, and when there are gradients already, which nothing has computed."""
     assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
-    line = "the step can't be one CUDA graph (operation not permitted when stream is capturing)"
+    line = "the step can't be captured as a CUDA graph (operation not permitted when stream is capturing)"
     assert capsys.readouterr().out.count(line) == 1
     kept = mutant(step_graph, "parameter.grad = None", "pass").StepGraph
     assert (losses(kept, capture=partial(record, fails_at=fails_at)) == losses()) == ("norm" in str(fails_at))
@@ -281,7 +283,7 @@ def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits, capsys):
     if fits:
         assert chosen("--step_graph")
     else:
-        assert capsys.readouterr().out.count("the step is no CUDA graph: ") == 1
+        assert capsys.readouterr().out.count("steps run without CUDA graphs: ") == 1
         if "num_processes" not in other:  # a rehearsal over gloo is none on a GPU
             with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove the flag\.$"):
                 chosen("--step_graph")
@@ -311,7 +313,7 @@ def test_an_optimizer_that_reads_numbers_on_the_host_is_in_no_graph(optimizer, o
         accelerator = SimpleNamespace(**USUAL | other | {"device": torch.device(device)})
         step_graph.step_graph(accelerator, SimpleNamespace(optimizer=optimizer))
         assert accelerator.step_graph == fits
-        line = f"the step is no CUDA graph: {type(optimizer).__name__} may read its numbers on the host\n"
+        line = f"steps run without CUDA graphs: {type(optimizer).__name__} may read numbers on the host\n"
         assert capsys.readouterr().out == line * (not fits)
 
 
