@@ -214,7 +214,7 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
         blocks |= {"threads": torch.get_num_threads()}
     agree(accelerator, {**code, "recipe": agreed_part(job), **blocks})
     if launch.is_rehearsal:
-        accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand for as many GPUs")
+        accelerator.print(f"rehearsal on CPU: {batch.processes} gloo processes stand in for as many GPUs")
     for remark in (*remarks, replacement_problem(), deaf_launcher()):
         if remark:
             accelerator.print(remark)
@@ -227,12 +227,12 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
 def _extras(accelerator: JobAccelerator, batch: Batch) -> str:
     """Return the end of the start-up line, which lists the less common settings."""
     extras = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
-    extras += ", weights too" if accelerator.precision.half_precision == "weights" else ""
+    extras += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
     extras += ", a CUDA graph for each step" if accelerator.step_graph else ""
     if accelerator.deterministic:
         is_summed = batch.processes * batch.accumulations > 1
-        extras += f", deterministic{': gradients in float64, twice the memory and traffic' * is_summed}"
+        extras += f", deterministic{' (gradients in float64: twice the memory and traffic)' * is_summed}"
         extras += f", threads {torch.get_num_threads()}" if accelerator.device.type == "cpu" else ""
     return extras
 

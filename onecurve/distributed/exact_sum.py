@@ -127,9 +127,8 @@ class ExactSum:
         self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
         self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET  # a GPU needs few kernel launches
         self.unit: float | Tensor = UNIT  # with fp16, divided by the loss scale, a power of two
-        self.largest = torch.zeros(
-            len(trained), device=device
-        )  # largest magnitudes of this step on this process; keeps NaN
+        # Largest magnitudes in this step on this process. NaN stays NaN.
+        self.largest = torch.zeros(len(trained), device=device)
         self.norms = [self.zero] * len(trained)  # largest magnitudes of a micro-batch
         self.steps = torch.zeros((), device=device)  # steps since the last check()
         self.failed = torch.full_like(self.largest, math.inf)  # first step in which a gradient did not fit
@@ -226,9 +225,7 @@ class ExactSum:
             for index, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
         longest = max(len(bucket.sums) for bucket in self.buckets)
-        self.flat = torch.empty(
-            longest, device=self.accelerator.device
-        )  # one bucket's gradients, concatenated
+        self.flat = torch.empty(longest, device=self.accelerator.device)  # a bucket's gradients
 
     def _on_gradient(self, bucket: Bucket, index: int, p: nn.Parameter) -> None:
         """Add a bucket once all its gradients have arrived, and exchange complete buckets in order."""
@@ -295,9 +292,7 @@ class ExactSum:
     @torch.no_grad()
     def _end_step(self) -> None:
         if self.accelerator.num_processes > 1:
-            while self.exchanged < len(
-                self.buckets
-            ):  # some parameters had no gradient in the last micro-batch
+            while self.exchanged < len(self.buckets):  # buckets with missing gradients
                 self._exchange_next()
         for bucket in self.buckets:
             bucket.finish(self.unit)
@@ -306,7 +301,7 @@ class ExactSum:
         self.arrived.clear()
         fits = self.largest * self.unit <= LIMIT * UNIT / self.micro_batches
         if self.accelerator.scaler is not None:
-            fits |= ~self.largest.isfinite()  # the scaler skips such a step
+            fits |= ~self.largest.isfinite()  # the scaler skips these steps
         self.steps += 1
         torch.minimum(self.failed, torch.where(fits, math.inf, self.steps), out=self.failed)
         self.largest.zero_()

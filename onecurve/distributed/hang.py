@@ -243,8 +243,8 @@ class HangReport:
         """Add other ranks' evidence, and return False if another rank asked first."""
         channel = self._channel
         is_first = channel.first(self._question, self._rank) == self._rank
-        until = time.monotonic() + ANSWER_S
-        while (missing := set(range(len(self._hosts))) - rows.keys()) and time.monotonic() < until:
+        deadline = time.monotonic() + ANSWER_S
+        while (missing := set(range(len(self._hosts))) - rows.keys()) and time.monotonic() < deadline:
             for rank in missing:
                 if answer := channel.read(f"{self._question}/{rank}"):
                     rows[rank] = answer

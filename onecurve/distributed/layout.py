@@ -314,7 +314,7 @@ def owner(optimizer: Optimizer) -> Optimizer:
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
     """Return the state that has the shape of its parameter.
 
-    A scalar parameter has none, because its shape is ambiguous.
+    A scalar parameter's state is excluded, because its shape is ambiguous.
     """
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 

@@ -68,9 +68,7 @@ def join_agents_store(timeout_s: int) -> None:
     store, number, processes = next(dist.rendezvous("env://", timeout=timeout))
     name = _name_attempt(store, processes) if number == 0 else _learn_attempt(store, number, timeout_s)
     store = dist.PrefixStore(name, store)
-    offloads = (
-        is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"
-    )  # gloo sums the gradient norm of offloaded shards
+    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo sums norms of offloaded shards
     backends = "cuda:nccl,cpu:gloo" if offloads else backend()
     dist.init_process_group(backends, store=store, rank=number, world_size=processes, timeout=timeout)
 

@@ -38,11 +38,7 @@ from onecurve.upstream import torch_
 # rebuilds its buckets after the first step, and times the first ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
 SPARE = 0.5  # memory to leave for evaluations, as a fraction of the memory that the graphs reserve
-FUSED = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-)  # optimizers that read the learning rate on the device
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # read learning rates on the device
 
 Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss; includes the optimizer's step
 
@@ -379,7 +375,7 @@ def _reset_shards(model: Any) -> None:
 
 def _reason(error: Exception) -> str:
     """Return the first line of the error that made a capture fail."""
-    cause = error.__context__ or error  # torch's error about the broken capture hides it
+    cause = error.__context__ or error  # torch's own error about the broken capture hides the cause
     return str(cause).partition("\n")[0] or type(cause).__name__
 
 

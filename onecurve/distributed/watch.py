@@ -152,7 +152,7 @@ class Watch:
         return error
 
     def report_hang(self) -> None:
-        """Report this process's evidence and ask other ranks for theirs, because this process ends soon."""
+        """Report this process's evidence and ask other ranks for evidence, because this process ends soon."""
         if self._ranks:
             self._ranks.hang.make()
 
@@ -190,8 +190,10 @@ class Watch:
     def _end_stuck(self) -> NoReturn:
         """End this process, which has not finished its step long after a signal."""
         self.report_hang()
+        has_no_launcher = self._reason == LAUNCHER_ENDED
+        cause = "The launcher has ended" if has_no_launcher else f"Received {self._reason}"
         log.warning(
-            f"Received {self._reason}, but no step finished within {self._timeout_s:g} s; still waiting for"
+            f"{cause}, but no step finished within {self._timeout_s:g} s; still waiting for"
             " data or another rank."
         )
         os._exit(1)
@@ -216,7 +218,7 @@ class _Ranks:
         # Channels for poll(), for failures in the main thread, and for the hang report
         self.polling, self.failing, asking = (Channel().clone() for _ in range(3))
         self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], asking)
-        self.ending = threading.RLock()  # held by whoever ends this process: the main thread or end()
+        self.ending = threading.RLock()  # held by the thread that ends this process
         self.exiting = False
         self.looked_at = 0.0
 

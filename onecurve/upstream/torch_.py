@@ -22,9 +22,7 @@ class _Compiler(ModuleType):
     The two functions that torch's optimizers call in each run do not count as use.
     """
 
-    graph_break = staticmethod(
-        lambda *_, **__: None
-    )  # torch's function also does nothing outside a compilation
+    graph_break = staticmethod(lambda *_, **__: None)  # also does nothing in torch outside a compilation
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, name: str) -> Any:
