@@ -356,7 +356,7 @@ def _wrap(
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
-    sharded = strategy(accelerator) not in ("single", "ddp")  # Accelerate applies autocast to these two
+    sharded = strategy(accelerator) not in ("single", "ddp")  # Accelerate applies autocast to both
     if sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
@@ -371,7 +371,7 @@ def _wrap(
         prepared, wrapped = accelerator.prepare(model, optimizer)
     if is_exact:
         keep_strides(prepared)
-        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # several to sum
+        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # more than one gradient
             accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
