@@ -1,4 +1,4 @@
-"""Real launches of the real scripts: how a test starts one and reads what came out."""
+"""Shared helpers and fixtures: start real scripts, read their results and set up their environment."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ from torch import Tensor
 from tests.support import forks, packages
 from tests.support.forks import reset_signals
 
-# Containers often say so; then each process compiles all that it imports, a quarter of what the tests take.
+# Containers often set this. Each process would then compile every import, a quarter of the tests' time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
-# Small networks, so that a launch costs little more than the import of torch.
+# Small networks, so that a launch takes little longer than importing torch.
 CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
 RESNET = ["train_cnn_b.py", "--width", "8"]
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
@@ -39,39 +39,39 @@ VIT_WITH_ALL = [*VIT, "--data", "digits", "--dropout", "0.1", "--clip_norm", "0.
 VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 
 
-def keep_to_own_cores() -> None:
-    """Gives each pytest process of `-n`, and all that it starts, cores of its own; without enough of them all
-    share them, with one OpenMP thread each.
+def reserve_cores() -> None:
+    """Reserve cores for each pytest process of `-n` and its child processes.
 
-    Two OpenMP threads that share a core with others take many times as long as one.
+    With more processes than cores, all processes share the cores and use one OpenMP thread each: two OpenMP
+    threads that compete for a core take many times as long as one.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
-        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
-        count, cores = int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), sorted(os.sched_getaffinity(0))
-        if count > len(cores):
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        workers, cores = int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), sorted(os.sched_getaffinity(0))
+        if workers > len(cores):
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
             return
-        os.sched_setaffinity(0, cores[number::count])
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # it has counted the cores when it was imported
+        os.sched_setaffinity(0, cores[worker::workers])
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torch counted the cores when it was imported
 
 
-keep_to_own_cores()
+reserve_cores()
 
-# Each process of `-n` has virtual hosts of its own.
+# Each process of `-n` uses a separate set of virtual hosts.
 os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
-# Those that take longest come first: at the end no process of `-n` waits long for another one.
+# The slowest tests run first, so that no process of `-n` waits long for another one at the end.
 FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
 FIRST += ("tests/checkpoint/", "tests/test_gpu_suite.py", "tests/scripts/", "tests/cluster/")
 
-# As each of two processes has. Sums in another order would now and then carry an activation over
-# ReLU's edge: in a small ResNet one such activation is 0.5 % of a gradient.
+# The thread count of each of two processes. A different summation order occasionally moves an activation
+# across ReLU's threshold: in a small ResNet, one such activation is 0.5 % of a gradient.
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
 def pytest_configure() -> None:
-    """Properties are tested by the same examples in each run, which are not stored."""
+    """Make hypothesis use the same examples in each run and store none of them."""
     from hypothesis import settings
 
     settings.register_profile("tests", derandomize=True, database=None, deadline=None)
@@ -79,7 +79,7 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Keeps the tests of a file in one process of `-n`."""
+    """Keep the tests of a file in one process of `-n`."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
@@ -90,29 +90,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def needs(*names: str) -> None:
-    """Skips a test where the machine lacks one of these programs, "root" or "TEST_DATA_DIR"; in CI it fails.
+    """Skip a test if the machine lacks one of these programs, "root" or "TEST_DATA_DIR"; in CI, fail it.
 
-    For fixtures; a test has the mark of the same name.
+    Fixtures call this function. Tests use the mark of the same name.
     """
     if missing := packages.missing(names):
         refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
         refuse(NEEDS + ", ".join(missing))
 
 
-NEEDS = "needs "  # begins the reason of each such skip
+NEEDS = "needs "  # prefix of the reason of these skips
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session):
-    """Says last what was missing: how many tests were skipped for each package."""
+    """Report at the end how many tests were skipped for each missing package."""
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = reporter.stats.get("skipped", []) if reporter else []  # a process of `-n` has no reporter
+    skipped = reporter.stats.get("skipped", []) if reporter else []  # processes of `-n` have no reporter
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
-    lacking = [name for r in reasons if r.startswith(NEEDS) for name in r.removeprefix(NEEDS).split(", ")]
-    if counts := [f"{name} ({lacking.count(name)})" for name in sorted(set(lacking))]:
-        found = ", ".join(counts)
-        reporter.write_line(f"Skipped tests, by what is missing: {found}. To install packages: make packages")
+    missing = [name for r in reasons if r.startswith(NEEDS) for name in r.removeprefix(NEEDS).split(", ")]
+    if counts := [f"{name} ({missing.count(name)})" for name in sorted(set(missing))]:
+        total = ", ".join(counts)
+        reporter.write_line(f"Skipped tests, by what is missing: {total}. To install packages: make packages")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -121,12 +121,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def rows_of(table: str) -> Any:
-    """A table of what is given to tests, and what is expected."""
+    """Return a table of test inputs and expected results from rows.yaml."""
     return yaml.safe_load((ROOT / "tests" / "rows.yaml").read_text())[table]
 
 
 def full(*values):
-    """A row of a table of tests that is for `make test-all`."""
+    """Mark a row of a parameter table to run only in `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -135,7 +135,10 @@ def python() -> list[str]:
 
 
 def accelerate(config: str, *flags: str) -> list[str]:
-    """`accelerate launch` by its module: the command imports timm and transformers first, 4 s each time."""
+    """Return the command of `accelerate launch`, run as a module.
+
+    The installed command imports timm and transformers first, which takes 4 s each time.
+    """
     file = f"accelerate_configs/{config}.yaml"
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *flags]
 
@@ -145,11 +148,14 @@ def torchrun(processes: int, *flags: str) -> list[str]:
 
 
 def deepspeed(*flags: str) -> list:
-    """The port is chosen when the job starts: until then others might take it."""
+    """Return DeepSpeed's command, with a port that is chosen when the job starts.
+
+    Until then another process might take the port.
+    """
     return [str(BIN / "deepspeed"), "--master_port", free_port, *flags]
 
 
-STRATEGIES = {  # the launcher of each; all but the first start two processes
+STRATEGIES = {  # maps each strategy to its launcher; all but `single` start two processes
     "single": python(),
     "ddp": accelerate("ddp_2gpu"),
     "fsdp": accelerate("fsdp_2gpu"),
@@ -166,26 +172,26 @@ def free_port() -> int:
 
 
 class Job:
-    """A command in a session of its own, so that nothing of it outlives the test. A script is one for this
-    Python. A word may be a function that returns it.
+    """A command in a separate session, so that none of its processes outlives the test.
 
-    Python's processes, a launcher's ranks too, are forked from one that has torch (support/forks.py),
-    but where warm is False, and in tests marked real_processes.
+    A script runs with this Python. A word of the command may be a function that returns the word. Python
+    processes, including a launcher's ranks, are forked from a process that has imported torch
+    (support/forks.py), except with `warm=False` and in tests marked `real_processes`.
     """
 
-    warm = True  # as the test that runs says
+    warm = True  # set for each test by pytest_runtest_setup
 
     def __init__(self, words: list, cwd: Path = ROOT, env: dict | None = None, warm: bool | None = None):
-        # No test reaches the W&B account of whoever runs it.
-        mine = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-        mine |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-        mine |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
+        # Tests must not reach the W&B account of the person who runs them.
+        base_env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+        base_env |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        base_env |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
         words = [word() if callable(word) else word for word in words]
-        start = forks.Popen if (self.warm if warm is None else warm) else subprocess.Popen
-        self.process = start(
+        popen = forks.Popen if (self.warm if warm is None else warm) else subprocess.Popen
+        self.process = popen(
             [*(python() if str(words[0]).endswith(".py") else ()), *map(str, words)],
             cwd=cwd,
-            env=mine | (env or {}),
+            env=base_env | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -194,12 +200,15 @@ class Job:
         )
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
-        """Exit status and output; fails the test when it takes longer. Nothing of the job lives on."""
+        """Return the exit status and output. Fail the test after the timeout.
+
+        All remaining processes of the job are killed.
+        """
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            output, _ = self.process.communicate(timeout=60)  # torchrun's ranks have sessions of their own
+            output, _ = self.process.communicate(timeout=60)  # torchrun's ranks run in separate sessions
             pytest.fail(f"no end within {timeout_s} s:\n{output}")
         finally:
             self.kill()
@@ -210,30 +219,30 @@ class Job:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def wait_until(happens: Callable[[], object], job: Job | None = None, timeout_s: float = 60) -> None:
-    """Fails the test when it takes longer, or the job ends before."""
+def wait_until(condition: Callable[[], object], job: Job | None = None, timeout_s: float = 60) -> None:
+    """Wait until the condition is true. Fail the test after the timeout, or if the job ends first."""
     deadline = time.monotonic() + timeout_s
-    while not happens():
+    while not condition():
         assert job is None or job.process.poll() is None, job.wait()[1]
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         time.sleep(0.02)
 
 
 def read_until(words: str, job: Job) -> None:
-    """Reads the job's output up to the line that has these words."""
+    """Read the job's output up to the line that contains these words."""
     while words not in (line := job.process.stdout.readline()):
         assert line, job.wait()
 
 
 def run(words: list, **options) -> str:
-    """Runs a command that must succeed. Returns its output."""
+    """Run a command that must succeed and return its output."""
     status, output = Job(words, **options).wait()
     assert status == 0, output
     return output
 
 
 def metrics(folder: Path) -> list[dict]:
-    """What was measured: the lines of metrics.jsonl without those on interruptions and changes of hosts."""
+    """Return the lines of metrics.jsonl with measurements, without interruptions and changes of hosts."""
     log = lines(folder / "metrics.jsonl")
     return [line for line in log if any(name.startswith(("train/", "val/", "test/")) for name in line)]
 
@@ -248,7 +257,7 @@ def result(folder: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> list:
-    """The flag that lets all launches share one cache of decoded images."""
+    """Return the flag that makes all launches share one cache of decoded images."""
     return ["--cache_dir", tmp_path_factory.mktemp("cache")]
 
 
@@ -276,19 +285,19 @@ def real_data() -> Path:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mounts a file system of this size, in memory, at the folder."""
+    """Mount a file system of this size, in memory, at the folder."""
     needs("root")
     folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)  # a thread may write yet
+        subprocess.run(["umount", "--lazy", folder], check=True)  # a thread may still be writing
 
 
 @pytest.fixture
 def ssh(tmp_path):
-    """A real sshd on loopback, and a PATH on which `ssh localhost` goes to it. Yields the environment."""
+    """Start a real sshd on loopback. Yield an environment whose `ssh localhost` connects to it."""
     needs("root", "ssh", "ssh-keygen", "sshd")
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
     folder, port = tmp_path / "ssh", free_port()
@@ -320,8 +329,8 @@ def ssh(tmp_path):
         server.wait()
 
 
-# What every road to several hosts trains, to be compared with one process: 96 images a step, in micro-batches
-# of 24; on 8 processes of 12
+# The training of all multi-host tests, which is compared with one process. Each step trains 96 images in
+# micro-batches of 24, or of 12 on 8 processes.
 TRAINING = [*VIT, "--data", "digits", "--batch_size", "96", "--log_every", "1", "--max_steps", "20"]
 TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batch_size"]
 
@@ -332,7 +341,7 @@ def per_device(processes: int) -> str:
 
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory, cache):
-    """The folder of a run with micro-batches of this size in one process."""
+    """Return a function that returns the folder of a one-process run with the given micro-batch size."""
     folders = {}
 
     def folder_of(size: str) -> Path:
@@ -346,14 +355,17 @@ def one_process(tmp_path_factory, cache):
 
 
 def assert_same_losses(folder: Path, reference: Path) -> None:
-    ours, theirs = ([line.get("train/loss") for line in metrics(f)] for f in (folder, reference))
-    assert len(ours) > 20
-    assert ours == pytest.approx(theirs, abs=1e-5)
+    losses, expected = ([line.get("train/loss") for line in metrics(f)] for f in (folder, reference))
+    assert len(losses) > 20
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.fixture(scope="session")
 def cluster_tools():
-    """cluster/virtual_hosts.py, where this machine can make hosts of itself. None is left from before."""
+    """Return the module cluster/virtual_hosts.py after removing leftover hosts.
+
+    Skip the test if this machine cannot create virtual hosts.
+    """
     from cluster import virtual_hosts
 
     needs("root", "ssh", "ps", *virtual_hosts.NEEDS)
@@ -363,7 +375,7 @@ def cluster_tools():
 
 @pytest.fixture(scope="module")
 def cluster(cluster_tools):
-    """Four hosts, each with its own copy of the project and its packages."""
+    """Start four hosts, each with a separate copy of the project and its packages."""
     cluster_tools.up(4, private=[ROOT, Path(psutil.__file__).parent.parent])
     yield cluster_tools
     cluster_tools.down()
@@ -374,19 +386,20 @@ def cluster(cluster_tools):
 
 @pytest.fixture
 def project_copy(tmp_path) -> Path:
-    """The project's code in a folder of its own, to be broken on purpose."""
+    """Copy the project's code to a folder where a test may break it."""
     return copy_project(tmp_path / "project")
 
 
 @pytest.fixture(scope="session")
 def stoppable(tmp_path_factory) -> Path:
-    """The project's code with scripts that, told by STOP_AT, send themselves SIGTERM after so many steps.
+    """Copy the project with scripts that stop on demand.
 
-    With several processes rank 0 does it a step earlier: the others agree a step later. Told by STEP_S, they
-    take so many seconds longer for each step, until torchrun restarts them.
+    STOP_AT=N: the script sends itself SIGTERM at step N. With several processes, rank 0 does so one step
+    earlier, because the other ranks agree one step later. STEP_S=SECONDS: each step takes so much longer,
+    until torchrun restarts the script.
     """
     project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
-    stop = (
+    code = (
         "at = int(__import__('os').environ.get('STOP_AT', -1))",
         "if accelerator.is_main_process and step == at - (accelerator.num_processes > 1):",
         "    __import__('signal').raise_signal(15)",
@@ -394,7 +407,7 @@ def stoppable(tmp_path_factory) -> Path:
         f"    {SLOW_STEP}",
     )
     for script in sorted(path.name for path in project.glob("train_*.py")):
-        insert_in_loop(project, script, *stop)
+        insert_in_loop(project, script, *code)
     return project
 
 
@@ -402,7 +415,7 @@ SLOW_STEP = "__import__('time').sleep(float(__import__('os').environ.get('STEP_S
 
 
 def insert_in_loop(project: Path, script: str, *code: str) -> None:
-    """Inserts lines of code before the end of each step."""
+    """Insert lines of code before the end of each step."""
     call = "            run.checkpoint(step)\n"
     mutate(project, script, call, "".join(f"            {line}\n" for line in code) + call)
 
@@ -413,12 +426,12 @@ def copy_project(copy: Path) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name in ("*.py", "*.toml", "*.yaml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
         for file in ROOT.glob(name):
-            shutil.copy2(file, copy)  # with its time, which make compares
+            shutil.copy2(file, copy)  # keeps the modification time, which make compares
     return copy
 
 
 def link_environment(project: Path) -> None:
-    """Gives the project a .venv that is this Python's, and in which `make setup` has nothing to do."""
+    """Link this Python's environment as the project's .venv, so that `make setup` has nothing to do."""
     (project / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         (project / ".venv" / path.name).symlink_to(path)
@@ -427,18 +440,18 @@ def link_environment(project: Path) -> None:
 
 
 def mutate(project: Path, file: str, old: str, new: str) -> None:
-    """Replaces a piece of code that must occur exactly once."""
+    """Replace a piece of code that must occur exactly once."""
     text = (project / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} x {old!r}"
     (project / file).write_text(text.replace(old, new))
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """The tensors of all files of a checkpoint, by `<file>:<name>`."""
+    """Return the tensors of all files of a checkpoint by `<file>:<name>`."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return {f"{file.stem}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def latest(folder: Path) -> Path:
-    """The newest checkpoint of a run."""
+    """Return the newest checkpoint of a run."""
     return sorted((folder / "checkpoints").glob("step_*"))[-1]

@@ -1,4 +1,4 @@
-"""The fire drill of cluster/virtual_cluster.py: what its table says is so."""
+"""Tests of the fire drill in cluster/virtual_cluster.py: its table must report what happened."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ TRAIN = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--e
 TRAIN += ["--max_steps", "1000", "--log_every", "16", "--checkpoint_every", "125", "--timeout_s", "20"]
 TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AWS_SECRET_ACCESS_KEY"]
 TO_S3 += ["--env", "NO_PROXY"]
-# What each fault finds out: a mistake in the code, by which its row is not as it should be
+# For each fault, changes to the code that the drill must detect: they make the fault's row wrong.
 WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
 NOT_WRITTEN = "        except OSError as error:\n"
 REMOVE_ALL = "            for old in steps_in(parent):\n"
@@ -34,7 +34,7 @@ MUTANTS = {
     "stop-rank": [("onecurve/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [
         ("onecurve/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),
-        ("onecurve/run/log.py", "self._set_problem(file.name, error)", "pass"),  # that may fail first
+        ("onecurve/run/log.py", "self._set_problem(file.name, error)", "pass"),  # the log may fail first
     ],
     "preempt": [("onecurve/run/ending.py", "        ranks.flush()", "        pass")],
     "silence-s3": [
@@ -63,61 +63,64 @@ def test_repeated_steps_are_counted_from_the_log():
     assert drill._repeated(before) == 0
 
 
-@pytest.mark.parametrize(("words", "said"), rows_of("wrong drills"))
-def test_mistakes(words, said, cluster_tools):
+@pytest.mark.parametrize(("words", "message"), rows_of("wrong drills"))
+def test_a_wrong_flag_is_reported(words, message, cluster_tools):
     status, output = Job([sys.executable, "cluster/virtual_cluster.py", "drill", *words.split()]).wait()
     assert status == 1
-    assert said in output
+    assert message in output
 
 
 def rows(project: Path, folder: Path, launcher: list[str], faults: str, train: list[str]) -> list[list[str]]:
-    """The rows of the table of a drill of the project's code, as words."""
+    """Run a drill of the project's code and return the rows of its table, split into words."""
     command = ["launch.py", "--hostfile", "/etc/hostfile", "--log_dir", folder / "logs", *launcher, *train]
     flags = ["--hosts", "2", "--folder", folder / "runs", "--faults", faults]
     words = ["cluster/virtual_cluster.py", "drill", *flags, "--", sys.executable, *command]
     _, output = Job([sys.executable, *words], cwd=project).wait(1200)
-    found = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
-    assert found, output
-    return found
+    table_rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")][1:]
+    assert table_rows, output
+    return table_rows
 
 
-def is_as_it_should_be(row: list[str], starts: int = 1) -> bool:
-    """The job goes on by itself, from the last checkpoint or from where it was, and stays the same."""
+def is_expected(row: list[str], starts: int = 1) -> bool:
+    """Return True if the job recovered without help and trained the same as an undisturbed job.
+
+    It must resume from the last checkpoint or from the step that it had reached.
+    """
     fault, survived, started, repeated, _, difference = row
-    most = 0 if fault in ("kill-agent", "preempt", "silence-s3") else 125 + 16
+    repeated_limit = 0 if fault in ("kill-agent", "preempt", "silence-s3") else 125 + 16
     is_same = difference != "-" and float(difference) < 1e-5
-    return (survived, int(started)) == ("yes", starts) and int(repeated) <= most and is_same
+    return (survived, int(started)) == ("yes", starts) and int(repeated) <= repeated_limit and is_same
 
 
 @pytest.mark.full
 def test_an_elastic_job_survives_all_faults(cluster_tools, tmp_path):
     train = [*TRAIN, "--s3", "s3://drill/hello"]
-    found = rows(ROOT, tmp_path, ["--min_hosts", "1", *TO_S3], ",".join(drill.FAULTS), train)
-    assert [row[0] for row in found] == list(drill.FAULTS)
-    for row in found:
-        assert is_as_it_should_be(row, starts=2 if row[0] == "fill-disk" else 1), row
+    table_rows = rows(ROOT, tmp_path, ["--min_hosts", "1", *TO_S3], ",".join(drill.FAULTS), train)
+    assert [row[0] for row in table_rows] == list(drill.FAULTS)
+    for row in table_rows:
+        assert is_expected(row, starts=2 if row[0] == "fill-disk" else 1), row
     assert (tmp_path / "runs" / "power-off" / "result.json").exists()
     assert not cluster_tools.STATE.exists()
 
 
 @pytest.mark.full
-def test_another_job_is_started_again(cluster_tools, tmp_path):
+def test_a_job_that_is_not_elastic_is_restarted(cluster_tools, tmp_path):
     for row in rows(ROOT, tmp_path, [], "kill-rank,power-off", TRAIN):
-        assert is_as_it_should_be(row, starts=2), row
+        assert is_expected(row, starts=2), row
 
 
-def test_each_mistake_can_be_made():
+def test_each_mutant_applies_to_the_code():
     for file, old, _ in (mutant for mutants in MUTANTS.values() for mutant in mutants):
         assert (ROOT / file).read_text().count(old) == 1, old
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", MUTANTS)
-def test_a_mistake_fails_the_drill(fault, cluster_tools, project_copy, tmp_path):
+def test_a_mutant_fails_the_drill(fault, cluster_tools, project_copy, tmp_path):
     for file, old, new in MUTANTS[fault]:
         mutate(project_copy, file, old, new)
     launcher, train = ["--min_hosts", "1"], TRAIN
     if fault == "silence-s3":
         launcher, train = [*launcher, *TO_S3], [*TRAIN, "--s3", "s3://drill/hello"]
     [row] = rows(project_copy, tmp_path, launcher, fault, train)
-    assert not is_as_it_should_be(row, starts=2 if fault == "fill-disk" else 1), row
+    assert not is_expected(row, starts=2 if fault == "fill-disk" else 1), row

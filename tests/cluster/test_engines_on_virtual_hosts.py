@@ -1,8 +1,8 @@
-"""SkyPilot's parser and Kubeflow's models take cluster/'s files, and what they start trains on two hosts.
+"""Tests that SkyPilot and Kubeflow accept the files in cluster/, which then train on two virtual hosts.
 
-Each has an environment of its own, `.venv-<package>-<version>` in the repository's root, made when it is
-first needed. There is no cloud and no Kubernetes here: the tests set what SkyPilot and the controller would,
-and power a host off where a cloud would take a machine.
+Each package gets a separate environment, `.venv-<package>-<version>` in the repository's root, created on
+first use. The tests need no cloud and no Kubernetes: they set the variables that SkyPilot and the controller
+would set, and power a host off to simulate a machine that the cloud takes back.
 """
 
 import json
@@ -36,7 +36,7 @@ PARSE_TASK = """
 import json, sys
 import sky
 from sky.utils import schemas
-schemas._allow_additional_properties = lambda: False  # as on SkyPilot's server, which is stricter
+schemas._allow_additional_properties = lambda: False  # the rule of SkyPilot's server, which is stricter
 task = sky.Task.from_yaml(sys.argv[1])
 [resources] = task.resources
 print(json.dumps({
@@ -44,7 +44,7 @@ print(json.dumps({
     "use_spot": resources.use_spot, "accelerators": resources.accelerators,
 }))
 """
-# Its models drop a key that they don't have.
+# Kubeflow's models silently drop unknown keys, so the script compares the job before and after.
 VALIDATE_JOB = """
 import json, sys
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
@@ -72,7 +72,7 @@ MAKE_BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='my-bucket'
 
 
 def environment(package: str, version: str) -> Path:
-    """The Python of an environment that has this package alone."""
+    """Return the Python of an environment that contains only this package."""
     folder = ROOT / f".venv-{package}-{version}"
     if not (folder / "installed").exists():
         venv.create(folder, with_pip=True, clear=True)
@@ -84,7 +84,10 @@ def environment(package: str, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def parse_task(tmp_path_factory):
-    """SkyPilot's parser of a file, as (status, output). Without usage collection, without a server."""
+    """Return SkyPilot's parser as a function from a file to (status, output).
+
+    The parser runs without usage collection and without a server.
+    """
     python, home = environment("skypilot", "0.14.1"), tmp_path_factory.mktemp("home")
     env = os.environ | {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
 
@@ -96,7 +99,7 @@ def parse_task(tmp_path_factory):
     return parse
 
 
-def test_skypilots_parser_takes_the_task_and_no_wrong_key(parse_task, tmp_path):
+def test_skypilots_parser_accepts_the_task_and_rejects_a_wrong_key(parse_task, tmp_path):
     status, output = parse_task(SKYPILOT)
     assert status == 0, output
     task = json.loads(output)
@@ -107,7 +110,7 @@ def test_skypilots_parser_takes_the_task_and_no_wrong_key(parse_task, tmp_path):
         assert (status > 0, wrong.rstrip(":") in output) == (True, True), output
 
 
-def test_kubeflows_models_take_the_trainjob_and_no_wrong_key():
+def test_kubeflows_models_accept_the_trainjob_and_reject_a_wrong_key():
     def validate(job: dict) -> tuple[int, str]:
         words = [environment("kubeflow-trainer-api", "2.3.0"), "-c", VALIDATE_JOB]
         done = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, timeout=120)
@@ -122,7 +125,10 @@ def test_kubeflows_models_take_the_trainjob_and_no_wrong_key():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """The project in a folder that each host has for itself, with its environment. STEP_S slows steps."""
+    """Copy the project and its environment to a folder that is private on each host.
+
+    STEP_S slows each step.
+    """
     project = copy_project(tmp_path_factory.mktemp("engines") / "project")
     insert_in_loop(project, "train_vit.py", SLOW_STEP)
     link_environment(project)
@@ -131,7 +137,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts(cluster_tools, project):
-    """Five hosts: two, two that take their places, and one with S3."""
+    """Start five hosts: two for training, two replacements, and one that serves S3."""
     cluster_tools.up(5, private=[project])
     env = aws_env(S3)
     words = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
@@ -150,17 +156,17 @@ def flags(cache: list) -> list[str]:
 
 
 def log_of(hosts, host: str, project: Path, run: str) -> Path:
-    """metrics.jsonl of the run in this host's own copy of the project."""
+    """Return the path of the run's metrics.jsonl in this host's private copy of the project."""
     return hosts.STATE / host / f"private{project}" / "changes" / "weights" / run / "metrics.jsonl"
 
 
 def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
-    """Waits until a log has so many steps. After step 12 the checkpoint of step 10 has been sent for long."""
+    """Wait until a log contains so many steps. After step 12, the checkpoint of step 10 has been uploaded."""
     wait_until(lambda: sum(log.read_text().count("\n") for log in logs if log.exists()) >= step, jobs[0], 180)
 
 
 def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> None:
-    """The run went on from a checkpoint in S3, and its losses are those of one process."""
+    """Check that the run resumed from a checkpoint in S3 and has the losses of one process."""
     [log] = [log for log in logs if log.exists()]
     assert "continuing at step 10 " in "".join(outputs), outputs
     assert [line["step"] for line in lines(log) if "train/loss" in line] == list(range(1, 21))
@@ -168,16 +174,16 @@ def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> Non
 
 
 def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts, project, cache, one_process):
-    """Both machines are taken. On two new ones, where nothing is, the same blocks go on from S3."""
+    """Power off both machines. On two new, empty machines the same blocks must resume from S3."""
     task = json.loads(parse_task(SKYPILOT)[1])
     task["envs"] |= {"RUN": "sky-1", "FLAGS": " ".join(flags(cache))}
 
     def start(names: list[str], env: dict[str, str]) -> list[Job]:
-        """Runs the task's blocks on these hosts, as SkyPilot does."""
+        """Run the task's blocks on these hosts in the same way as SkyPilot."""
         addresses = "\n".join(f"10.77.0.{name.removeprefix('node')}" for name in names)
-        told = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NUM_NODES": str(len(names))}
-        told |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}  # processes: they have no GPU
-        env = aws_env(S3) | task["envs"] | told | env
+        node_env = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NUM_NODES": str(len(names))}
+        node_env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}  # one process per host: the hosts have no GPU
+        env = aws_env(S3) | task["envs"] | node_env | env
         for name in names:
             status, output = Job(hosts.inside(name, ["bash", "-c", task["setup"]], project), env=env).wait()
             assert (status, "Nothing to be done" in output) == (0, True), output
@@ -203,7 +209,7 @@ SECRETS = {"train-s3": {name: aws_env(S3)[name] for name in ("AWS_ACCESS_KEY_ID"
 
 
 def pods_env(job: dict, rank: int) -> dict[str, str]:
-    """The environment of a node's container: the job's own, and what the controller's torch plugin adds.
+    """Return the environment of a node's container: the job's and the torch plugin's variables.
 
     Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go, EnforceMLPolicy.
     """
@@ -224,27 +230,27 @@ def pods_env(job: dict, rank: int) -> dict[str, str]:
     }
 
 
-def test_the_trainjobs_containers_train_on_two_hosts_and_start_again(hosts, project, cache, one_process):
-    """One container is killed: both end. Started again, without their files, they go on from S3."""
+def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project, cache, one_process):
+    """Kill one container: both must end. Restarted without their files, they must resume from S3."""
     job = load(TRAINJOB)
-    job["spec"]["trainer"]["numProcPerNode"] = 1  # of the four: there are few cores
+    job["spec"]["trainer"]["numProcPerNode"] = 1  # instead of four, because the machine has few cores
     trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
     pods = ["node3", "node4"]
-    for host in pods:  # the headless service's names
+    for host in pods:  # names that the headless service would resolve
         with open(hosts.STATE / host / "hosts", "a") as file:
             file.write(f"10.77.0.3 {name}-node-0-0.{name}\n")
-    elsewhere = {name: value for name, value in aws_env(S3).items() if "KEY" not in name}
+    s3_env = {name: value for name, value in aws_env(S3).items() if "KEY" not in name}
 
     def start(env: dict[str, str]) -> list[Job]:
         words = [*trainer["command"], *trainer["args"], *flags(cache), "--timeout_s", "30"]
         return [
-            Job(hosts.inside(host, words, project), env=elsewhere | pods_env(job, rank) | env)
+            Job(hosts.inside(host, words, project), env=s3_env | pods_env(job, rank) | env)
             for rank, host in enumerate(pods)
         ]
 
     jobs, logs = start({"STEP_S": "0.7"}), [log_of(hosts, host, project, name) for host in pods]
     wait_for_step(12, logs, jobs)
-    for process in hosts.processes("node4"):  # as when a container has too little memory
+    for process in hosts.processes("node4"):  # simulates a container that runs out of memory
         if "train_vit.py" in Path(f"/proc/{process}/cmdline").read_text():
             os.kill(process, 9)
     assert all(job.wait(120)[0] != 0 for job in jobs)

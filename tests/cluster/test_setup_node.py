@@ -1,8 +1,8 @@
-"""cluster/setup_node.sh in a sandbox with its own mounts, /etc and network.
+"""Tests of cluster/setup_node.sh in a sandbox with separate mounts, /etc and network.
 
-git, make, /etc/hosts with getent, findmnt and ip are real. Where a test needs them, apt-get, nvidia-smi and
-mount are stand-ins: nothing is downloaded, this machine may have no GPU, and there is no server for NFS, CIFS
-or S3. Tests see the call of mount and its single line in /etc/fstab, not the mount itself.
+git, make, /etc/hosts with getent, findmnt and ip are real. Tests replace apt-get, nvidia-smi and mount with
+stubs where necessary: nothing is downloaded, the machine may have no GPU, and there is no NFS, CIFS or S3
+server. These tests check the call of mount and the line in /etc/fstab, but not the mount itself.
 """
 
 import os
@@ -25,7 +25,7 @@ BLOCK = """\
 10.9.0.2 node2
 # END hosts of the training cluster
 """
-# Writes go to a tmpfs: an overlay over /etc, and in place of /opt and /mnt.
+# All writes go to a tmpfs, which overlays /etc and replaces /opt and /mnt.
 INIT = """
 set -e
 sandbox=$1
@@ -53,7 +53,10 @@ setup: .venv/installed
 
 
 class Sandbox:
-    """A sandbox in which setup_node.sh runs. `files` is its root folder, `own` its folder there."""
+    """A sandbox in which setup_node.sh runs.
+
+    `files` is its root folder and `scratch` the test's folder inside it.
+    """
 
     def __init__(self, folder: Path):
         words = ["unshare", "--mount", "--uts", "--net", "bash", "-c", INIT, "init", folder]
@@ -61,14 +64,14 @@ class Sandbox:
         self.folder = folder
         self.init = Job(words)
         self.files = Path(f"/proc/{self.init.process.pid}/root")
-        self.own = self.at(str(folder))
-        wait_until((self.own / "ready").exists, self.init)
-        # Nothing that a test does may reach this machine's own files.
+        self.scratch = self.at(str(folder))
+        wait_until((self.scratch / "ready").exists, self.init)
+        # A test must not change files of this machine.
         for name in ("etc", "opt", "mnt", "usr/bin", "sys"):
             assert (self.files / name).stat().st_dev != Path("/", name).stat().st_dev
         self.at("/etc/hosts").write_text(HOSTS)
         self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")  # without a newline
-        self.stub("nvidia-smi", "exit 9")  # as without a driver
+        self.stub("nvidia-smi", "exit 9")  # its status without a driver
         self.stub("apt-get", "exit 1")
 
     def at(self, path: str) -> Path:
@@ -78,18 +81,18 @@ class Sandbox:
         return self.at(path).read_text()
 
     def stub(self, name: str, script: str) -> None:
-        """Replaces a command. self.calls() returns its calls."""
-        file = self.own / "bin" / name
+        """Replace a command. `self.calls()` returns its calls."""
+        file = self.scratch / "bin" / name
         file.write_text(f'#!/bin/bash\necho "{name} $*" >> {self.folder}/calls\n{script}\n')
         file.chmod(0o755)
 
     def calls(self, name: str) -> list[str]:
-        file = self.own / "calls"
+        file = self.scratch / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line.removeprefix(f"{name} ") for line in lines if line.split()[0] == name]
 
     def do(self, *words, status: int = 0) -> str:
-        """Runs a command, which must end with this status. Returns its output."""
+        """Run a command that must end with this status and return its output."""
         words = ["nsenter", "--target", str(self.init.process.pid), "--mount", "--uts", "--net", *words]
         env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
         done = subprocess.run(
@@ -100,28 +103,28 @@ class Sandbox:
         return done.stdout
 
     def setup(self, *flags, status: int = 0) -> str:
-        """Runs the script, which must end with this status. Returns its output."""
+        """Run the script, which must end with this status, and return its output."""
         return self.do(SCRIPT, *flags, status=status)
 
     def refused(self, *flags, status: int = 1) -> str:
-        """Runs the script, which must refuse in one line and change nothing. Returns the line."""
+        """Run the script, which must refuse with one line and change nothing. Return the line."""
         before = self.snapshot()
-        error = self.setup(*flags, status=status).splitlines()
+        output_lines = self.setup(*flags, status=status).splitlines()
         assert self.snapshot() == before
-        assert [line.startswith("error: ") for line in error].count(True) == 1, error
-        assert error[-1].startswith("error: ")
-        return error[-1]
+        assert [line.startswith("error: ") for line in output_lines].count(True) == 1, output_lines
+        assert output_lines[-1].startswith("error: ")
+        return output_lines[-1]
 
     def snapshot(self) -> dict[str, tuple]:
-        """Mode, owner and content of each file that the script could change."""
-        found = {}
+        """Return mode, owner and content of each file that the script could change."""
+        files = {}
         for top in ("etc", "opt", "mnt"):
-            folder = self.own / top
+            folder = self.scratch / top
             for path in [folder, *folder.rglob("*")]:
-                about = path.lstat()
+                status = path.lstat()
                 content = path.read_bytes() if path.is_file() and not path.is_symlink() else None
-                found[str(path)] = (about.st_mode, about.st_uid, about.st_mtime_ns, content)
-        return found
+                files[str(path)] = (status.st_mode, status.st_uid, status.st_mtime_ns, content)
+        return files
 
 
 @pytest.fixture
@@ -136,7 +139,7 @@ def sandbox(tmp_path):
 
 @pytest.fixture
 def origin(sandbox) -> str:
-    """A repository to clone, and /opt/mine, a clone from which a test pushes to it."""
+    """Create a repository to clone, and /opt/mine, a clone from which tests push to it."""
     sandbox.do("git", "init", "--quiet", "--bare", "--initial-branch=main", "/opt/origin.git")
     sandbox.do("git", "clone", "--quiet", "/opt/origin.git", "/opt/mine")
     sandbox.do("git", "-C", "/opt/mine", "switch", "--quiet", "--orphan", "main")
@@ -147,7 +150,7 @@ def origin(sandbox) -> str:
 
 
 def push(sandbox: Sandbox, name: str, text: str) -> str:
-    """Commits and pushes a file. Returns the short commit id."""
+    """Commit and push a file. Return the short commit id."""
     sandbox.at(f"/opt/mine/{name}").write_text(text)
     commit(sandbox, "/opt/mine", name)
     sandbox.do("git", "-C", "/opt/mine", "push", "--quiet", "origin", "main")
@@ -160,31 +163,34 @@ def commit(sandbox: Sandbox, folder: str, message: str) -> None:
     sandbox.do("git", "-C", folder, *me, "commit", "--quiet", "-m", message)
 
 
-def serve(sandbox: Sandbox, *programs: str) -> None:
-    """Replaces apt-get, which installs these programs, and mount, which lists a tmpfs as the source."""
-    brings = "; ".join(f"install -m 755 /dev/null {sandbox.folder}/bin/{program}" for program in programs)
-    sandbox.stub("apt-get", f"[[ $* != *install* ]] || {{ {brings}; }}")
-    real = shutil.which("mount")
-    # mount -t TYPE -o OPTIONS SOURCE FOLDER; what s3fs mounts is listed as s3fs
-    sandbox.stub("mount", f'[ "$2" = fuse.s3fs ] && what=s3fs || what=$5; {real} -t tmpfs "$what" "$6"')
+def stub_mount(sandbox: Sandbox, *programs: str) -> None:
+    """Stub apt-get so that it installs these programs, and mount so that it mounts a tmpfs.
+
+    The tmpfs is listed under the source's name.
+    """
+    installs = "; ".join(f"install -m 755 /dev/null {sandbox.folder}/bin/{program}" for program in programs)
+    sandbox.stub("apt-get", f"[[ $* != *install* ]] || {{ {installs}; }}")
+    real_mount = shutil.which("mount")
+    # mount -t TYPE -o OPTIONS SOURCE FOLDER; s3fs lists its mounts as s3fs
+    sandbox.stub("mount", f'[ "$2" = fuse.s3fs ] && what=s3fs || what=$5; {real_mount} -t tmpfs "$what" "$6"')
 
 
-def test_a_dry_run_changes_nothing_and_a_second_run_neither(sandbox, origin):
+def test_a_dry_run_and_a_second_run_change_nothing(sandbox, origin):
     flags = [*CLUSTER, "--repo", origin, "--path", "/opt/train", "--nfs", "10.9.0.9:/export"]
-    serve(sandbox, "mount.nfs")
+    stub_mount(sandbox, "mount.nfs")
     before = sandbox.snapshot()
     planned = sandbox.setup(*flags, "--dry-run")
     assert sandbox.snapshot() == before
     assert sandbox.calls("apt-get") == sandbox.calls("mount") == []
     assert planned.splitlines()[-1] == "node1: 6 changes to make, dry run: none made"
 
-    made = sandbox.setup(*flags)
-    changes = [line.removeprefix("change: ") for line in made.splitlines() if line.startswith("change: ")]
-    wanted = ["install nfs-common", "/etc/hosts:", "mount 10.9.0.9:/export on /mnt/shared", "/etc/fstab:"]
-    assert changes == [*wanted, "clone the repository into /opt/train", "run make setup in /opt/train"]
-    would = [line for line in planned.splitlines() if "would: " in line]
-    assert [line.removeprefix("would: ") for line in would] == changes
-    assert made.splitlines()[-1] == "node1: 6 changes made"
+    output = sandbox.setup(*flags)
+    changes = [line.removeprefix("change: ") for line in output.splitlines() if line.startswith("change: ")]
+    expected = ["install nfs-common", "/etc/hosts:", "mount 10.9.0.9:/export on /mnt/shared", "/etc/fstab:"]
+    assert changes == [*expected, "clone the repository into /opt/train", "run make setup in /opt/train"]
+    planned_changes = [line for line in planned.splitlines() if "would: " in line]
+    assert [line.removeprefix("would: ") for line in planned_changes] == changes
+    assert output.splitlines()[-1] == "node1: 6 changes made"
     assert sandbox.at("/opt/train/.venv/installed").exists()
 
     before = sandbox.snapshot()
@@ -201,7 +207,7 @@ def test_only_what_is_missing_is_installed(sandbox):
     content = program.read_bytes()
     program.unlink()
     assert sandbox.refused(*CLUSTER) == "error: apt-get update failed. See its output above"
-    (sandbox.own / "pdsh").write_bytes(content)
+    (sandbox.scratch / "pdsh").write_bytes(content)
     sandbox.stub("apt-get", f"[[ $* != *install* ]] || install {sandbox.folder}/pdsh /usr/bin/pdsh")
     assert "change: install pdsh" in sandbox.setup()
     _, update, install = sandbox.calls("apt-get")
@@ -210,7 +216,7 @@ def test_only_what_is_missing_is_installed(sandbox):
     assert "nothing to do" in sandbox.setup()
 
 
-def test_the_hosts_are_one_block_and_no_name_is_loopback(sandbox):
+def test_hosts_are_written_as_one_block_without_loopback_names(sandbox):
     assert sandbox.do("getent", "ahostsv4", "node1").startswith("127.0.1.1")
     output = sandbox.setup(*CLUSTER)
     kept = HOSTS.replace("node1.lan node1 #", "node1.lan #")
@@ -223,21 +229,21 @@ def test_the_hosts_are_one_block_and_no_name_is_loopback(sandbox):
     sandbox.setup("--host", "node1=10.9.0.1", "--host=node3=10.9.0.3")
     changed = BLOCK.replace("10.9.0.2 node2", "10.9.0.3 node3")
     assert sandbox.read("/etc/hosts") == kept + changed + "192.168.7.8 scanner\n"
-    assert "nothing to do" in sandbox.setup()  # without --host it stays
+    assert "nothing to do" in sandbox.setup()  # without --host the block stays
     assert sandbox.read("/etc/hosts") == kept + changed + "192.168.7.8 scanner\n"
 
 
-def test_a_loopback_line_with_no_other_name_goes(sandbox):
+def test_a_loopback_line_without_another_name_is_removed(sandbox):
     sandbox.at("/etc/hosts").write_text("127.0.0.1 localhost\n127.0.1.1 node1\n")
     sandbox.at("/etc/hosts").chmod(0o640)
     sandbox.at("/etc/cloud").mkdir(exist_ok=True)
     sandbox.at("/etc/cloud/cloud.cfg").write_text("manage_etc_hosts: true\n")
-    assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)  # cloud-init would write the hosts anew
+    assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)  # cloud-init would overwrite /etc/hosts
     assert sandbox.read("/etc/hosts") == "127.0.0.1 localhost\n" + BLOCK
     assert sandbox.at("/etc/hosts").stat().st_mode & 0o777 == 0o640
 
 
-def test_misleading_lines_are_warned_of(sandbox):
+def test_warns_about_misleading_lines(sandbox):
     other = "--host node1=10.9.0.7 is this host"
     twice = "/etc/hosts contains another line for a host of the block"
     for hosts, flags, warning in [
@@ -252,9 +258,9 @@ def test_misleading_lines_are_warned_of(sandbox):
         assert " warning" in output.splitlines()[-1]
 
 
-def test_hosts_that_can_not_be_written_are_refused(sandbox):
+def test_an_etc_hosts_that_cannot_be_written_is_refused(sandbox):
     sandbox.at("/etc/hosts").write_text(BLOCK.splitlines(keepends=True)[0] + HOSTS)
-    assert "has only one of the lines" in sandbox.refused(*CLUSTER)  # half a block is not guessed at
+    assert "has only one of the lines" in sandbox.refused(*CLUSTER)  # half a block is an error
     sandbox.at("/etc/hosts").write_text(HOSTS)
     sandbox.do("mount", "-o", "remount,ro", "/etc")
     error = sandbox.refused(*CLUSTER)
@@ -262,7 +268,7 @@ def test_hosts_that_can_not_be_written_are_refused(sandbox):
     assert "mktemp" in error
 
 
-def test_a_repository_follows_by_fast_forward(sandbox, origin):
+def test_a_repository_is_updated_by_fast_forward(sandbox, origin):
     flags = ["--repo", origin]
     sandbox.setup(*flags)
     sandbox.at("/opt/train/notes.txt").write_text("not in git\n")
@@ -274,7 +280,7 @@ def test_a_repository_follows_by_fast_forward(sandbox, origin):
     output = sandbox.setup(*flags)
     assert sandbox.read("/opt/train/train.py") == "print('new')\n"
     assert sandbox.read("/opt/train/notes.txt") == "not in git\n"
-    assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns == stamp  # nothing new to install
+    assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns == stamp  # nothing to install
     assert f"ok: /opt/train is at {new} of main" in sandbox.setup(*flags)
     push(sandbox, "requirements.txt", "torch\nnumpy\n")
     assert "change: run make setup" in sandbox.setup(*flags)
@@ -310,7 +316,7 @@ def test_no_other_file_or_repository_is_overwritten(sandbox, origin):
     assert error.startswith("error: fatal: repository '/opt/nowhere.git' does not exist")
 
 
-def test_a_failed_setup_is_tried_again(sandbox, origin):
+def test_a_failed_setup_is_retried(sandbox, origin):
     push(sandbox, "Makefile", MAKEFILE.replace("\ttouch $@", "\tfalse"))
     output = sandbox.setup("--repo", origin, status=1)
     assert output.splitlines()[-1] == "error: make setup in /opt/train failed. See its output above"
@@ -333,8 +339,8 @@ def secret(sandbox: Sandbox, text: str, mode: int = 0o600) -> str:
     return "/etc/secret"
 
 
-def test_a_share_of_windows(sandbox):
-    serve(sandbox, "mount.cifs")
+def test_a_windows_share(sandbox):
+    stub_mount(sandbox, "mount.cifs")
     file = secret(sandbox, "username=me\npassword=hunter2\n")
     flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", file, "--mount", "/mnt/data"]
     flags += ["--user", "nobody"]
@@ -347,25 +353,25 @@ def test_a_share_of_windows(sandbox):
     assert "hunter2" not in output + sandbox.read("/etc/fstab")
     assert "nothing to do" in sandbox.setup(*flags)
     assert sandbox.read("/etc/fstab").count("/mnt/data") == 1
-    sandbox.do("umount", "/mnt/data")  # as after a failed start
+    sandbox.do("umount", "/mnt/data")  # simulates a mount that failed at boot
     assert "node1: 1 change made" in sandbox.setup(*flags)
     line = sandbox.refused("--nfs", "10.9.0.9:/export", "--mount", "/mnt/data")
     assert "/etc/fstab mounts something else on /mnt/data" in line
 
 
-@pytest.mark.parametrize(("file", "who"), [(True, "passwd_file=/etc/secret"), (False, "iam_role=auto")])
-def test_a_bucket_as_a_folder(file, who, sandbox):
-    serve(sandbox, "s3fs")
-    secrets = ["--s3_credentials", secret(sandbox, "AKIA123:hunter2\n")] if file else []
+@pytest.mark.parametrize(("has_file", "login"), [(True, "passwd_file=/etc/secret"), (False, "iam_role=auto")])
+def test_a_bucket_as_a_folder(has_file, login, sandbox):
+    stub_mount(sandbox, "s3fs")
+    secrets = ["--s3_credentials", secret(sandbox, "AKIA123:hunter2\n")] if has_file else []
     flags = ["--s3_mount", "my-bucket:/images", "--mount_s3", "/mnt/s3", *secrets]
     assert "hunter2" not in sandbox.setup(*flags)
-    line = f"my-bucket:/images /mnt/s3 fuse.s3fs {who},uid=0,gid=0,allow_other,_netdev,nofail 0 0"
+    line = f"my-bucket:/images /mnt/s3 fuse.s3fs {login},uid=0,gid=0,allow_other,_netdev,nofail 0 0"
     assert sandbox.read("/etc/fstab").splitlines()[2:] == [line]
     assert "nothing to do" in sandbox.setup(*flags)
 
 
 def test_a_mount_that_fails_leaves_no_line(sandbox):
-    serve(sandbox, "mount.nfs")
+    stub_mount(sandbox, "mount.nfs")
     sandbox.stub("mount", "echo 'mount.nfs: access denied by server' >&2; exit 32")
     output = sandbox.setup("--nfs", "10.9.0.9:/export", status=1)
     error = "error: mounting 10.9.0.9:/export on /mnt/shared failed: mount.nfs: access"
@@ -374,7 +380,7 @@ def test_a_mount_that_fails_leaves_no_line(sandbox):
 
 
 def test_secrets_that_others_could_read_are_refused(sandbox):
-    serve(sandbox, "mount.cifs")
+    stub_mount(sandbox, "mount.cifs")
     login = "username=me\npassword=hunter2\n"
     for text, mode, error in [
         (login, 0o644, "has mode 644. Run chmod 600 /etc/secret"),
@@ -387,7 +393,7 @@ def test_secrets_that_others_could_read_are_refused(sandbox):
         assert "hunter2" not in line
 
 
-def test_a_dry_run_shows_its_plan_before_the_credentials_are_there(sandbox):
+def test_a_dry_run_shows_its_plan_without_credentials(sandbox):
     before = sandbox.snapshot()
     flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", "/root/.none", "--dry-run"]
     planned = sandbox.setup(*flags)
@@ -412,7 +418,7 @@ def test_a_gpu_without_a_driver_is_not_ready(sandbox):
     (device / "class").write_text("0x030200\n")
     output = sandbox.setup(*CLUSTER, status=1)
     assert "ubuntu-drivers install" in output
-    assert "change: /etc/hosts" in output  # all else is done
+    assert "change: /etc/hosts" in output  # everything else is done
     assert output.splitlines()[-1].endswith("NOT READY: this host has an NVIDIA GPU, but no working driver")
     assert sandbox.calls("apt-get") == []
     sandbox.stub("nvidia-smi", "printf 'NVIDIA L4, 580.95.05\\nNVIDIA L4, 580.95.05\\n'")

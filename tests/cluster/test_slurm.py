@@ -1,4 +1,4 @@
-"""cluster/train.sbatch on a real Slurm: a controller and two nodes, made of this machine."""
+"""Tests of cluster/train.sbatch on a real Slurm with a controller and four nodes on this machine."""
 
 import os
 import re
@@ -28,8 +28,8 @@ HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 DDP = "accelerate_configs/ddp_2x2gpu.yaml"
 PATH = os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
-# A requeued job starts when its credential has expired: 5 s is the least that Slurm takes, 120 the default.
-# The higher tier preempts the lower one. KillWait: how long a preempted job has from SIGTERM on.
+# A requeued job starts when its credential has expired. Slurm accepts 5 s or more; the default is 120 s.
+# Jobs of the higher tier preempt jobs of the lower one. KillWait is the time between SIGTERM and SIGKILL.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=node1(127.0.0.1)
@@ -62,7 +62,7 @@ PartitionName=low Nodes=node[1-4] Default=YES PriorityTier=1
 PartitionName=high Nodes=node[1-4] PriorityTier=2
 """
 
-# In namespaces of its own, where the nodes have names. With its first process all of them end.
+# Runs in separate namespaces, in which the nodes have names. When the first process ends, all others end.
 START = """
 set -eu
 cd "$1"
@@ -84,7 +84,7 @@ NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--m
 
 
 class Slurm:
-    """The commands of a cluster, as a user types them in the folder of the project."""
+    """The commands of a cluster, run in the project's folder as a user would type them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -94,30 +94,30 @@ class Slurm:
         return run(list(words), cwd=cwd, env=self.env)
 
     def train(self, log: Path, *words, nodes: int = 2, cwd: Path = ROOT) -> str:
-        """Submits a job. Returns its number."""
+        """Submit a job and return its number."""
         flags = ["--parsable", "--nodes", nodes, "--output", log]
         return self("sbatch", *flags, "cluster/train.sbatch", *words, cwd=cwd).strip()
 
-    def about(self, job: str) -> dict[str, str]:
+    def job_info(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
 
     def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
-        """Waits for the job's end, with at most so many restarts. Returns its state."""
-        going = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
-        wait_until(lambda: self.about(job)["JobState"] not in going, timeout_s=240)
-        about = self.about(job)
-        assert int(about["Restarts"]) <= restarts, log.read_text()
-        return about
+        """Wait for the job's end, with at most so many restarts, and return its information."""
+        unfinished = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
+        wait_until(lambda: self.job_info(job)["JobState"] not in unfinished, timeout_s=240)
+        info = self.job_info(job)
+        assert int(info["Restarts"]) <= restarts, log.read_text()
+        return info
 
     def wait_for_steps(self, folder: Path, count: int) -> None:
-        """Waits until the log of the run in `folder` has so many more lines."""
+        """Wait until the log of the run in `folder` contains so many more lines."""
         count += lines_of(folder)
         wait_until(lambda: lines_of(folder) >= count, timeout_s=120)
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of the cluster and of its jobs."""
-        found = psutil.process_iter(["environ"])
-        return [p for p in found if (p.info["environ"] or {}).get("SLURM_CONF") == self.env["SLURM_CONF"]]
+        """Return the processes of the cluster and of its jobs."""
+        processes = psutil.process_iter(["environ"])
+        return [p for p in processes if (p.info["environ"] or {}).get("SLURM_CONF") == self.env["SLURM_CONF"]]
 
 
 def lines_of(folder: Path) -> int:
@@ -137,7 +137,7 @@ def slurm(tmp_path_factory):
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     cluster = Slurm(folder)
-    # setpriv: a test that is killed takes the cluster along
+    # setpriv ends the cluster if the test is killed
     words = ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "bash", "-c", START, "start", folder]
     daemons = Job(words, env=cluster.env)
     try:
@@ -163,14 +163,14 @@ def test_nodes_train_as_one_process(nodes, slots, slurm, one_process, tmp_path, 
 
 
 def assert_trained(folder: Path, nodes: int, slots: int) -> None:
-    found = result(folder)
-    assert (found["status"], found["strategy"]) == ("finished", "ddp")
-    assert (found["hosts"], found["processes"]) == (nodes, nodes * slots)
+    final = result(folder)
+    assert (final["status"], final["strategy"]) == ("finished", "ddp")
+    assert (final["hosts"], final["processes"]) == (nodes, nodes * slots)
 
 
 @pytest.mark.full
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, tmp_path):
-    """It is stopped before its time limit, then by a job of higher priority: no step is lost or repeated."""
+    """Stop the job before its time limit, then by a job of higher priority: no step is lost or repeated."""
     slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(0.8)"
     insert_in_loop(project_copy, "train_hello.py", slow)
     folder, log, alone = tmp_path / "a run", tmp_path / "log", tmp_path / "alone"
@@ -179,15 +179,15 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
 
     slurm.wait_for_steps(folder, 3)
     slurm("scancel", "--batch", "--signal=USR1", job)
-    wait_until(lambda: slurm.about(job)["Restarts"] == "1", timeout_s=120)
+    wait_until(lambda: slurm.job_info(job)["Restarts"] == "1", timeout_s=120)
     slurm.wait_for_steps(folder, 3)
     flags = ["--parsable", "-p", "high", "-N", "4", "-o", tmp_path / "u"]
     urgent = slurm("sbatch", *flags, "--wrap", "true").strip()
 
     assert slurm.wait(urgent, tmp_path / "u")["JobState"] == "COMPLETED"
-    about = slurm.wait(job, log, restarts=2)
+    info = slurm.wait(job, log, restarts=2)
     output = log.read_text()
-    assert (about["JobState"], about["Restarts"]) == ("COMPLETED", "2"), output
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "2"), output
     assert "DUE TO PREEMPTION" in output
     first, second = (int(step) for step in re.findall(r"continuing at step (\d+) with", output))
     assert 3 <= first < second < 20
@@ -198,28 +198,28 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
 
 
 @pytest.mark.full
-def test_a_job_that_is_cancelled_saves_and_does_not_come_back(slurm, tmp_path):
-    """One process has another launcher in accelerate, which would not wait for it."""
+def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
+    """Use one process, for which accelerate uses another launcher that would not wait for the script."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = [*HELLO, "--epochs", "100000", "--log_every", "10", "--checkpoint_every", "1000000"]
     job = slurm.train(log, "accelerate_configs/single_gpu.yaml", *words, "--output_dir", folder, nodes=1)
     slurm.wait_for_steps(folder, 5)
     slurm("scancel", job)
-    about = slurm.wait(job, log)
-    assert (about["JobState"], about["Restarts"]) == ("CANCELLED", "0"), log.read_text()
-    found = result(folder)
-    assert found["status"] == "preempted"
-    assert found["checkpoint"] == f"checkpoints/step_{found['steps']:08d}"
+    info = slurm.wait(job, log)
+    assert (info["JobState"], info["Restarts"]) == ("CANCELLED", "0"), log.read_text()
+    final = result(folder)
+    assert final["status"] == "preempted"
+    assert final["checkpoint"] == f"checkpoints/step_{final['steps']:08d}"
 
 
-def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
-    """Also holds after an earlier preemption."""
+def test_a_failed_job_is_not_restarted(slurm, tmp_path):
+    """Check this also after an earlier preemption."""
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()
     (folder / "result.json").write_text('{"status": "preempted"}')
     job = slurm.train(log, DDP, *HELLO, "--no_such_flag", "1", "--output_dir", folder)
-    about = slurm.wait(job, log)
-    assert (about["JobState"], about["Restarts"], about["ExitCode"]) == ("FAILED", "0", "1:0")
+    info = slurm.wait(job, log)
+    assert (info["JobState"], info["Restarts"], info["ExitCode"]) == ("FAILED", "0", "1:0")
     assert "no_such_flag" in log.read_text()
     assert f"error: the run has not finished: {folder}/result.json says nothing, srun 1" in log.read_text()
 
@@ -234,7 +234,7 @@ def test_a_job_that_fails_is_not_started_again(slurm, tmp_path):
         ([DDP, "train_hello.py", "--output-dir=x"], "this script runs only in a Slurm job. Start it with"),
     ],
 )
-def test_missing_arguments_are_named(words, message):
+def test_missing_arguments_are_reported(words, message):
     status, output = Job(["bash", "cluster/train.sbatch", *words]).wait(60)
     assert status == 2
     assert f"error: {message}" in output

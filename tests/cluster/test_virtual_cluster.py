@@ -1,4 +1,4 @@
-"""The virtual hosts: separate from one another, breakable, removed without a trace."""
+"""Tests of the virtual hosts: they are isolated, can be broken, and are removed without leftovers."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def on(host: str, *words) -> str:
     return run(hosts.inside(host, [str(word) for word in words])).strip()
 
 
-def test_each_host_is_one_of_its_own(cluster):
+def test_hosts_are_isolated(cluster):
     assert hosts.names() == ["node1", "node2", "node3", "node4"]
     assert on("node2", "hostname") == "node2"
     assert "10.77.0.2/24" in on("node2", "ip", "-brief", "address", "show", "eth0")
@@ -28,28 +28,28 @@ def test_each_host_is_one_of_its_own(cluster):
     on("node1", "touch", "/dev/shm/mine")
     assert on("node2", "ls", "/dev/shm") == ""
     assert not Path("/dev/shm/mine").exists()
-    seen = on("node1", "ps", "ax", "-o", "pid,args")
-    assert "pytest" not in seen
+    processes = on("node1", "ps", "ax", "-o", "pid,args")
+    assert "pytest" not in processes
     assert Path("/etc/hostname").read_text().strip() == socket.gethostname() != "node1"
 
 
 @pytest.mark.full
 @pytest.mark.needs("two cores")
 def test_each_host_has_its_own_cores(cluster_tools):
-    cores = sorted(os.sched_getaffinity(1))  # all, where this process has one of them
+    cores = sorted(os.sched_getaffinity(1))  # all cores, even if this process is limited to one of them
     env = {"VIRTUAL_CLUSTER": f"{hosts.CLUSTER}-cores"}
     show = [sys.executable, "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
 
     def on_two(*words: str) -> str:
-        two = ["taskset", "--cpu-list", ",".join(map(str, cores[:2]))]
-        return run([*two, *SCRIPT, *words], env=env).strip()
+        taskset = ["taskset", "--cpu-list", ",".join(map(str, cores[:2]))]
+        return run([*taskset, *SCRIPT, *words], env=env).strip()
 
     on_two("up", "--hosts", "3")
     try:
         for number, core in enumerate([cores[0], cores[1], cores[0]], 1):
             assert on_two("run", "--host", f"node{number}", *show) == str(core)
-            there = on_two("run", "--host", "node1", "ssh", f"node{number}", shlex.join(show))
-            assert there == str(core)
+            cores_over_ssh = on_two("run", "--host", "node1", "ssh", f"node{number}", shlex.join(show))
+            assert cores_over_ssh == str(core)
     finally:
         on_two("down")
 
@@ -60,7 +60,7 @@ def test_cores_are_divided(shares, expected, monkeypatch):
     assert [hosts._share_of_cores(number, shares) for number in range(shares)] == expected
 
 
-def test_a_private_folder_is_changed_for_one_host_alone(cluster):
+def test_changes_in_a_private_folder_stay_on_one_host(cluster):
     file = ROOT / "docs" / "only-here"
     on("node1", "touch", file)
     assert on("node1", "ls", file)
@@ -74,7 +74,7 @@ def test_a_cut_cable_and_a_host_without_power(cluster):
     hosts.cut("node2")
     status, output = Job(hosts.inside("node1", reach)).wait()
     assert status == 255, output
-    assert on("node2", "hostname") == "node2"  # it lives
+    assert on("node2", "hostname") == "node2"  # the host itself is still up
     hosts.heal("node2")
     assert on("node1", "ssh", "node2", "hostname") == "node2"
     on("node3", "touch", "/dev/shm/lost")
@@ -86,15 +86,15 @@ def test_a_cut_cable_and_a_host_without_power(cluster):
 
 
 def test_a_lossy_cable(cluster):
-    """Whether a packet is dropped is the kernel's draw: its rule is looked at."""
+    """Check the kernel's rule, because the kernel draws at random which packets to drop."""
     hosts.lose("node2", 30)
     assert "numgen random mod 10000 < 3000 drop" in on("node2", "nft", "list", "ruleset")
     hosts.lose("node2", 0)
     assert on("node2", "nft", "list", "ruleset") == ""
 
 
-def test_a_slow_and_a_long_cable(cluster):
-    """Without netem in the kernel the error says so, and nothing changes."""
+def test_a_slow_and_a_delayed_cable(cluster):
+    """Check bandwidth and delay. Without netem in the kernel, the delay is an error and nothing changes."""
     show = ["tc", "qdisc", "show", "dev", "eth0"]
     hosts.shape("node2", rate="10mbit")
     assert "rate 10Mbit" in on("node2", *show)
@@ -134,7 +134,7 @@ def test_root_is_needed(cluster_tools):
 
 
 def test_down_leaves_nothing(cluster_tools):
-    """Removes running processes too. (The module's hosts are started again afterwards.)"""
+    """Check that `down` also removes running processes. The next test starts the module's hosts again."""
     hosts.down()
     before = run(["ip", "-brief", "link"])
     run([*SCRIPT, "up", "--hosts", "2"])
