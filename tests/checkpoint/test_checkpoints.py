@@ -1,4 +1,4 @@
-"""Checkpoints survive kills, full disks and damage: a resume takes a complete one, and says so."""
+"""Tests that checkpoints survive kills, full disks and damage, and that a resume uses an intact one."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from tests.distributed.test_agreement import ranks_of
 from tests.support.compare import assert_same_end, assert_same_tensors
 from tests.support.faults import at_file_operation, called_first, mark, operations, without_folders
 
-# 4 steps an epoch, 6 epochs: a checkpoint after each; from the third on an older one is removed.
+# 4 steps per epoch and 6 epochs, with a checkpoint after each epoch. From the third on, old ones are removed.
 HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]
 HELLO += ["--trackers", "none", "--mixed_precision", "no", "--checkpoint_s", "0"]
 LAST = "step_00000024"
@@ -47,7 +47,7 @@ LAST = "step_00000024"
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder of an undisturbed run, and all its file operations on checkpoints."""
+    """Return the folder of an undisturbed run and a list of its file operations on checkpoints."""
     tmp_path = tmp_path_factory.mktemp("straight")
     env = at_file_operation(tmp_path, "/run/checkpoints", "list")
     run([*HELLO, "--output_dir", tmp_path / "run"], env=env)
@@ -65,12 +65,12 @@ EACH |= {"os.rename .step_", "shutil.rmtree .step_"}
 
 @pytest.mark.parametrize("parts", [*({part} for part in sorted(QUICK)), full(EACH)], ids=len)
 def test_killed_in_a_commit(parts, straight, tmp_path):
-    """Before the first operation of each kind; in full before every one."""
-    starts = [i for i, what in enumerate(straight[1]) if re.search(r"os.remove \.step_\d+\.tmp", what)]
+    """Kill before the first operation of each type; in full runs, before every operation."""
+    starts = [i for i, line in enumerate(straight[1]) if re.search(r"os.remove \.step_\d+\.tmp", line)]
     assert len(starts) == 6
-    each = range(starts[3] + 1, starts[4] + 1)  # the operations of one commit late in the run
-    firsts = [next(n for n in each if part in straight[1][n - 1]) for part in parts]
-    for number in firsts if parts <= QUICK else each:
+    commit = range(starts[3] + 1, starts[4] + 1)  # the operations of one commit late in the run
+    firsts = [next(n for n in commit if part in straight[1][n - 1]) for part in parts]
+    for number in firsts if parts <= QUICK else commit:
         folder = tmp_path / str(number)
         words = [*HELLO, "--output_dir", folder / "run"]
         folder.mkdir()
@@ -85,13 +85,13 @@ def test_killed_in_a_commit(parts, straight, tmp_path):
         assert not list((folder / "run" / "checkpoints").glob(".*"))
 
 
-# 100 steps an epoch, so that there is time to kill between two checkpoints.
+# 100 steps per epoch leave time to kill the run between two checkpoints.
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
-SLOW = {"STEP_S": "0.05"}  # in `stoppable`: 600 steps of LONG are not over before the test has looked
+SLOW = {"STEP_S": "0.05"}  # for scripts of `stoppable`: keeps LONG from ending before the test acts
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
-    """Starts a run. Returns once it has made so many checkpoints."""
+    """Start a run and return once it has written so many checkpoints."""
     newest_before = max(steps_in(folder / "checkpoints"), default=0)
     job = Job([*words, "--output_dir", folder], **options)
     parent = folder / "checkpoints"
@@ -144,8 +144,8 @@ def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
 
 
 @pytest.mark.full
-def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
-    """The process dies in the same step each time."""
+def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_path):
+    """Let the process die in the same step each time."""
     text = (stoppable / "train_hello.py").read_text()
     assert text.count("signal').raise_signal(15)") == 1
     (stoppable / "dies.py").write_text(text.replace("raise_signal(15)", "raise_signal(9)"))
@@ -159,14 +159,14 @@ def test_three_restarts_without_a_new_checkpoint_give_up(stoppable, tmp_path):
     assert verify(latest(tmp_path / "run")).step == 4
 
 
-# --- A failure while the parts of a checkpoint are gathered
+# --- A failure while the shards of a checkpoint are gathered
 
 SENT = "                        self._transfer(dist.send, part, 0)\n"
 ONCE = f"""                        import os, signal, subprocess
                         if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
                             FAULT
 {SENT}"""
-# torchrun would wait 30 s for the end of a process that is stopped.
+# Kills the stopped process after 9 s, because torchrun would wait 30 s for it to end.
 STOP = """subprocess.Popen(["sh", "-c", f"sleep 9; kill -9 {os.getpid()}"], start_new_session=True)
                             os.kill(os.getpid(), signal.SIGSTOP)"""
 FAULTS = {
@@ -185,16 +185,16 @@ FAULTS = {
     [row if row == ("fsdp", "killed") else full(*row) for row in product(("fsdp", "zero2", "zero3"), FAULTS)],
 )
 def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
-    """A thread that falls silent stands for a connection that does: the training itself goes on."""
-    what, message = FAULTS[fault]
-    mutate(project_copy, "onecurve/checkpoint/gather.py", SENT, ONCE.replace("FAULT", what))
+    """Simulate a broken connection by a thread that stops answering. The training itself continues."""
+    code, message = FAULTS[fault]
+    mutate(project_copy, "onecurve/checkpoint/gather.py", SENT, ONCE.replace("FAULT", code))
     words = [*STRATEGIES[strategy], *HELLO, "--timeout_s", "5", "--output_dir", tmp_path / "run"]
     words += ["--epochs", "100000"] if fault == "silent" else []
     env = {"SAVED": str(tmp_path / "run" / "checkpoints" / "step_00000004")}
     status, output = Job(words, cwd=project_copy, env=env).wait(60)
     assert status != 0
     assert re.search(message, output), output
-    if fault != "stopped":  # then the training's own collective says that it has waited
+    if fault != "stopped":  # otherwise the training's collective also reports its wait
         assert output.count("error: ") == 1, output
         assert "[/" not in "".join(line for line in output.splitlines() if "error: " in line), output
     assert verify(latest(tmp_path / "run")).step == 4
@@ -215,8 +215,11 @@ def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
 
 
 @pytest.mark.needs("root")
-def test_an_old_checkpoint_that_can_not_be_removed_ends_nothing(tmp_path):
-    """As over NFS, where somebody reads it: its folder does not become empty."""
+def test_a_run_continues_if_an_old_checkpoint_cannot_be_removed(tmp_path):
+    """Mount a file system inside the checkpoint, so that its folder cannot become empty.
+
+    Over NFS, a process that reads the checkpoint has the same effect.
+    """
     words = [*HELLO, "--checkpoint_every", "2", "--output_dir", tmp_path / "run", "--max_steps"]
     run([*words, "6"])
     index = json.loads((tmp_path / "run" / "checkpoints" / "index.json").read_text())
@@ -243,7 +246,7 @@ def disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "where"),
+    ("launcher", "operation"),
     [
         (STRATEGIES["fsdp"], "open optimizer.safetensors"),
         full(STRATEGIES["zero2"], "open optimizer.safetensors"),
@@ -251,12 +254,15 @@ def disk(tmp_path):
         full(torchrun(2), "open .index.json.tmp"),
     ],
 )
-def test_a_full_disk(launcher, where, disk, tmp_path):
-    """The next save begins before all ranks know of the problem: the first problem is reported."""
+def test_a_full_disk(launcher, operation, disk, tmp_path):
+    """Check that only the first problem is reported.
+
+    The next save begins before all ranks know of the problem.
+    """
     words = [*HELLO, "--checkpoint_every", "1", "--output_dir", disk / "run"]
     run([*words, "--max_steps", "4"])
     first = tensors(disk / "run" / "checkpoints" / "step_00000004")
-    env = at_file_operation(tmp_path, "/run/checkpoints/.", where, fill=disk)
+    env = at_file_operation(tmp_path, "/run/checkpoints/.", operation, fill=disk)
     status, output = Job([*launcher, *words], env=env).wait()
     assert status != 0
     assert mark(tmp_path).exists()
@@ -288,12 +294,12 @@ def test_a_full_disk_in_the_log(disk, tmp_path):
     assert status != 0
     assert output.count("error: ") == 1, output
     assert "No space left on device" in output
-    found = newest(disk / "run" / "checkpoints")
+    checkpoint = newest(disk / "run" / "checkpoints")
     (disk / "filler").unlink()
-    stop = ["--max_steps", found.step + 8]
-    assert f"continuing at step {found.step}" in run([*words, *stop, "--output_dir", disk / "run"])
+    stop = ["--max_steps", checkpoint.step + 8]
+    assert f"continuing at step {checkpoint.step}" in run([*words, *stop, "--output_dir", disk / "run"])
     steps = [line["step"] for line in lines(disk / "run" / "metrics.jsonl") if "train/loss" in line]
-    assert steps == [*range(1, found.step + 9)]
+    assert steps == [*range(1, checkpoint.step + 9)]
 
 
 # --- Damage
@@ -317,25 +323,25 @@ HOW = ("truncated", "emptied", "one bit flipped", "deleted", "a folder", "a pipe
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("file", FILES)
-def test_damage_is_found_and_the_one_before_is_chosen(file, how, straight, tmp_path, capsys):
+def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, how, straight, tmp_path, capsys):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     last = tmp_path / "checkpoints" / LAST
-    shutil.copy(last / "model.safetensors", last / "ema.safetensors")  # as a recipe with an EMA has
+    shutil.copy(last / "model.safetensors", last / "ema.safetensors")  # adds the EMA that other recipes have
     files = json.loads((last / MANIFEST_FILE).read_text())["files"]
     forge(last, files=files | {"ema.safetensors": files["model.safetensors"]})
     assert newest(tmp_path / "checkpoints").step == 24
     damage(last / file, how)
     assert newest(tmp_path / "checkpoints").step == 20
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("checkpoint of step 24 is damaged: ")
-    assert file in said[0]
-    assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()  # set aside: never counted or chosen again
+    messages = capsys.readouterr().out.splitlines()
+    assert len(messages) == 1
+    assert messages[0].startswith("checkpoint of step 24 is damaged: ")
+    assert file in messages[0]
+    assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()  # set aside, and never used again
     assert newest(tmp_path / "checkpoints").step == 20
     assert not capsys.readouterr().out
 
 
-def test_all_ranks_go_back_and_end_as_the_undisturbed_run(straight, tmp_path):
+def test_all_ranks_resume_from_the_previous_checkpoint(straight, tmp_path):
     shutil.copytree(straight[0], tmp_path / "run")
     damage(latest(tmp_path / "run") / "optimizer.safetensors", "one bit flipped")
     (tmp_path / "run" / "result.json").unlink()
@@ -345,7 +351,7 @@ def test_all_ranks_go_back_and_end_as_the_undisturbed_run(straight, tmp_path):
     assert_same_tensors(tmp_path / "run", straight[0], tolerance=1e-5)
 
 
-def test_when_none_is_good_the_run_stops(straight, tmp_path):
+def test_a_run_stops_if_all_checkpoints_are_damaged(straight, tmp_path):
     parent = shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     for folder in parent.glob("step_*"):
         damage(folder / "state.json", "truncated")
@@ -359,7 +365,7 @@ def test_when_none_is_good_the_run_stops(straight, tmp_path):
 
 
 def forge(folder: Path, **changes) -> None:
-    """Writes a manifest that verifies, with these changes."""
+    """Write a manifest that verifies, with these changes."""
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     del manifest["digest"]
     for name in manifest["files"]:
@@ -370,7 +376,7 @@ def forge(folder: Path, **changes) -> None:
 
 
 class Trap:
-    """Unpickling it runs a command."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -387,7 +393,7 @@ def hostile(straight, tmp_path):
 
 
 def refusal(hostile: Path, tmp_path: Path) -> str:
-    """Resumes from the checkpoint, which must end in one error. Returns the output."""
+    """Resume from the checkpoint, which must fail with one error. Return the output."""
     status, output = Job([*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]).wait()
     assert status == 1
     assert output.count("error: ") == 1, output
@@ -407,15 +413,15 @@ def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
     assert "Traceback" not in output
     assert not canary.exists()
     (hostile / file).rename(tmp_path / "trap.pt")
-    torch.load(tmp_path / "trap.pt", weights_only=False)  # it does work
+    torch.load(tmp_path / "trap.pt", weights_only=False)  # the trap works when it is loaded
     assert canary.exists()
 
 
-NO_MANIFEST = [{"files": []}, {"files": {"model.safetensors": 1}}, {"files": None}, {"step": "24"}]
-NO_MANIFEST += [{"files": {"state.json": {"size": -1, "sha256": ""}}}]
-OTHERS = ("/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpoint_0.pkl")
-FORGED = [(changes, "is not a manifest") for changes in NO_MANIFEST] + [({"step": 25}, "belongs to step 25")]
-FORGED += [({"files": {name: {"size": 1, "sha256": "0"}}}, "other files") for name in OTHERS]
+INVALID = [{"files": []}, {"files": {"model.safetensors": 1}}, {"files": None}, {"step": "24"}]
+INVALID += [{"files": {"state.json": {"size": -1, "sha256": ""}}}]
+FOREIGN_FILES = ("/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpoint_0.pkl")
+FORGED = [(changes, "is not a manifest") for changes in INVALID] + [({"step": 25}, "belongs to step 25")]
+FORGED += [({"files": {name: {"size": 1, "sha256": "0"}}}, "other files") for name in FOREIGN_FILES]
 FORGED += [
     ({"format_version": version}, f"has format version {version}, and this code reads")
     for version in (FORMAT_VERSION + 1, 0, "1", None, True)
@@ -423,7 +429,7 @@ FORGED += [
 
 
 @pytest.mark.parametrize(("changes", "message"), FORGED)
-def test_a_manifest_that_no_run_has_written(changes, message, hostile):
+def test_a_forged_manifest_is_refused(changes, message, hostile):
     forge(hostile, **changes)
     with pytest.raises(ValueError, match=message):
         verify(hostile)
@@ -447,8 +453,8 @@ def test_a_giant_header_is_refused(size, hostile):
 # --- Retention
 
 
-def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, capsys):
-    """An old checkpoint was moved to another disk; a link is in its place."""
+def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path, capsys):
+    """Replace an old checkpoint by a link to its copy on another disk."""
     parent, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     shutil.copytree(straight[0] / "checkpoints", parent)
     shutil.copytree(straight[0] / "checkpoints", elsewhere)
@@ -457,8 +463,8 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
         (parent / name).symlink_to(elsewhere)
     checkpoints.remove_temporary(parent)
     checkpoints.remove(parent / "step_00000004")
-    said = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
-    assert said in capsys.readouterr().out
+    message = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
+    assert message in capsys.readouterr().out
     assert sorted(os.listdir(parent)) == sorted(os.listdir(straight[0] / "checkpoints"))
     (parent / f".{LAST}.tmp").symlink_to(elsewhere)
     (parent / f"damaged_{LAST}").symlink_to(elsewhere)
@@ -470,27 +476,30 @@ def test_no_link_is_followed_when_checkpoints_are_removed(straight, tmp_path, ca
 
 
 @given(st.sets(st.integers(1, 40)), st.data())
-def test_best_the_last_two_and_every_so_many_are_kept_at_each_save(saves, data):
-    """Of a run that removes the others after each, and no more: whatever becomes the best, and when."""
+def test_the_best_the_last_two_and_every_nth_checkpoint_are_kept(saves, data):
+    """Check this after each save, for any choice of best checkpoints.
+
+    The test keeps only the checkpoints that `to_keep` returns.
+    """
     kept, best, saved = set(), None, sorted(saves)
     every = data.draw(st.none() | st.integers(1, 9))
-    for place, step in enumerate(saved):
+    for position, step in enumerate(saved):
         kept.add(step)
         best = data.draw(st.sampled_from([step, best])) if best else step
         kept = checkpoints.to_keep(data.draw(st.permutations(sorted(kept))), best, every)
-        multiples = {s for s in saved[:place] if every and s % every == 0}
-        assert kept == {*saved[max(0, place - 1) : place + 1], best} | multiples
+        multiples = {s for s in saved[:position] if every and s % every == 0}
+        assert kept == {*saved[max(0, position - 1) : position + 1], best} | multiples
 
 
-def test_a_run_keeps_them(straight):
+def test_a_run_keeps_these_checkpoints(straight):
     kept = sorted(path.name for path in (straight[0] / "checkpoints").glob("step_*"))
     best = json.loads((straight[0] / "checkpoints" / "index.json").read_text())["best"]
     assert kept == sorted({best, "step_00000020", LAST})
     assert result(straight[0])["best_checkpoint"] == f"checkpoints/{best}"
 
 
-def test_a_file_system_that_can_not_sync_folders(tmp_path, capfd):
-    """It is said once. /proc is one of them."""
+def test_a_file_system_that_cannot_sync_folders(tmp_path, capfd):
+    """Check that the run reports it once. /proc is such a file system."""
     sync(Path("/proc"))
     assert "this file system can't sync a folder (Invalid argument)" in capfd.readouterr().err
     words = [*LONG, "--max_steps", "100", "--output_dir", tmp_path / "run"]

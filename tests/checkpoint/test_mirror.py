@@ -1,8 +1,8 @@
-"""Checkpoints in S3: a real server, and real faults before it.
+"""Tests of checkpoints in S3, with a real server and injected faults.
 
-Faults are put before a Mirror with a stored run, and before whole trainings where those are what is tested.
-A training takes less time than an upload, and only the newest checkpoint waits for its turn: what the bucket
-holds in the end is known, what it holds in between is not.
+A fault proxy stands between the server and either a Mirror with a stored run or a whole training. A training
+takes less time than an upload, and only the newest checkpoint waits for its upload. A test can therefore
+predict the bucket's final content, but not its content in between.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from train_cnn_a import CnnA
 
 
 class Bucket:
-    """The test's own prefix: the training uses it through the proxy, the test directly."""
+    """The test's prefix in the bucket. Trainings use it through the proxy, tests directly."""
 
     def __init__(self, name: str, server: str, proxy, monkeypatch):
         self.url, self.proxy = f"s3://{BUCKET}/{name}", proxy
@@ -43,7 +43,7 @@ class Bucket:
         self.store = ObjectStore(self.url)
 
     def steps(self) -> list[int]:
-        """The steps of the committed checkpoints."""
+        """Return the steps of the committed checkpoints."""
         keys = self.store.list("checkpoints/")
         return sorted(int(key.split("/")[1][5:]) for key in keys if key.endswith(MANIFEST_FILE))
 
@@ -65,14 +65,17 @@ def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
 
 @pytest.fixture
 def mirror(bucket, tmp_path, monkeypatch):
-    """Mirror of a stored run with checkpoints of steps 14, 16, 20, behind the proxy. said: its messages."""
+    """Return the Mirror of a stored run with checkpoints of steps 14, 16 and 20, behind the proxy.
+
+    Its attribute `messages` lists what it has printed.
+    """
     shutil.copytree(STORED / "format_1", tmp_path / "run")
     for key, value in bucket.env.items():
         monkeypatch.setenv(key, value)
-    mirror, said = Mirror(ObjectStore(bucket.url), tmp_path / "run"), list[str]()
+    mirror, messages = Mirror(ObjectStore(bucket.url), tmp_path / "run"), list[str]()
     for level in ("info", "warning"):
-        monkeypatch.setattr(log, level, said.append)
-    mirror.said = said
+        monkeypatch.setattr(log, level, messages.append)
+    mirror.messages = messages
     return mirror
 
 
@@ -81,8 +84,8 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
     assert mirror.wait(60)
 
 
-def test_the_best_stays_on_the_disk_until_it_is_sent(bucket, mirror):
-    """Though a later checkpoint may be better meanwhile."""
+def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
+    """Check this also if a later checkpoint becomes the best during the upload."""
     needed = []
     bucket.proxy.on("PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.needs()))
     send(mirror, 16, best=14)
@@ -90,19 +93,22 @@ def test_the_best_stays_on_the_disk_until_it_is_sent(bucket, mirror):
 
 
 def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -> int | None:
-    """The step of the checkpoint that a machine downloads that has the one of step `newest`, if any."""
+    """Return the step of the checkpoint that another machine would download, if any.
+
+    `newest` is the step of the newest checkpoint on that machine.
+    """
     return fetch_newest(mirror.store, parent, newest, lambda: None, lost)
 
 
 @pytest.fixture
 def impatient(project_copy):
-    """The project's code with shorter waits for a store that does not answer."""
+    """Copy the project with shorter timeouts for a store that does not answer."""
     mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
     mutate(project_copy, "onecurve/system/s3.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
 
 
-def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  # noqa: F811
+def test_a_fresh_machine_resumes_from_the_bucket(bucket, straight, tmp_path):  # noqa: F811
     bucket.run(tmp_path / "first", "--max_steps", "14")
     assert bucket.steps()[-1] == 14
     assert set(bucket.steps()) <= set(steps_in(tmp_path / "first" / "checkpoints"))
@@ -114,18 +120,18 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
         status, output = bucket.start(tmp_path / name, "--lr", "0.1").wait()
         assert status == 1
         assert "is of another recipe (--lr was 0.01, now 0.1)" in output
-    assert not (tmp_path / "other" / "checkpoints").exists(), "nothing of another run is downloaded"
+    assert not (tmp_path / "other" / "checkpoints").exists(), "a checkpoint of another run was downloaded"
     assert bucket.steps()[-1] == 14
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
-    log = metrics(tmp_path / "second")  # its beginning was in the bucket
+    log = metrics(tmp_path / "second")  # the first lines came from the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
     (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
-    assert sum("host" in line for line in lines(telemetry)) == 2, "what the first one saw is lost"
+    assert sum("host" in line for line in lines(telemetry)) == 2, "the first machine's telemetry is lost"
     assert bucket.store.read(telemetry.name) == telemetry.read_bytes()
     starts = lines(tmp_path / "second" / "starts.jsonl")
-    assert [start["step"] for start in starts] == [0, 14], "the first was in the bucket"
+    assert [start["step"] for start in starts] == [0, 14], "the first start comes from the bucket"
     assert bucket.store.read("starts.jsonl") == (tmp_path / "second" / "starts.jsonl").read_bytes()
     assert_same_tensors(tmp_path / "second", straight[0])
     best = int(result(tmp_path / "second")["best_checkpoint"][-8:])
@@ -136,7 +142,7 @@ def test_a_fresh_machine_goes_on_from_the_bucket(bucket, straight, tmp_path):  #
     assert "holds a run already, which is finished" in output
 
 
-def test_an_older_log_is_replaced_by_that_of_another_machine(bucket, tmp_path):
+def test_an_older_log_is_replaced_by_another_machines_log(bucket, tmp_path):
     for name in ("metrics.jsonl", "telemetry-a.jsonl", "telemetry-b.jsonl", "telemetry-c/d.jsonl"):
         bucket.store.write(name, b"1\n2\n")
     (tmp_path / "metrics.jsonl").write_bytes(b"1\n")
@@ -150,7 +156,7 @@ def test_an_older_log_is_replaced_by_that_of_another_machine(bucket, tmp_path):
 
 
 def kill(job: Job) -> bool:
-    """True once the process is gone: its request is cut."""
+    """Kill the job, which cuts its request. Return True once the process has ended."""
     job.kill()
     job.process.wait()
     return True
@@ -163,29 +169,29 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     job = bucket.start(folder)
     assert job.wait()[0] == -signal.SIGKILL
     new = [key for key in bucket.store.list("checkpoints/step_") if key.split("/")[1] > "step_00000008"]
-    assert len(new) == 3, "the data is there"
-    assert bucket.steps()[-1] == 8, "without its manifest it is no checkpoint"
+    assert len(new) == 3, "the data was not uploaded"
+    assert bucket.steps()[-1] == 8, "a checkpoint without a manifest counts"
     assert verify(folder / "checkpoints" / new[0].split("/")[1])
-    # another machine knows of step 8 alone; its lock is that of a dead process of this one
+    # another machine sees only step 8; the lock belongs to a dead process of this machine
     output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
     assert "which is dead: taken over" in output
-    # this one has more on its disk, and finishes the upload
+    # this machine has later checkpoints on disk, and finishes the upload
     assert "continuing at step" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
     assert_same_end(folder, straight[0])
 
 
-def test_told_to_stop_in_the_last_upload_another_machine_ends_the_run(bucket, tmp_path):
+def test_another_machine_finishes_a_run_that_was_stopped_in_its_last_upload(bucket, tmp_path):
     flags, file = ("--max_steps", "4"), tmp_path / "run" / "result.json"
 
-    def tell() -> bool:
-        wait_until(file.exists)  # the log is closed before it is written
+    def terminate() -> bool:
+        wait_until(file.exists)  # the log is closed before result.json is written
         job.process.send_signal(signal.SIGTERM)
         wait_until(lambda: result(tmp_path / "run")["status"] == "preempted")
         return False
 
-    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", tell)
+    bucket.proxy.on("PUT", ".*/step_00000004/manifest.json", terminate)
     job = bucket.start(tmp_path / "run", *flags)
     status, output = job.wait()
     assert status == 75, output
@@ -200,8 +206,8 @@ def test_told_to_stop_in_the_last_upload_another_machine_ends_the_run(bucket, tm
 
 
 @pytest.mark.full
-def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path):  # noqa: F811
-    """The black hole begins at the second upload, which the next start of the command repeats."""
+def test_a_black_hole_does_not_stop_training(bucket, impatient, straight, tmp_path):  # noqa: F811
+    """Start the black hole at the second upload. The next start of the same command repeats that upload."""
     folder = tmp_path / "run"
     bucket.run(folder, "--max_steps", "4")
     bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
@@ -219,11 +225,11 @@ def test_a_black_hole_stops_no_training(bucket, impatient, straight, tmp_path): 
     assert result(folder)["uploaded"] is True
 
 
-def test_credentials_that_expire_in_the_middle(bucket, mirror):
+def test_credentials_that_expire_during_the_run(bucket, mirror):
     send(mirror, 14)
     bucket.proxy.on("PUT", ".*/step_.*", bucket.proxy.expire_credentials)
     send(mirror, 20)
-    [message] = mirror.said
+    [message] = mirror.messages
     assert "the checkpoint of step 20 is not in s3://" in message
     assert "the credentials have expired: renew them" in message
     assert SECRET not in message
@@ -234,7 +240,7 @@ def test_credentials_that_expire_in_the_middle(bucket, mirror):
     assert bucket.steps() == [14, 20]
 
 
-def test_a_store_is_probed_before_the_training(bucket, tmp_path):
+def test_the_store_is_probed_before_training(bucket, tmp_path):
     bucket.proxy.expire_credentials()
     status, output = bucket.start(tmp_path / "run").wait()
     assert (status, output.count("error: ")) == (1, 1), output
@@ -249,7 +255,7 @@ def test_a_store_without_conditional_writes(bucket, mirror, capsys):
     bucket.proxy.refuse_bulk_delete()
     for step in (14, 16, 20):
         send(mirror, step, best=None)
-    assert not mirror.said
+    assert not mirror.messages
     assert bucket.steps() == [16, 20]
     assert capsys.readouterr().out.count("are not kept apart") == 1
 
@@ -266,7 +272,7 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
-PAUSES = {  # of an upload: a request before which it is paused, and how often that one comes before
+PAUSES = {  # the request before which an upload pauses, and how many equal requests precede it
     "before index.json": ("PUT", "step_00000016/manifest", 0),
     "before a removal": ("PUT", "/result.json", 0),
     "in a removal": ("GET", "list-type=2.*checkpoints%2Fstep_", 1),
@@ -274,8 +280,8 @@ PAUSES = {  # of an upload: a request before which it is paused, and how often t
 
 
 @pytest.mark.parametrize("pause", PAUSES)
-def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket, mirror, tmp_path):
-    """It is paused while it uploads step 16. Meanwhile another one goes on from step 14 to 20."""
+def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirror, tmp_path):
+    """Pause the owner during its upload of step 16, while a successor trains from step 14 to 20."""
     owner = Lease(PrefixRecord(mirror.store), lambda: None)
     mirror.lost = owner.check
     send(mirror, 14)
@@ -296,8 +302,8 @@ def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket
     assert 20 in bucket.steps()
     index = json.loads(bucket.store.read("checkpoints/index.json"))
     assert index == {"latest": "step_00000020", "best": "step_00000020"}
-    assert len(mirror.said) == 1, mirror.said
-    assert "was taken over by process" in mirror.said[0]
+    assert len(mirror.messages) == 1, mirror.messages
+    assert "was taken over by process" in mirror.messages[0]
     with pytest.raises(StoreError, match=r"was taken over by process \d+ on host far"):
         mirror.send_last_files({})
     owner.release()
@@ -305,12 +311,12 @@ def test_an_owner_that_was_paused_removes_nothing_of_its_successor(pause, bucket
 
 
 @pytest.mark.full
-def test_a_run_that_is_suspended_and_taken_over_leaves_its_successors_files(bucket, stoppable, tmp_path):
-    """The successor's record, checkpoints and index.json come while the first run's process is stopped."""
+def test_a_suspended_run_leaves_its_successors_files(bucket, stoppable, tmp_path):
+    """Write the successor's record, checkpoints and index.json while the first run's process is stopped."""
     words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
     env = bucket.env | {"STEP_S": "0.1"}  # 5 s between checkpoints
     job = start_and_wait(words, tmp_path / "run", env=env, cwd=stoppable)
-    wait_until(lambda: "metrics.jsonl" in bucket.store.list())  # no request that was checked is on its way
+    wait_until(lambda: "metrics.jsonl" in bucket.store.list())  # no checked request is in flight
     job.process.send_signal(signal.SIGSTOP)
     folder, steps = tmp_path / "run" / "checkpoints", [50_000, 60_000, 70_000]
     record = json.loads((tmp_path / "run" / "owner.json").read_text()) | {"id": "theirs", "host": "far"}
@@ -342,23 +348,23 @@ def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
     if how != "deleted":
         bucket.store.write(name, (tmp_path / "run" / name).read_bytes())
     for name, lost in (("theirs", None), ("taken over", lambda: "by another run")):
-        mirror.said.clear()
+        mirror.messages.clear()
         assert fetched(mirror, tmp_path / name, lost) == 16
-        assert bucket.steps() == [14, 16, 20], "the bucket of another owner is only read"
+        assert bucket.steps() == [14, 16, 20], "a checkpoint of another owner was removed"
     assert fetched(mirror, tmp_path / "fresh") == 16
-    assert sum("checkpoint of step 20 is damaged" in message for message in mirror.said) == 2
+    assert sum("checkpoint of step 20 is damaged" in message for message in mirror.messages) == 2
     assert [path.name for path in (tmp_path / "fresh").iterdir()] == ["step_00000016"]
-    assert bucket.steps() == [14, 16], "without its manifest it is no checkpoint any more"
-    mirror.said.clear()
+    assert bucket.steps() == [14, 16], "the damaged checkpoint still counts"
+    mirror.messages.clear()
     assert fetched(mirror, tmp_path / "again") == 16
-    assert "is damaged" not in "".join(mirror.said)
+    assert "is damaged" not in "".join(mirror.messages)
     bucket.store.write("checkpoints/step_00000016/state.json", b"")
     assert fetched(mirror, tmp_path / "old", newest=14) is None
-    assert bucket.steps() == [14], "a run that goes on at step 14 can write step 16 again"
+    assert bucket.steps() == [14], "a run that resumes at step 14 could not write step 16"
 
 
-def test_what_a_link_leads_to_is_not_uploaded(mirror, tmp_path):
-    """A run's folder may be a stranger's, that goes on here."""
+def test_the_target_of_a_link_is_not_uploaded(mirror, tmp_path):
+    """Use links because a run's folder may have been received from an untrusted user."""
     (tmp_path / "id_rsa").write_text("SECRET")
     names = ["nvidia-smi-h.txt", "telemetry-h.jsonl", "confusion.json", "checkpoints/step_00000020/more"]
     for name in names:
@@ -367,25 +373,25 @@ def test_what_a_link_leads_to_is_not_uploaded(mirror, tmp_path):
     os.mkfifo(mirror.folder / "nvidia-smi-pipe.txt")
     send(mirror, 20)
     mirror.send_last_files({})
-    assert not mirror.said
+    assert not mirror.messages
     sent = mirror.store.list("")
     assert "checkpoints/step_00000020/manifest.json" in sent
     assert not [key for key in sent if b"SECRET" in (mirror.store.read(key, 2**31) or b"")]
 
 
-def test_what_is_no_checkpoint_stays_in_the_bucket(bucket, mirror):
-    theirs = {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"}
-    theirs |= {f"checkpoints/step_{name}/manifest.json" for name in ("000000000004", "9" * 400)}
-    for key in theirs:
+def test_foreign_objects_stay_in_the_bucket(bucket, mirror):
+    foreign_keys = {"checkpoints/step_00000004_backup/model.safetensors", "notes.txt"}
+    foreign_keys |= {f"checkpoints/step_{name}/manifest.json" for name in ("000000000004", "9" * 400)}
+    for key in foreign_keys:
         bucket.store.write(key, b"mine")
     for step in (14, 16, 20):
         send(mirror, step, best=None)
     assert committed(bucket.store) == {16, 20}
-    assert theirs <= set(bucket.store.list())
+    assert foreign_keys <= set(bucket.store.list())
 
 
 @pytest.mark.full
-def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one_and_another_run_takes_it(bucket, tmp_path):
+def test_an_intact_copy_in_the_bucket_replaces_a_damaged_checkpoint(bucket, tmp_path):
     bucket.run(tmp_path / "run", "--max_steps", "12")
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         (folder / "model.safetensors").write_bytes(b"")
@@ -396,28 +402,28 @@ def test_an_intact_copy_in_the_bucket_replaces_a_damaged_one_and_another_run_tak
     words = [*HELLO, "--output_dir", tmp_path / "new", "--resume"]
     assert "continuing at step 13" in run([*words, bucket.url], env=bucket.env)
     assert bucket.steps()[-1] == 13
-    made = json.loads((tmp_path / "new" / "checkpoints" / "index.json").read_text())
-    assert (tmp_path / "new" / "checkpoints" / made["best"]).is_dir(), "its best is one of its own"
+    index = json.loads((tmp_path / "new" / "checkpoints" / "index.json").read_text())
+    assert (tmp_path / "new" / "checkpoints" / index["best"]).is_dir(), "the best checkpoint is missing"
     words = [*HELLO, "--output_dir", tmp_path / "other", "--resume", f"{bucket.url}/nothing"]
     status, output = Job(words, env=bucket.env).wait()
     assert status == 1
     assert "holds no checkpoint" in output
 
 
-def test_a_killed_start_from_anothers_checkpoint_is_still_a_new_run(bucket, mirror, tmp_path):
+def test_a_run_killed_after_starting_from_anothers_checkpoint_is_still_new(bucket, mirror, tmp_path):
     send(mirror, 14)
-    about = read_json(tmp_path / "run" / "recipe.json")["recipe"]
+    stored_recipe = read_json(tmp_path / "run" / "recipe.json")["recipe"]
     flags = {"resume": bucket.url, "output_dir": str(tmp_path / "new")}
-    recipe = CnnA(**{f.name: about[f.name] for f in fields(CnnA) if f.name in about} | flags)
+    recipe = CnnA(**{f.name: stored_recipe[f.name] for f in fields(CnnA) if f.name in stored_recipe} | flags)
     for _ in range(2):
-        place = RunFolder(recipe, "new", 24, lambda: None)
-        assert (place.is_new, place.checkpoint.step) == (True, 14)
-        shutil.copy(tmp_path / "run" / "recipe.json", place.path)  # as it is written before the first step
-        place.release()
+        run_folder = RunFolder(recipe, "new", 24, lambda: None)
+        assert (run_folder.is_new, run_folder.checkpoint.step) == (True, 14)
+        shutil.copy(tmp_path / "run" / "recipe.json", run_folder.path)  # written before the first step
+        run_folder.release()
 
 
 @pytest.mark.full
-def test_a_run_that_began_with_anothers_checkpoint_moves_to_another_machine(bucket, tmp_path):
+def test_a_run_started_from_anothers_checkpoint_moves_to_another_machine(bucket, tmp_path):
     bucket.run(tmp_path / "other", "--max_steps", "4")
     words = [*HELLO, "--resume", bucket.url, "--s3", f"{bucket.url}/own", "--output_dir"]
     run([*words, tmp_path / "first", "--max_steps", "8"], env=bucket.env)
@@ -427,8 +433,8 @@ def test_a_run_that_began_with_anothers_checkpoint_moves_to_another_machine(buck
     assert json.loads((tmp_path / "second" / "recipe.json").read_text())["resumed_from"] == bucket.url
 
 
-def test_no_secret_anywhere(bucket, tmp_path):
-    """Searches output, files, checkpoints, objects, trackers' files and the process list."""
+def test_no_secret_is_written_anywhere(bucket, tmp_path):
+    """Search output, files, checkpoints, objects, trackers' files and the process list."""
     canary = "canary-of-another-service"
     env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
     flags = ["--trackers", "tensorboard,wandb", "--epochs", "15", "--checkpoint_every", "10"]

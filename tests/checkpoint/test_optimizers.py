@@ -1,4 +1,4 @@
-"""All state of any optimizer is saved and restored under every strategy, or the run is refused."""
+"""Tests that every optimizer's state is saved and restored under each strategy, or the run is refused."""
 
 import json
 import re
@@ -30,20 +30,20 @@ REFUSED = {
 }
 
 
-def compared(strategy: str, folder: Path, cases: list[str]) -> None:
-    """Trains with each optimizer. Each that is not refused resumes bit-equal."""
+def check_resumes(strategy: str, folder: Path, cases: list[str]) -> None:
+    """Train with each optimizer and check that it is refused as expected or resumes bit-equal."""
     words = [*STRATEGIES[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
     run(words, env={"PYTHONWARNINGS": "ignore"})
     for case in cases:
         if case in REFUSED[strategy]:
             assert re.search(REFUSED[strategy][case], (folder / case / "refused").read_text()), case
             continue
-        straight, resumed = (latest_of(folder / case / way) for way in ("straight", "resumed"))
+        straight, resumed = (latest_of(folder / case / part) for part in ("straight", "resumed"))
         assert_equal(tensors(straight), tensors(resumed), case)
         assert state(straight) == state(resumed), case
         half = tensors(latest_of(folder / case / "half"))
-        moved = max((t - half[n]).abs().max() for n, t in tensors(straight).items() if n[:6] == "model:")
-        assert moved > 1e-4, case  # the second half trains
+        change = max((t - half[n]).abs().max() for n, t in tensors(straight).items() if n[:6] == "model:")
+        assert change > 1e-4, case  # the second half of the training changes the weights
 
 
 def latest_of(folder: Path) -> Path:
@@ -54,16 +54,16 @@ def state(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "state.json").read_text())["optimizer"]
 
 
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], case: str) -> None:
-    assert ours.keys() == theirs.keys(), case
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), (case, name)
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], case: str) -> None:
+    assert actual.keys() == expected.keys(), case
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), (case, name)
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("optimizers") / "single"
-    compared("single", folder, CASES)
+    check_resumes("single", folder, CASES)
     return folder
 
 
@@ -77,38 +77,38 @@ def single(tmp_path_factory) -> Path:
         ),
     ],
 )
-def test_an_optimizer_resumes_and_trains_as_on_one_process_or_is_refused(strategy, cases, single, tmp_path):
-    compared(strategy, tmp_path, cases)
+def test_an_optimizer_resumes_and_matches_one_process_or_is_refused(strategy, cases, single, tmp_path):
+    check_resumes(strategy, tmp_path, cases)
     for case in set(cases) - REFUSED[strategy].keys():
-        ours, theirs = (tensors(latest_of(folder / case / "straight")) for folder in (tmp_path, single))
-        assert ours.keys() >= theirs.keys()  # ZeRO has zeros for a parameter that never had a gradient
-        for name, tensor in theirs.items():
-            # timm's Muon makes a gradient orthogonal in bf16, where a last bit is 2^-8.
+        actual, expected = (tensors(latest_of(folder / case / "straight")) for folder in (tmp_path, single))
+        assert actual.keys() >= expected.keys()  # ZeRO stores zeros for a parameter without gradients
+        for name, tensor in expected.items():
+            # timm's Muon orthogonalises gradients in bf16, whose last bit is 2^-8.
             atol = 1e-4 if case == "muon_mixed" else 1e-5
-            torch.testing.assert_close(ours[name], tensor, atol=atol, rtol=0, msg=f"{case} {name}")
+            torch.testing.assert_close(actual[name], tensor, atol=atol, rtol=0, msg=f"{case} {name}")
 
 
-def test_the_files_have_all_state(single):
-    def kept(case: str) -> tuple[set[str], dict, list]:
+def test_the_files_contain_all_state(single):
+    def stored_state(case: str) -> tuple[set[str], dict, list]:
         checkpoint = latest_of(single / case / "straight")
         names = {name.rpartition("/")[2] for name in load_file(checkpoint / "optimizer.safetensors")}
         return names, state(checkpoint)["scalars"]["head.weight"], state(checkpoint)["groups"]
 
     step = {"dtype": "F32", "value": 10.0}
-    assert kept("adamw") == ({"exp_avg", "exp_avg_sq"}, {"step": step}, [{}, {}])
-    assert kept("lamb") == ({"exp_avg", "exp_avg_sq"}, {}, [{"step": step}, {"step": step}])
-    assert kept("adafactor") == ({"row_var", "col_var", "variance"}, {"step": step}, [{}, {}])
-    assert kept("nadam")[1].keys() == {"step", "mu_product"}
-    assert kept("lookahead")[0] == {"exp_avg", "exp_avg_sq", "lookahead_slow_buff"}
-    assert kept("schedule_free")[2][0].keys() == {"k", "weight_sum"}
-    without = latest_of(single / "adamw_first_without_gradient" / "straight")
-    assert "first" not in {n.partition("/")[0] for n in load_file(without / "optimizer.safetensors")}
-    manifest = json.loads((without / "manifest.json").read_text())
+    assert stored_state("adamw") == ({"exp_avg", "exp_avg_sq"}, {"step": step}, [{}, {}])
+    assert stored_state("lamb") == ({"exp_avg", "exp_avg_sq"}, {}, [{"step": step}, {"step": step}])
+    assert stored_state("adafactor") == ({"row_var", "col_var", "variance"}, {"step": step}, [{}, {}])
+    assert stored_state("nadam")[1].keys() == {"step", "mu_product"}
+    assert stored_state("lookahead")[0] == {"exp_avg", "exp_avg_sq", "lookahead_slow_buff"}
+    assert stored_state("schedule_free")[2][0].keys() == {"k", "weight_sum"}
+    no_gradient = latest_of(single / "adamw_first_without_gradient" / "straight")
+    assert "first" not in {n.partition("/")[0] for n in load_file(no_gradient / "optimizer.safetensors")}
+    manifest = json.loads((no_gradient / "manifest.json").read_text())
     assert manifest["optimizer"]["state"] == ["exp_avg", "exp_avg_sq", "step"]
     assert manifest["optimizer"]["class"].endswith("AdamW")
 
 
-def test_another_optimizer_is_refused_or_starts_afresh(tmp_path, project_copy):
+def test_another_optimizer_is_refused_or_its_state_is_reset(tmp_path, project_copy):
     flags = ["--checkpoint_every", "10", "--trackers", "none", "--telemetry_s", "0", "--max_steps"]
     words = [*python(), "train_hello.py", "--output_dir", tmp_path, *flags]
     run([*words, "10"])
@@ -147,11 +147,11 @@ def test_a_refusal_is_one_line(strategy, old, new, flags, message, project_copy,
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
 @pytest.mark.parametrize("name", ["sgd", "lion", "muon", "lookahead_adamw", "Rprop", "adafactor"])
-def test_vit_takes_optimizers_of_timm_and_torch_by_their_names(name, layer_decay):
+def test_vit_accepts_optimizers_of_timm_and_torch_by_name(name, layer_decay):
     recipe = Vit(model="test_vit", image_size=32, optimizer=name, lr=0.25, layer_decay=layer_decay)
-    made = build_optimizer(model := build_model(recipe, 10), recipe)
-    assert type(made).__name__.lower() == name.lower().partition("_")[0]
-    groups = [group for group in made.param_groups if group["params"]]
+    optimizer = build_optimizer(model := build_model(recipe, 10), recipe)
+    assert type(optimizer).__name__.lower() == name.lower().partition("_")[0]
+    groups = [group for group in optimizer.param_groups if group["params"]]
     assert {group["lr"] for group in groups} == {0.25}
     assert {group.get("weight_decay") for group in groups} >= {0.0, 0.05}
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
@@ -166,7 +166,7 @@ def test_vit_takes_optimizers_of_timm_and_torch_by_their_names(name, layer_decay
         ("fusedadam", "can't be made here: "),
     ],
 )
-def test_another_name_is_one_line(name, message):
+def test_an_unknown_name_is_one_line(name, message):
     recipe = Vit(model="test_vit", image_size=32, optimizer=name)
     with pytest.raises(ValueError, match=f"^--optimizer {name} {message}"):
         build_optimizer(build_model(recipe, 10), recipe)
@@ -179,11 +179,11 @@ def test_vits_schedules():
     assert rates["linear"] == [1, 0.75, 0.5, 0.25]
     assert rates["constant"] == [1] * 4
     assert rates["step"] == pytest.approx([1, 1, 0.1, 0.01])
-    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5  # after the same warm-up
+    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5  # `step` has the same warm-up
 
 
 class Flat(Layout):
-    """Gives the optimizer flat partitions, as ZeRO does."""
+    """Layout that gives the optimizer flat partitions, like ZeRO."""
 
     parts, is_flat, arrangements = "flat partitions", True, _Zero.arrangements
 
@@ -203,7 +203,7 @@ class Flat(Layout):
         (torch.optim.Adagrad, "makes its state before its first step"),
     ],
 )
-def test_flat_partitions_are_for_optimizers_that_update_each_element_by_itself(make, reason):
+def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
     model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Linear(7, 11))
     layout = Flat(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))
     if reason is None:
@@ -214,7 +214,7 @@ def test_flat_partitions_are_for_optimizers_that_update_each_element_by_itself(m
 
 
 class Rows(Layout):
-    """Gives the optimizer the halves of each parameter's rows."""
+    """Layout that gives the optimizer the halves of each parameter's rows."""
 
     parts = "shards"
 
@@ -227,13 +227,16 @@ ELEMENTWISE += [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adamax, timm
 WITH_TAILS = [timm.optim.MADGRAD, partial(torch.optim.AdamW, fused=True)]
 
 
-@pytest.mark.parametrize("kind", [*ELEMENTWISE, *WITH_TAILS])
-def test_with_the_flag_shards_have_the_bits_of_the_whole_or_are_refused(kind):
-    """On a CPU torch computes the last elements of a tensor otherwise: powers, and all in fused ones."""
+@pytest.mark.parametrize("make", [*ELEMENTWISE, *WITH_TAILS])
+def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
+    """Check on the CPU, where torch computes the last elements of a tensor differently.
+
+    This affects powers and every operation of fused optimizers.
+    """
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Linear(64, 64))
-    layout = Rows(model, SimpleNamespace(optimizer=kind(model.parameters(), lr=0.01)))
+    layout = Rows(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))
     try_out(layout)
-    if kind in ELEMENTWISE:
+    if make in ELEMENTWISE:
         assert try_out(layout, same_bits=True).state_names() is not None
     else:
         with pytest.raises(ValueError, match="can't be used on shards: its update has other bits there"):
@@ -260,7 +263,7 @@ class WithMoreState(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("optimizer_class", "reason"),
     [
         (torch.optim.LBFGS, "a trial step ended with TypeError"),
         (Listing, "its state history is a list"),
@@ -268,17 +271,17 @@ class WithMoreState(torch.optim.SGD):
         (WithMoreState, "its state_dict() has more than"),
     ],
 )
-def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(kind, reason):
+def test_state_that_a_checkpoint_cannot_store_is_refused_before_the_first_step(optimizer_class, reason):
     model = nn.Linear(3, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=re.escape(reason)) as refusal:
-        try_out(Layout(model, SimpleNamespace(optimizer=kind(model.parameters(), lr=0.1))))
-    assert kind.__name__ in str(refusal.value)
+        try_out(Layout(model, SimpleNamespace(optimizer=optimizer_class(model.parameters(), lr=0.1))))
+    assert optimizer_class.__name__ in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert_equal(model.state_dict(), before, "the trial changes nothing")
+    assert_equal(model.state_dict(), before, "the trial changed the model")
 
 
-def test_a_trial_changes_nothing_and_knows_what_the_optimizer_keeps():
+def test_a_trial_changes_nothing_and_lists_the_optimizers_state():
     model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200))
     model.scale = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)

@@ -1,4 +1,4 @@
-"""A resumed run equals the uninterrupted one: bit by bit, within 1e-5 under another strategy."""
+"""Tests that a resumed run equals the uninterrupted run: bit by bit, or within 1e-5 across strategies."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ from tests.support.compare import (
     assert_same_training,
 )
 
-# 14 steps an epoch; a line of the log every 4 steps, so that most stops lie between two lines.
+# 14 steps per epoch and a log line every 4 steps, so that most stops fall between two lines.
 STEPS = 32
 FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "3"]
 FLAGS += ["--max_steps", STEPS, "--log_every", "4", "--log_samples", "--mixed_precision", "no"]
@@ -46,24 +46,24 @@ LAUNCHERS = STRATEGIES | {
     "zero3-3": accelerate("zero3_4gpu", "--num_processes", "3"),
     "ddp3": accelerate("ddp_4gpu", "--num_processes", "3"),
     "ddp4": accelerate("ddp_4gpu"),
-    # Two hosts' hybrid sharding on one: two copies of the model, each in two parts.
+    # The hybrid sharding of two hosts on one host: two replicas of the model, each in two shards.
     "hybrid": accelerate(
         "fsdp_2x4gpu",
         *("--num_machines", "1", "--main_process_port", "0", "--num_processes", "4"),
         *("--parallelism_config_dp_shard_size", "2"),
     ),
 }
-STOPS = (1, 9, 14, 15)  # at step 1, inside an epoch, at its last step, at the next one's first
+STOPS = (1, 9, 14, 15)  # at step 1, inside an epoch, at its last step, at the first step of the next epoch
 
 
 class Training:
-    """One script's run in several starts."""
+    """A run of one script in several starts."""
 
     def __init__(self, script: str, folder, cache, project, *flags):
         self.words = [*SCRIPTS[script], *FLAGS, *flags, *cache, "--output_dir", folder]
         self.folder, self.project = folder, project
 
-    def go(self, launcher: str, stop_at: int | None = None, *flags) -> str:
+    def start(self, launcher: str, stop_at: int | None = None, *flags) -> str:
         env = {"STOP_AT": str(stop_at)} if stop_at else {}
         env |= HALF_THE_CORES if launcher == "single" else {}
         job = Job([*LAUNCHERS[launcher], *self.words, *flags], cwd=self.project, env=env)
@@ -80,12 +80,12 @@ class Training:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, cache, stoppable):
-    """The folder of a script's uninterrupted run."""
+    """Return a function that returns the folder of a script's uninterrupted run."""
 
     @functools.cache
     def folder_of(script: str, launcher: str, *flags):
         folder = tmp_path_factory.mktemp(script) / "run"
-        Training(script, folder, cache, stoppable, *flags).go(launcher)
+        Training(script, folder, cache, stoppable, *flags).start(launcher)
         return folder
 
     return folder_of
@@ -94,7 +94,7 @@ def uninterrupted(tmp_path_factory, cache, stoppable):
 @pytest.mark.parametrize(
     ("script", "launcher", "flags"),
     [
-        ("cnn_a", "single", ()),  # the ring below has the ViT
+        ("cnn_a", "single", ()),  # test_a_ring_of_strategies covers the ViT
         full("vit", "ddp", ("--per_device_batch_size", "24")),
         full("vit", "single", ("--per_device_batch_size", "96")),
         *(full("vit", on, ("--mixed_precision", "bf16")) for on in ("zero2", "fsdp", "zero3")),
@@ -105,11 +105,11 @@ def uninterrupted(tmp_path_factory, cache, stoppable):
 def test_stopped_four_times_is_bit_equal(script, launcher, flags, uninterrupted, tmp_path, cache, stoppable):
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
     for stop in STOPS:
-        training.go(launcher, stop)
-    output = training.go(launcher)
+        training.start(launcher, stop)
+    output = training.start(launcher)
     assert f"continuing at step {STOPS[-1]}" in output
     walls = [line["wall_s"] for line in metrics(tmp_path / "run")]
-    assert walls == sorted(walls), "time goes on where it stopped"
+    assert walls == sorted(walls), "wall time does not continue where it stopped"
     reference = uninterrupted(script, launcher, *flags)
     assert lines(tmp_path / "run" / "samples.jsonl") == lines(reference / "samples.jsonl")
     assert_same_state(tmp_path / "run", reference)
@@ -119,12 +119,12 @@ def test_stopped_four_times_is_bit_equal(script, launcher, flags, uninterrupted,
 @pytest.mark.full
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("launcher", ["single", "fsdp"])
-def test_compiled_and_eager_continue_one_another(launcher, uninterrupted, tmp_path, cache, stoppable):
+def test_compiled_and_eager_training_resume_each_other(launcher, uninterrupted, tmp_path, cache, stoppable):
     compiled = ("--compile", "default", "--grad_checkpointing")
     training = Training("vit", tmp_path / "run", cache, stoppable)
-    training.go(launcher, STOPS[0], *compiled)
-    training.go(launcher, STOPS[1])
-    training.go(launcher, None, *compiled)
+    training.start(launcher, STOPS[0], *compiled)
+    training.start(launcher, STOPS[1])
+    training.start(launcher, None, *compiled)
     assert_same_tensors(tmp_path / "run", uninterrupted("vit", launcher), tolerance=1e-4)
     run([*python(), "validate.py", tmp_path / "run", *cache, "--output_dir", tmp_path / "report"])
 
@@ -133,26 +133,27 @@ def test_compiled_and_eager_continue_one_another(launcher, uninterrupted, tmp_pa
 @pytest.mark.parametrize(
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )
-def test_three_processes_are_equal_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
-    """Few of the model's sizes divide by three: shards are uneven, and ZeRO pads the last ones.
+def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
+    """Use three processes, because few of the model's sizes divide by three: shards are uneven and ZeRO pads.
 
-    DDP lays its buckets out anew after the first step, so a resumed run adds three ranks in another order.
-    The bias of attention's keys has no gradient but what rounding leaves, which AdamW makes as large as any.
+    DDP rebuilds its buckets after the first step, so a resumed run adds the three ranks' gradients in another
+    order. The gradient of the bias of attention's keys is only rounding error, which AdamW scales like any
+    other gradient.
     """
     flags = ("--per_device_batch_size", "32")
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
     for stop in (*STOPS, None):
-        training.go(launcher, stop)
+        training.start(launcher, stop)
     reference = uninterrupted(script, launcher, *flags)
     assert_same_tensors(tmp_path / "run", reference, tolerance=1e-6, without="attn.qkv.bias")
 
 
 @pytest.mark.full
-def test_another_per_device_batch_size_keeps_the_mean_of_the_loss(uninterrupted, tmp_path, cache, stoppable):
-    """CNN-A has no BatchNorm: its losses stay within 1e-5, also in the log line at the stop."""
+def test_another_per_device_batch_size_keeps_the_mean_loss(uninterrupted, tmp_path, cache, stoppable):
+    """Check CNN-A, which has no BatchNorm: losses stay within 1e-5, also in the log line at the stop."""
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
-    training.go("single", 9)
-    training.go("single", None, "--per_device_batch_size", "24")
+    training.start("single", 9)
+    training.start("single", None, "--per_device_batch_size", "24")
     compare.assert_same_losses(metrics(tmp_path / "run"), metrics(uninterrupted("cnn_a", "single")))
 
 
@@ -163,24 +164,25 @@ RING = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "single")
 def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable):
     training = Training(script, tmp_path / "run", cache, stoppable)
     for leg, launcher in enumerate(RING):
-        training.go(launcher, 3 + 4 * leg if leg < 6 else None)
+        training.start(launcher, 3 + 4 * leg if leg < 6 else None)
     assert_same_training(tmp_path / "run", uninterrupted(script, "single"))
 
 
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# Four micro-batches, on one, two and four processes. The ring has ResNet-18, with two: the sum of two is the
-# same in any order, and one that is rounded otherwise now and then carries an activation over ReLU's edge.
+# Four micro-batches on one, two and four processes. The ring of strategies trains ResNet-18 with two
+# micro-batches, because a sum of two does not depend on the order. A sum that is rounded differently can move
+# an activation across ReLU's threshold.
 MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, cache, stoppable):
-    """The folder of a run that was stopped inside the first epoch."""
+    """Return a function that returns the folder of a run stopped inside the first epoch."""
 
     @functools.cache
     def folder_of(launcher: str, *flags):
         folder = tmp_path_factory.mktemp("stopped") / "run"
-        Training("vit", folder, cache, stoppable, *flags).go(launcher, 9)
+        Training("vit", folder, cache, stoppable, *flags).start(launcher, 9)
         return folder
 
     return folder_of
@@ -188,19 +190,19 @@ def stopped(tmp_path_factory, cache, stoppable):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("source", "target"), [*EACH, *MORE])
-def test_each_strategy_continues_another(source, target, uninterrupted, stopped, tmp_path, cache, stoppable):
+def test_each_strategy_resumes_each_other(source, target, uninterrupted, stopped, tmp_path, cache, stoppable):
     flags = ("--per_device_batch_size", "24")
     training = Training("vit", tmp_path / "run", cache, stoppable, *flags)
-    training.go(target, None, "--resume", stopped(source, *flags))
+    training.start(target, None, "--resume", stopped(source, *flags))
     assert_same_training(tmp_path / "run", uninterrupted("vit", "single", *flags), begin=9)
 
 
-def test_fp16_goes_on_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):
-    """The first steps overflow: a resume with the initial scale would skip other steps."""
+def test_fp16_resumes_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):
+    """Let the first steps overflow, so that a resume with the initial scale would skip other steps."""
     flags = ("--mixed_precision", "fp16", "--max_steps", "12")
     training = Training("cnn_a", tmp_path / "run", cache, stoppable, *flags)
-    training.go("single", 5)
-    training.go("single")
+    training.start("single", 5)
+    training.start("single")
     reference = uninterrupted("cnn_a", "single", *flags)
     assert_same_state(tmp_path / "run", reference)
     assert_same_end(tmp_path / "run", reference)
@@ -209,7 +211,10 @@ def test_fp16_goes_on_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppa
 
 @pytest.mark.full
 def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
-    """Two launches with a folder each, as on two hosts: only rank 0's is made; it sends the checkpoint."""
+    """Start two launches with separate folders, as on two hosts.
+
+    Only rank 0 creates its folder, and it sends the checkpoint to rank 1.
+    """
     words = [*CNN, *FLAGS]
     for env, statuses in (({"STOP_AT": "9"}, {1}), ({}, {0})):
         jobs = two_hosts(tmp_path, cache, words, projects=(stoppable, stoppable), envs=(env, env))
@@ -219,31 +224,31 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
     assert not (tmp_path / "run1").exists()
 
 
-def test_a_run_that_begins_at_anothers_checkpoint(tmp_path, cache, stoppable):
-    """Its best checkpoint is its own, also after a stop right at its beginning."""
-    Training("cnn_a", tmp_path / "first", cache, stoppable).go("single", 14)
+def test_a_run_started_from_anothers_checkpoint(tmp_path, cache, stoppable):
+    """Check that its best checkpoint is in its folder, also after a stop at its first step."""
+    Training("cnn_a", tmp_path / "first", cache, stoppable).start("single", 14)
     new = Training("cnn_a", tmp_path / "new", cache, stoppable, "--resume", tmp_path / "first")
     for stop in (14, 15):
-        assert "continuing at step 14" in new.go("single", stop)
-        found = result(tmp_path / "new")
-        assert found["best_step"] == 14
-        assert (tmp_path / "new" / found["best_checkpoint"] / "manifest.json").exists()
-    assert "continuing at step 15" in new.go("single")
+        assert "continuing at step 14" in new.start("single", stop)
+        final = result(tmp_path / "new")
+        assert final["best_step"] == 14
+        assert (tmp_path / "new" / final["best_checkpoint"] / "manifest.json").exists()
+    assert "continuing at step 15" in new.start("single")
     assert metrics(tmp_path / "new")[0]["step"] == 14
     assert latest(tmp_path / "first").name == "step_00000014"
 
 
-def test_the_best_counts_anew_where_it_is_measured_by_another_number(tmp_path, cache):
+def test_another_metric_resets_the_best_result(tmp_path, cache):
     words = [*CNN, *FLAGS, *cache, "--output_dir", tmp_path / "run", "--max_steps"]
     run([*words, "14"])
     output = run([*words, "15", "--best_by", "macro_f1", "--allow_changed", "best_by"])
     assert "the best evaluation counts anew" in output
-    found = result(tmp_path / "run")
-    assert found["best_macro_f1"] > 0
+    final = result(tmp_path / "run")
+    assert final["best_macro_f1"] > 0
     assert [line["step"] for line in metrics(tmp_path / "run") if "val/macro_f1" in line] == [14, 15]
 
 
-def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
+def test_a_changed_recipe_is_refused_unless_a_flag_allows_it(tmp_path, cache):
     words, folder = [*CNN, *FLAGS, *cache], tmp_path / "run"
     words += ["--max_steps", "9", "--output_dir", folder]
     run(words)
@@ -258,14 +263,14 @@ def test_another_recipe_is_refused_unless_a_flag_names_it(tmp_path, cache):
     status, output = Job([*elsewhere, "--seed", "1"]).wait()
     assert status == 1
     assert "is of another recipe (--seed was 0, now 1)" in output
-    for batch_size, place in (
+    for batch_size, position in (
         (48, "after 432 of epoch 1 now: 432 images are trained twice"),
         (192, "after 384 of epoch 2 now: the images between are not trained"),
     ):
         changed = ["--batch_size", batch_size, "--allow_changed", "batch_size", "--max_steps", "10"]
         output = run([*elsewhere[:-1], tmp_path / str(batch_size), *changed])
-        was = f"--batch_size {batch_size} (it was 96): step 9 came after 864 images of epoch 1"
-        assert f"{was}, and comes {place}" in output
+        change = f"--batch_size {batch_size} (it was 96): step 9 came after 864 images of epoch 1"
+        assert f"{change}, and comes {position}" in output
     output = run([*words, "--lr", "0.001", "--allow_changed", "lr"])
     assert "continuing at step 9" in output
     assert "came after" not in output

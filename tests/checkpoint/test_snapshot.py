@@ -1,4 +1,4 @@
-"""The snapshot's memory on a host with CUDA, which is simulated: cudaHostRegister notes what it is given."""
+"""Tests of the snapshot's page-locked memory, with a simulated CUDA runtime."""
 
 import gc
 import mmap
@@ -17,7 +17,7 @@ SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001
 
 
 class Cudart:
-    """CUDA's runtime, which page-locks whole pages and no page twice."""
+    """Simulated CUDA runtime that locks only whole pages and no page twice."""
 
     def __init__(self, status: int = 0):
         self.status, self.locked, self.calls = status, {}, 0
@@ -39,13 +39,13 @@ class Cudart:
 
 @pytest.fixture
 def cudart(monkeypatch):
-    made = Cudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    return made
+    runtime = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return runtime
 
 
-def test_a_pinned_snapshot_takes_its_own_pages_and_no_power_of_two(cudart, tmp_path):
-    """torch's allocator would take 512 KiB for these 392 KiB, and 4 GiB for 2.1."""
+def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tmp_path):
+    """torch's allocator would take 512 KiB for these 392 KiB, and 4 GiB for 2.1 GiB."""
     snapshots = [Snapshot(SPECS, pinned=True) for _ in range(3)]
     for snapshot in snapshots:
         start, size = snapshot.buffer.data_ptr(), cudart.locked[snapshot.buffer.data_ptr()]
@@ -59,25 +59,25 @@ def test_a_pinned_snapshot_takes_its_own_pages_and_no_power_of_two(cudart, tmp_p
     kept = snapshots.pop()
     del snapshot, view, snapshots
     gc.collect()
-    assert list(cudart.locked) == [kept.buffer.data_ptr()], "memory stays locked that others get"
+    assert list(cudart.locked) == [kept.buffer.data_ptr()], "freed memory stays locked"
 
 
 def test_a_write_leaves_most_of_its_core_to_the_training(tmp_path):
     waits, gathering = [], Gather.__new__(Gather)
-    gathering.hurry = SimpleNamespace(wait=waits.append)  # ends at once when the training waits
+    gathering.hurry = SimpleNamespace(wait=waits.append)  # returns at once while training waits
     Snapshot({"x": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(tmp_path / "file")
     assert [wait > 0 for wait in waits] == [True] * 3
 
 
-def test_memory_is_locked_on_a_host_with_cuda_and_where_there_is_some(cudart):
+def test_memory_is_not_locked_without_cuda_or_without_state(cudart):
     Snapshot(SPECS, pinned=False)
-    Snapshot({}, pinned=True)  # of an optimizer without state
+    Snapshot({}, pinned=True)  # an optimizer without state
     assert cudart.calls == 0
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
-def test_the_savers_thread_takes_the_gpu_of_its_process(device, number, monkeypatch):
-    """Without an index, as Accelerate's on one process is, torch refuses the device."""
+def test_the_saver_thread_uses_its_processs_gpu(device, number, monkeypatch):
+    """Use a device without an index, as Accelerate's is on one process: torch's set_device refuses it."""
     chosen = []
     monkeypatch.setattr("torch.cuda.set_device", lambda d: chosen.append(torch.cuda._get_device_index(d)))
     accelerator = SimpleNamespace(device=torch.device(device))
@@ -85,11 +85,11 @@ def test_the_savers_thread_takes_the_gpu_of_its_process(device, number, monkeypa
     assert chosen == [number]
 
 
-def test_memory_that_can_not_be_locked_is_an_error(monkeypatch):
-    made = Cudart(status=2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+def test_memory_that_cannot_be_locked_is_an_error(monkeypatch):
+    runtime = Cudart(status=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with pytest.raises(RuntimeError, match="for checkpoints can't be page-locked: CUDA's error 2") as error:
         Snapshot(SPECS, pinned=True)
-    assert not is_out_of_memory(error.value), "a smaller batch would not help"
+    assert not is_out_of_memory(error.value), "the error would advise a smaller batch"
     gc.collect()
-    assert not made.locked
+    assert not runtime.locked

@@ -1,4 +1,7 @@
-"""Runs stored by earlier versions continue with this code: docs/checkpoints.md says how to store one."""
+"""Tests that runs stored by earlier versions continue with this code.
+
+docs/checkpoints.md describes how to store one.
+"""
 
 import json
 import shutil
@@ -14,7 +17,7 @@ from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 STORED = Path(__file__).parent / "stored"
-LATER = "step_00000020"  # what the run itself went on to
+LATER = "step_00000020"  # the checkpoint that the stored run wrote after step 16
 
 
 def test_the_format_of_this_version_is_stored():
@@ -22,8 +25,8 @@ def test_the_format_of_this_version_is_stored():
 
 
 @pytest.mark.parametrize("stored", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
-def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
-    """It continues from step 16, between two lines of the log. The best checkpoint is of step 14."""
+def test_a_stored_run_continues_with_the_same_result(stored, tmp_path, cache):
+    """Resume at step 16, between two log lines. The best checkpoint has step 14."""
     folder = tmp_path / "run"
     shutil.copytree(stored, folder)
     shutil.rmtree(folder / "checkpoints" / LATER)
@@ -37,7 +40,7 @@ def test_a_stored_run_goes_on_as_it_did(stored, tmp_path, cache):
     assert_same_tensors(folder, stored, tolerance=1e-5)
 
 
-def test_runs_and_checkpoints_carry_the_version(tmp_path):
+def test_runs_and_checkpoints_store_the_version(tmp_path):
     run(["train_hello.py", "--max_steps", "2", "--trackers", "none", "--output_dir", tmp_path / "run"])
     assert __version__[0].isdigit()
     record = RunRecord(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The weights that fine-tuning begins with: a file's or a run's, made to fit as timm itself does."""
+"""Tests of initial weights for fine-tuning: loaded from a file or a run and adapted like timm adapts them."""
 
 import json
 import shlex
@@ -25,7 +25,7 @@ SMALL = {"model": "test_vit", "image_size": 32, "patch_size": 8}
 
 
 def saved(file: Path, classes: int = 10, **changes) -> Path:
-    """A file with the weights of a small model. changes: other tensors, by name."""
+    """Write a file with the weights of a small model. `changes` maps names to other tensors."""
     torch.manual_seed(1)
     model = build_model(Vit(**SMALL), classes)
     save_file(model.state_dict() | changes, file)
@@ -37,40 +37,40 @@ def file(tmp_path) -> Path:
     return saved(tmp_path / "small.safetensors")
 
 
-def built(weights: Path, classes: int = 10, **more) -> dict[str, Tensor]:
-    return build_model(Vit(**SMALL | more, weights=str(weights)), classes).state_dict()
+def load_into_model(weights: Path, classes: int = 10, **flags) -> dict[str, Tensor]:
+    return build_model(Vit(**SMALL | flags, weights=str(weights)), classes).state_dict()
 
 
 @pytest.mark.parametrize(
-    "more", [{"image_size": 48}, {"patch_size": 4}, {"image_size": 40, "patch_size": 4}, {}], ids=str
+    "flags", [{"image_size": 48}, {"patch_size": 4}, {"image_size": 40, "patch_size": 4}, {}], ids=str
 )
-def test_embeddings_are_resampled_as_timm_does(more, file):
-    size, patch = (SMALL | more)["image_size"], (SMALL | more)["patch_size"]
-    ours = built(file, **more)
+def test_embeddings_are_resampled_like_timm(flags, file):
+    size, patch = (SMALL | flags)["image_size"], (SMALL | flags)["patch_size"]
+    actual = load_into_model(file, **flags)
     options = {"img_size": size, "patch_size": patch, "num_classes": 10}
     overlay = {"file": str(file), "num_classes": 10}
-    theirs = timm.create_model("test_vit", True, pretrained_cfg_overlay=overlay, **options).state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert torch.equal(ours[name], tensor), name
+    expected = timm.create_model("test_vit", True, pretrained_cfg_overlay=overlay, **options).state_dict()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
 
 
-def test_the_head_is_new_for_another_number_of_classes(file, tmp_path, capsys):
-    ours, source = built(file, classes=3), load_file(file)
-    assert ours["head.weight"].shape == (3, 64)
-    assert 0.01 < ours["head.weight"].std() < 0.03  # as timm draws it
-    assert not ours["head.bias"].any()
+def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
+    state, source = load_into_model(file, classes=3), load_file(file)
+    assert state["head.weight"].shape == (3, 64)
+    assert 0.01 < state["head.weight"].std() < 0.03  # timm's initialisation
+    assert not state["head.bias"].any()
     for name in source.keys() - {"head.weight", "head.bias"}:
-        assert torch.equal(ours[name], source[name]), name
+        assert torch.equal(state[name], source[name]), name
     assert "the head is new, for 3 classes instead of 10" in capsys.readouterr().out
     headless = {name: tensor for name, tensor in source.items() if not name.startswith("head.")}
     save_file(headless, tmp_path / "headless.safetensors")
-    assert built(tmp_path / "headless.safetensors", classes=3)["head.weight"].shape == (3, 64)
+    assert load_into_model(tmp_path / "headless.safetensors", classes=3)["head.weight"].shape == (3, 64)
 
 
 @pytest.mark.parametrize("model", ["test_vit", "deit_tiny_distilled_patch16_224", "test_resnet"])
 @pytest.mark.parametrize(
-    ("classes", "rows", "said"),
+    ("classes", "rows", "message"),
     [
         (("cat", "dog", "wolf"), [0, 1, 2], ""),
         (("wolf", "cat", "dog"), [2, 0, 1], "keeps the rows of 3 classes and starts afresh for 0 classes"),
@@ -85,7 +85,7 @@ def test_the_head_is_new_for_another_number_of_classes(file, tmp_path, capsys):
         ),
     ],
 )
-def test_a_head_keeps_the_rows_of_the_classes_it_knows(model, classes, rows, said, tmp_path, capsys):
+def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, tmp_path, capsys):
     recipe = {"model": model, "image_size": 32, "patch_size": 16 if "deit" in model else None}
     recipe |= {"drop_path": 0.0}
     source = build_model(Vit(**recipe), 3).state_dict()
@@ -95,42 +95,48 @@ def test_a_head_keeps_the_rows_of_the_classes_it_knows(model, classes, rows, sai
     if classes != ("a", "b", "c"):
         (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog", "wolf"]}')
     capsys.readouterr()
-    ours = build_model(Vit(**recipe, weights=str(file)), len(rows), classes).state_dict()
-    assert said in (output := capsys.readouterr().out)
-    assert ("class" in output) == bool(said)
+    state = build_model(Vit(**recipe, weights=str(file)), len(rows), classes).state_dict()
+    assert message in (output := capsys.readouterr().out)
+    assert ("class" in output) == bool(message)
     assert len(heads) == (4 if "deit" in model else 2)
     for name in heads:
-        assert len(ours[name]) == len(rows)
-        for row, before in zip(ours[name], rows, strict=True):
-            is_kept = [torch.equal(row, one) for one in source[name]]
+        assert len(state[name]) == len(rows)
+        for row, before in zip(state[name], rows, strict=True):
+            is_kept = [torch.equal(row, stored_row) for stored_row in source[name]]
             assert is_kept == [k == before for k in range(3)], name
-    assert all(torch.equal(ours[name], source[name]) for name in source.keys() - heads)
+    assert all(torch.equal(state[name], source[name]) for name in source.keys() - heads)
 
 
-def test_a_folder_of_the_hub_says_how_images_are_prepared(tmp_path, capsys):
-    """Its own configuration wins over the one that timm has for the architecture."""
-    own = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.7, "crop_mode": "squash"}
-    own |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
+    """Check that the folder's configuration overrides timm's configuration of the architecture."""
+    base = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.7, "crop_mode": "squash"}
+    base |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     folder = tmp_path / "hub"
     model = timm.create_model("test_vit", img_size=48)
-    save_for_hf(model, str(folder), data_config=own, safe_serialization=True)
+    save_for_hf(model, str(folder), data_config=base, safe_serialization=True)
     recipe = Vit(model="test_vit", weights=str(folder)).resolved()
     assert recipe.image_size == 48
     config = data_config_of(build_model(recipe, 1000), recipe)
-    assert (config.mean, config.std, *config.crop[:3]) == (own["mean"], own["std"], "bilinear", 0.7, "squash")
+    assert (config.mean, config.std, *config.crop[:3]) == (
+        base["mean"],
+        base["std"],
+        "bilinear",
+        0.7,
+        "squash",
+    )
     assert "resamples" not in capsys.readouterr().out
     flags = {"interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"}
     recipe = Vit(model="test_vit", weights=str(folder), image_size=32, **flags).resolved()
     changed = data_config_of(build_model(recipe, 3), recipe)
-    assert (changed.crop[:3], changed.mean) == (tuple(flags.values()), own["mean"])
+    assert (changed.crop[:3], changed.mean) == (tuple(flags.values()), base["mean"])
     output = capsys.readouterr().out
     assert "; timm resamples pos_embed for this size; the head is new, for 3 classes" in output
     with pytest.raises(ValueError, match="hub holds test_vit, not test_vit2: give --model test_vit"):
         build_model(Vit(model="test_vit2", weights=str(folder)), 10)
 
 
-def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **about) -> Path:
-    """A checkpoint of a run, whose weights all have this value, those of its EMA another."""
+def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **fields) -> Path:
+    """Write a checkpoint whose weights all have this value. `ema` is the value of the averaged weights."""
     specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}
     names = {"model.safetensors": value} | ({} if ema is None else {"ema.safetensors": ema})
     snapshots = {"optimizer.safetensors": Snapshot({}, pinned=False)}
@@ -138,38 +144,38 @@ def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **a
         snapshots[name] = Snapshot(specs, pinned=False)
         for view in snapshots[name].views.values():
             view.fill_(fill)
-    return commit(run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}} | about)
+    return commit(run / "checkpoints", step, snapshots, {}, {"recipe": {"model": "test_vit"}} | fields)
 
 
-def test_a_run_a_checkpoint_and_an_exported_folder_have_weights(tmp_path):
+def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
     def first(location: Path) -> float:
-        return built(location)["norm.weight"][0].item()
+        return load_into_model(location)["norm.weight"][0].item()
 
     run = tmp_path / "run"
     best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
-    assert first(run) == 3.0  # the newest, without an index
+    assert first(run) == 3.0  # without an index, the newest checkpoint
     write_step_index(run / "checkpoints", 20, 10)
-    assert first(run) == 2.0  # the best one's averaged weights
+    assert first(run) == 2.0  # the averaged weights of the best checkpoint
     assert first(best) == 2.0
     assert first(latest) == 3.0
     assert first(best / "model.safetensors") == 1.0
     (tmp_path / "model").mkdir()
     saved(tmp_path / "model" / "model.safetensors")
-    assert built(tmp_path / "model").keys() == built(best).keys()
+    assert load_into_model(tmp_path / "model").keys() == load_into_model(best).keys()
     content = bytearray((best / "ema.safetensors").read_bytes())
     content[-1] ^= 1
     (best / "ema.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"--weights .*ema.safetensors has changed since it was written"):
-        built(run)
+        load_into_model(run)
 
 
 @pytest.mark.parametrize("when", ["while it is verified", "before it is read"])
-def test_a_training_may_replace_its_best_checkpoint(when, tmp_path, monkeypatch):
+def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monkeypatch):
     run, checked = tmp_path / "run", weights.verify
-    about = {"classes": ["a"], "written_by": {"script": "train_vit"}}
+    manifest_fields = {"classes": ["a"], "written_by": {"script": "train_vit"}}
 
     def save(step: int) -> None:
-        checkpoint(run, step, 0.0, ema=step, **about)
+        checkpoint(run, step, 0.0, ema=step, **manifest_fields)
         write_step_index(run / "checkpoints", step, step)
 
     def replace() -> None:
@@ -183,77 +189,79 @@ def test_a_training_may_replace_its_best_checkpoint(when, tmp_path, monkeypatch)
 
     save(1)
     monkeypatch.setattr(weights, "verify", verify)
-    found = weights.find(str(run), "best", tmp_path, lambda: None)
+    chosen = weights.find(str(run), "best", tmp_path, lambda: None)
     if when == "before it is read":
         replace()
-    weights.load_trained(model := build_model(Vit(**SMALL), 10), Path(found.weights))
-    assert model.norm.weight[0].item() == found.step == (2 if when == "while it is verified" else 1)
+    weights.load_trained(model := build_model(Vit(**SMALL), 10), Path(chosen.weights))
+    assert model.norm.weight[0].item() == chosen.step == (2 if when == "while it is verified" else 1)
 
 
-def test_weights_of_another_model_are_refused_by_the_first_tensor(file, tmp_path):
+def test_weights_of_another_model_are_refused_with_the_first_tensor(file, tmp_path):
     with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token": give'):
-        built(file, model="test_vit2")
-    more = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
+        load_into_model(file, model="test_vit2")
+    larger = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
     with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown": give the --model'):
-        built(more)
+        load_into_model(larger)
     best = checkpoint(tmp_path / "run", 10, 1.0)
     with pytest.raises(ValueError, match=r"--model test_vit2: .*: give the --model that it is of, test_vit$"):
-        built(best, model="test_vit2")
+        load_into_model(best, model="test_vit2")
     with pytest.raises(ValueError, match=r"holds neither checkpoints nor model\.safetensors"):
-        built(tmp_path)
+        load_into_model(tmp_path)
 
 
-@pytest.mark.parametrize("wrap", ["_orig_mod.", "module.", "model.", "module._orig_mod.", "model._orig_mod."])
-def test_names_of_a_wrapped_model(wrap, file, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module.", "model.", "module._orig_mod.", "model._orig_mod."]
+)
+def test_names_of_a_wrapped_model(prefix, file, tmp_path, capsys):
     wrapped = tmp_path / "wrapped.safetensors"
-    save_file({f"{wrap}{name}": tensor for name, tensor in load_file(file).items()}, wrapped)
-    expected, found = built(file, classes=3), built(wrapped, classes=3)
-    assert all(torch.equal(found[name], expected[name]) for name in expected if "head" not in name)
-    assert f"begins with {wrap}, which is taken off; the head is new, for 3" in capsys.readouterr().out
+    save_file({f"{prefix}{name}": tensor for name, tensor in load_file(file).items()}, wrapped)
+    expected, state = load_into_model(file, classes=3), load_into_model(wrapped, classes=3)
+    assert all(torch.equal(state[name], expected[name]) for name in expected if "head" not in name)
+    assert f"begins with {prefix}, which is taken off; the head is new, for 3" in capsys.readouterr().out
     save_file({"model.norm.weight": torch.zeros(1), "unknown": torch.zeros(1)}, wrapped)
     with pytest.raises(ValueError, match=r"Missing key"):
-        built(wrapped)
+        load_into_model(wrapped)
 
 
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path, monkeypatch):
     state = load_file(file)
-    state["head.weight"] = state["head.weight"].t().contiguous().t()  # as some files have it
+    state["head.weight"] = state["head.weight"].t().contiguous().t()  # some files store such a tensor
     pickle = tmp_path / "their model.pth"
     torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ValueError, match="is a pickle, which can run code when it is read") as raised:
-        built(pickle)
+        load_into_model(pickle)
     command = str(raised.value).partition(", by ")[2]
     words = shlex.split(command)
     assert words[:2] == ["python", "-c"]
     monkeypatch.setattr(sys, "argv", ["-c", *words[3:]])
     exec(words[2], {})
-    ours = built(tmp_path / "their model.safetensors")
-    assert all(torch.equal(ours[name], tensor) for name, tensor in state.items())
+    converted = load_into_model(tmp_path / "their model.safetensors")
+    assert all(torch.equal(converted[name], tensor) for name, tensor in state.items())
 
 
 # --- Layers
 
 
 @pytest.mark.parametrize("model", ["test_vit", "deit_tiny_distilled_patch16_224"])
-def test_layers_have_timms_learning_rates(model):
+def test_layers_get_timms_learning_rates(model):
     recipe = Vit(model=model, image_size=32, patch_size=16, layer_decay=0.5, weight_decay=0.1)
     with torch.device("meta"):
         network = build_model(recipe, 10)
     names = {id(p): name for name, p in network.named_parameters()}
     groups = build_optimizer(network, recipe).param_groups
-    ours = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
-    assert ours.keys() == set(names.values())
-    theirs = param_groups_layer_decay(network, 0.1, network.no_weight_decay(), layer_decay=0.5)
-    assert ours == {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
+    actual = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
+    assert actual.keys() == set(names.values())
+    timms = param_groups_layer_decay(network, 0.1, network.no_weight_decay(), layer_decay=0.5)
+    assert actual == {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in timms for p in g["params"]}
     depth = len(network.blocks)
-    assert (ours["head.weight"], ours["head.bias"]) == ((1.0, 0.1), (1.0, 0.0))
-    assert ours["norm.weight"] == (0.5, 0.0)  # with the last block
-    assert ours[f"blocks.{depth - 1}.mlp.fc1.weight"] == (0.5, 0.1)
-    assert ours["blocks.0.mlp.fc1.bias"] == (0.5**depth, 0.0)
-    assert ours["pos_embed"] == (0.5 ** (depth + 1), 0.0)
-    without = build_optimizer(network, Vit(model=model)).param_groups
-    assert [("lr_scale" in group, len(group["params"]) > 0) for group in without] == [(False, True)] * 2
+    assert (actual["head.weight"], actual["head.bias"]) == ((1.0, 0.1), (1.0, 0.0))
+    assert actual["norm.weight"] == (0.5, 0.0)  # the norm belongs to the last block's group
+    assert actual[f"blocks.{depth - 1}.mlp.fc1.weight"] == (0.5, 0.1)
+    assert actual["blocks.0.mlp.fc1.bias"] == (0.5**depth, 0.0)
+    assert actual["pos_embed"] == (0.5 ** (depth + 1), 0.0)
+    plain_groups = build_optimizer(network, Vit(model=model)).param_groups
+    assert [("lr_scale" in group, len(group["params"]) > 0) for group in plain_groups] == [(False, True)] * 2
 
 
 @pytest.mark.parametrize(
@@ -265,7 +273,7 @@ def test_layers_have_timms_learning_rates(model):
         full("eva02_tiny_patch14_224", 1.0),
     ],
 )
-def test_freeze_leaves_the_head_alone_to_the_optimizer(model, layer_decay, tmp_path):
+def test_freeze_trains_only_the_head(model, layer_decay, tmp_path):
     size = {"model": model, "image_size": 56, "patch_size": 14}
     save_file(build_model(Vit(**size), 5).state_dict(), tmp_path / "w.safetensors")
     recipe = Vit(**size, weights=str(tmp_path / "w.safetensors"), freeze=True, layer_decay=layer_decay)
@@ -277,10 +285,10 @@ def test_freeze_leaves_the_head_alone_to_the_optimizer(model, layer_decay, tmp_p
     assert sum(len(group["params"]) for group in groups) == len(trained)
 
 
-def test_a_checkpoints_recipe_builds_the_model_without_its_beginning():
-    """validate.py and the like build a frozen run's model without its --weights, which may be gone."""
+def test_a_checkpoints_recipe_builds_the_model_without_its_initial_weights():
+    """Build a frozen run's model without its --weights, which may be gone. validate.py needs this."""
     recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
-    recipe |= {"half_residual": True}  # a flag that has left
+    recipe |= {"half_residual": True}  # a flag that was removed
     assert parse(Vit, as_flags(json.loads(json.dumps(recipe)), Vit)) == Vit(**SMALL, layer_decay=0.7)
     with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
         Vit(freeze=True)
