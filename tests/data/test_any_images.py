@@ -1,4 +1,4 @@
-"""--data takes images as people have them: layouts of class folders, formats, what is found and left out."""
+"""Tests that --data accepts common layouts of class folders and image formats, and reports what it skips."""
 
 import errno
 import io
@@ -39,7 +39,7 @@ from tests.support.data_sets import (
 )
 from tools.prepare.preparation import find_dataset
 
-# PIL's own way
+# PIL warns when it reads such images
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 
 
@@ -63,7 +63,7 @@ def test_the_names_of_splits(names, tmp_path):
     assert (images.val.images == np.stack(expected)).all()
 
 
-def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path):
+def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path):
     splits = ("train", "test", "valid", "val")
     root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in splits for c in ("cat", "dog")))
     prepared = prepare_with(root, tmp_path / "cache")
@@ -76,8 +76,8 @@ def test_the_first_split_to_evaluate_on_counts_and_the_others_are_named(tmp_path
 
 
 @pytest.mark.parametrize("name", ["train", "Valid", "val", "test"])
-def test_a_class_may_be_called_like_a_split(name, tmp_path):
-    """Where it holds images itself, and other classes are beside it."""
+def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
+    """Check a folder that contains images itself, next to other class folders."""
     names = sorted((name, "bus", "car"))
     root = put(tmp_path / "vehicles", *(f"{c}/{k}.png" for c in names for k in range(4)))
     images = open_images(Path(prepare_with(root, tmp_path / "cache", holdout=0.25).folder))
@@ -85,10 +85,11 @@ def test_a_class_may_be_called_like_a_split(name, tmp_path):
     assert len(images.train) + len(images.val) == 12
 
 
-def test_a_folder_that_is_taken_for_a_split_is_named(tmp_path):
+def test_class_folders_next_to_a_split_are_reported(tmp_path):
     root = put(tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/i", "train/t") for k in "123"))
     assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/, as train/ is a split"
-    with pytest.raises(ValueError, match=r"train has no class folders: .*is a split"):  # of dogs and cats
+    # the layout of the dogs-vs-cats data
+    with pytest.raises(ValueError, match=r"train has no class folders: .*is a split"):
         list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), LeftOut())
 
 
@@ -103,12 +104,12 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
     assert images.train.labels.tolist() == [0, 0, 0, 1]
 
 
-def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
-    """Each extension of the list is taken, in the order of the names."""
+def test_extensions_are_matched_in_any_case(tmp_path):
+    """Check that all extensions of the list are accepted, in the order of the file names."""
     pillow_heif.register_heif_opener()
     root = class_folders(tmp_path / "pets", train=2, val=2)
-    kinds = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
-    for split, (format, extension) in product(("train", "val"), kinds):
+    formats = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
+    for split, (format, extension) in product(("train", "val"), formats):
         for name in (f"1{extension}", f"2{extension.upper()}"):
             (root / split / "a" / name).write_bytes(encode(picture(), format))
     images = opened(root, tmp_path / "cache")
@@ -120,7 +121,7 @@ def test_one_list_of_formats_for_extensions_of_any_case(tmp_path):
         )
 
 
-def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
+def test_other_files_are_counted_and_do_not_block(tmp_path):
     root = put(
         tmp_path / "pets",
         *("train/a/1.png", "train/a/deep/2.png", "train/loose.png", "train/a/.hidden/3.png", "train/b/1.png"),
@@ -138,14 +139,14 @@ def test_what_is_no_image_is_counted_and_nothing_hangs(tmp_path):
     (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
     prepared = prepare_with(root, tmp_path / "cache")
     images = open_images(Path(prepared.folder))
-    assert len(images.train) == 5  # 1.png, deep/2.png, out/more/7.png, twin.png, and that of b
+    assert len(images.train) == 5  # 1.png, deep/2.png, out/more/7.png and twin.png of a, 1.png of b
     assert sorted(prepared.left_out.split(", ")) == [
         *("1 .html", "1 .psd", "1 dangling links", "1 without an extension", "2 .txt"),
         *("2 special files", "3 outside class folders"),
     ]
 
 
-def test_what_is_left_out_of_pictures_is_said(tmp_path, capsys):
+def test_pictures_that_are_left_out_are_reported(tmp_path, capsys):
     root = put(tmp_path / "holiday", "1.png")
     (root / "2.psd").write_text("no image")
     assert find_pictures([str(root)]) == [str(root / "1.png")]
@@ -155,23 +156,23 @@ def test_what_is_left_out_of_pictures_is_said(tmp_path, capsys):
         find_pictures([str(root)])
 
 
-@pytest.mark.parametrize("circle", ["itself", "above", "through another"])
-def test_links_in_a_circle_are_refused(circle, tmp_path):
+@pytest.mark.parametrize("form", ["itself", "above", "through another"])
+def test_circular_links_are_refused(form, tmp_path):
     root, outside = put(tmp_path / "pets", "train/a/deep/1.png"), tmp_path / "outside"
     outside.mkdir()
     link, target = {
         "itself": (root / "train/a/link", root / "train/a"),
         "above": (root / "train/a/deep/link", root),
         "through another": (outside / "link", root / "train/a"),
-    }[circle]
-    (root / "train/a/out").symlink_to(outside)  # no circle
+    }[form]
+    (root / "train/a/out").symlink_to(outside)  # not circular
     link.symlink_to(target)
     with pytest.raises(ValueError, match="link links to a folder above it"):
         list_splits(root, LeftOut())
 
 
 @pytest.mark.parametrize("layout", ["folder", "deeper", "folders", "list", "parquet", "saved"])
-def test_one_class_can_be_evaluated_and_not_trained_on(layout, tmp_path):
+def test_data_with_one_class_can_be_evaluated_but_not_trained(layout, tmp_path):
     root = tmp_path / "pets"
     if layout in ("folder", "deeper"):
         put(root, *(f"ox/{'2026/' * (layout == 'deeper')}{k}.png" for k in range(4)))
@@ -234,10 +235,10 @@ AS_PIL = {
 }
 
 
-@pytest.mark.parametrize("kind", AS_PIL)
-def test_pixels_are_those_of_pil(kind):
-    data = AS_PIL[kind]
-    tolerance = 2 if "JPEG" in kind else 0  # torchcodec's decoder
+@pytest.mark.parametrize("image_format", AS_PIL)
+def test_pixels_equal_pils(image_format):
+    data = AS_PIL[image_format]
+    tolerance = 2 if "JPEG" in image_format else 0  # torchcodec decodes JPEGs
     assert np.abs(decode_image(data).astype(int) - pil(data)).max() <= tolerance
 
 
@@ -252,14 +253,14 @@ OVER_WHITE = {
 }
 
 
-@pytest.mark.parametrize("kind", OVER_WHITE)
-def test_what_is_transparent_is_white(kind):
-    data = OVER_WHITE[kind]
+@pytest.mark.parametrize("image_format", OVER_WHITE)
+def test_transparent_pixels_are_white(image_format):
+    data = OVER_WHITE[image_format]
     rgba = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA")).astype(float)
     alpha = rgba[..., 3:] / 255
     expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
     assert np.abs(decode_image(data) - expected).max() <= 1  # rounding
-    assert np.abs(pil(data) - expected).max() > 50  # PIL alone shows what is below
+    assert np.abs(pil(data) - expected).max() > 50  # PIL shows the hidden colours
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
@@ -270,17 +271,17 @@ def test_sixteen_bits_are_scaled_by_257(format):
     assert (decode_image(data) == grey[:, :, None]).all()
 
 
-# What is said
+# Reports
 
 
-def test_the_line_of_what_was_found():
+def test_the_summary_line():
     train, val = np.array([0] * 3 + [1] * 4), np.array([1, 0])
-    said = summary("pe\x1bts", {"training": train, "holdout": val[:1], "test": val}, 2, "")
-    assert said == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"
+    line = summary("pe\x1bts", {"training": train, "holdout": val[:1], "test": val}, 2, "")
+    assert line == "data pe\\x1bts: 7 training images, 1 holdout images, 2 test images, 2 classes"
     assert summary("x", {"": val}, 1, "2 .txt") == "data x: 2 images, 1 class; left out: 2 .txt"
 
 
-def test_imbalance_and_missing_classes_are_named():
+def test_imbalance_and_missing_classes_are_reported():
     classes = ("cat", "dog", "ox")
     train, val = np.repeat([0, 1, 2], [2, 20, 5]), np.array([0, 1])
     assert warnings(train, {"val": val}, classes) == [
@@ -292,7 +293,7 @@ def test_imbalance_and_missing_classes_are_named():
 
 
 def write_form(root: Path, form: str, classes: dict[str, str]) -> None:
-    """classes: of each split's images, a letter each."""
+    """Write a data set. `classes` maps each split to a string with one letter, the class, per image."""
     root.mkdir()
     rows = ["file,label,split"]
     for split, letters in classes.items():
@@ -310,7 +311,7 @@ def write_form(root: Path, form: str, classes: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("form", ["folders", "list", "names", "labels"])
-def test_a_class_may_lack_in_an_evaluated_split_and_none_is_new_there(form, tmp_path):
+def test_an_evaluated_split_may_lack_a_class_but_not_add_one(form, tmp_path):
     write_form(tmp_path / "pets", form, {"train": "abc", "val": "ca", "test": "bb"})
     images = opened(tmp_path / "pets", tmp_path / "cache")
     labels = {name: split.labels.tolist() for name, split in images.evaluated.items()}
@@ -325,7 +326,7 @@ def test_a_class_may_lack_in_an_evaluated_split_and_none_is_new_there(form, tmp_
             opened(root, tmp_path / "cache")
 
 
-def test_an_empty_class_folder_is_ignored_with_a_line(tmp_path):
+def test_an_empty_class_folder_is_ignored_and_reported(tmp_path):
     root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in ("train", "val") for c in "ab"))
     for name in ("train/c", "val/a_new_one"):
         (root / name).mkdir()
@@ -338,9 +339,9 @@ def test_an_empty_class_folder_is_ignored_with_a_line(tmp_path):
         prepare_with(root, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("kind", ["paths", "tables"])
-def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
-    if kind == "paths":
+@pytest.mark.parametrize("form", ["paths", "tables"])
+def test_images_in_both_splits_are_reported(form, tmp_path, monkeypatch):
+    if form == "paths":
         root = class_folders(tmp_path / "pets")
         shutil.copy(root / "train/a/2.png", root / "val/b/1.png")
         names = f"{root}/val/b/1.png", f"{root}/train/a/2.png"
@@ -351,9 +352,10 @@ def test_images_in_both_splits_are_named(kind, tmp_path, monkeypatch):
         names = f"row 1 of {file}", f"row 3 of {root}/train-00000-of-00001.parquet"
         both_labels = None
     images = opened(root, tmp_path / "cache")
-    of, both = f"the {len(images.val)} {images.val_name} images", f"{names[0]} and {names[1]}"
+    val_split, both = f"the {len(images.val)} {images.val_name} images", f"{names[0]} and {names[1]}"
     assert images.flaws == (
-        f"1 of {of} are training images, too, as {both}: remove them from one split: accuracies are too high",
+        f"1 of {val_split} are training images, too, as {both}: remove them from one split:"
+        " accuracies are too high",
         *contradictions(2, both_labels),
     )
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
@@ -365,38 +367,44 @@ def contradictions(count: int, both: str | None) -> list[str]:
     return [f"{text} Correct the labels, or remove the images"] if both else []
 
 
-@pytest.mark.parametrize("kind", ["folders", "several sizes", "links", "holdout"])
-def test_contradictory_labels_are_named(kind, tmp_path):
-    """Three images of equal bytes in two classes, also in two splits; not two equal images of one class."""
+@pytest.mark.parametrize("form", ["folders", "several sizes", "links", "holdout"])
+def test_contradictory_labels_are_reported(form, tmp_path):
+    """Use three images of equal bytes in two classes, also across splits.
+
+    Two equal images of one class are not reported.
+    """
     root = class_folders(tmp_path / "pets", train=20)
     shutil.copy(root / "train/a/0.png", root / "train/a/copy.png")
     for name in ("one.png", "two.png"):
-        if kind == "links":
+        if form == "links":
             (root / "train/b" / name).symlink_to(root / "train/a/2.png")
         else:
             shutil.copy(root / "train/a/2.png", root / "train/b" / name)
-    if kind == "several sizes":
+    if form == "several sizes":
         picture(1, 50, 60).save(root / "train/a/large.png")
-    flags = {"holdout": 0.4} if kind == "holdout" else {}
+    flags = {"holdout": 0.4} if form == "holdout" else {}
     [flaw] = [
         flaw for flaw in opened(root, tmp_path / "cache", **flags).flaws if "contradictory labels:" in flaw
     ]
-    if kind == "holdout":
+    if form == "holdout":
         assert flaw.startswith("3 images have contradictory labels")
         assert f"{root}/train/a/2.png (a)" in flaw
     else:
         assert [flaw] == contradictions(3, f"{root}/train/a/2.png (a) and {root}/train/b/one.png (b)")
 
 
-def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeypatch):
-    """Empty, no image, cut short, a bomb by its header: all of them are, of each split. Of --on_bad_image
-    skip those to evaluate. Half a JPEG is decoded, and a warning."""
+def test_broken_images_of_several_sizes_are_reported_at_the_start(tmp_path, monkeypatch):
+    """Check that all broken images of all splits are reported at once.
+
+    The files are empty, not an image, truncated, or a decompression bomb by their header. With --on_bad_image
+    skip, only broken images of evaluated splits are errors. Half a JPEG is decoded with a warning.
+    """
     root = class_folders(tmp_path / "pets", size=(40, 30))
     picture(1, 50, 60).save(root / "train" / "a" / "large.png")
-    whole = encode(picture(2, 300, 300))
+    jpeg = encode(picture(2, 300, 300))
     train = {f"train/a/empty{k:02}.jpg": b"" for k in range(9)} | {"train/b/text.png": b"no image"}
-    val = {"val/a/cut.jpg": whole[: len(whole) // 2], "val/b/bomb.jpg": header_alone(20_000, {})}
-    for path, data in {**train, **val, "val/b/half.jpg": whole[: len(whole) // 2] + b"\xff\xd9"}.items():
+    val = {"val/a/cut.jpg": jpeg[: len(jpeg) // 2], "val/b/bomb.jpg": header_alone(20_000, {})}
+    for path, data in {**train, **val, "val/b/half.jpg": jpeg[: len(jpeg) // 2] + b"\xff\xd9"}.items():
         (root / path).write_bytes(data)
 
     def refusal(**flags) -> list[str]:
@@ -404,11 +412,11 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
             prepare_data(str(root), tmp_path / "cache", **flags)
         return str(error.value).splitlines()
 
-    first, *named, more = refusal()
+    first, *named, last = refusal()
     assert first.startswith("12 of ")
     assert named[0] == f"  {root}/train/a/empty00.jpg: the file is empty"
-    assert (len(named), more[:16]) == (10, "  and 2 more: /t")
-    broken = read_json(Path(more.removeprefix("  and 2 more: ").removesuffix(" has all")))
+    assert (len(named), last[:16]) == (10, "  and 2 more: /t")
+    broken = read_json(Path(last.removeprefix("  and 2 more: ").removesuffix(" has all")))
     assert [line.partition(": ")[0] for line in broken["evaluated"]] == [f"{root}/{path}" for path in val]
     assert len(refusal(on_bad_image="skip")) == 3
     for path in val:
@@ -426,7 +434,7 @@ def test_broken_images_of_several_sizes_are_named_at_the_start(tmp_path, monkeyp
     assert opened(root, tmp_path / "cache").flaws == ()
 
 
-def test_images_of_several_sizes_that_are_held_out_must_be_decoded(tmp_path):
+def test_held_out_images_of_several_sizes_must_be_decodable(tmp_path):
     root = class_folders(tmp_path / "pets", train=20)
     shutil.rmtree(root / "val")
     picture(1, 50, 60).save(root / "train" / "a" / "large.png")
@@ -437,7 +445,7 @@ def test_images_of_several_sizes_that_are_held_out_must_be_decoded(tmp_path):
             prepare_with(root, tmp_path / "cache", holdout=0.2, **flags)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_reported(tmp_path, monkeypatch):
     root = class_folders(tmp_path / "pets")
 
     def unreadable(path: Path) -> None:
@@ -453,11 +461,11 @@ PLAIN = ["--mixed_precision", "no", "--workers", 0, "--log_every", 1, "--log_sam
 PLAIN += ["--telemetry_s", 0]
 
 
-@pytest.mark.parametrize("kind", ["folders", full("list"), full("parquet"), full("saved")])
-def test_training_on_all_of_them_on_one_and_two_processes(kind, tmp_path):
-    """Every format, several sizes; the same samples and losses, and one report for all ranks."""
-    forms = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
-    data = data_set(tmp_path / "pets", kind, train=forms, valid=forms)
+@pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
+def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
+    """Compare samples and losses for every format and several sizes. Only one rank reports the data."""
+    images = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
+    data = data_set(tmp_path / "pets", form, train=images, valid=images)
     os.makedirs(tmp_path / "pets/train/a", exist_ok=True)
     (tmp_path / "pets/train/a/notes.txt").touch()
     words = [*CNN, "--data", data, "--epochs", 2, "--batch_size", 8, "--per_device_batch_size", 4]
@@ -466,22 +474,22 @@ def test_training_on_all_of_them_on_one_and_two_processes(kind, tmp_path):
         run([*start, *words, "--output_dir", tmp_path / name])
         for name, start in (("one", python()), ("two", torchrun(2)))
     ]
-    said = f"data {data}: 19 training images, 19 val images, 2 classes"
-    said += "; left out: 1 .txt" if kind == "folders" else ""
-    same = "warning: 19 of the 19 val images are training images, too"
-    assert [(output.count(f"{said}\n"), output.count(same)) for output in outputs] == [(1, 1), (1, 1)]
+    counts = f"data {data}: 19 training images, 19 val images, 2 classes"
+    counts += "; left out: 1 .txt" if form == "folders" else ""
+    duplicates = "warning: 19 of the 19 val images are training images, too"
+    assert [(output.count(f"{counts}\n"), output.count(duplicates)) for output in outputs] == [(1, 1), (1, 1)]
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4
-    for ours, theirs in zip(one, two, strict=True):
-        assert ours.get("train/loss") == pytest.approx(theirs.get("train/loss"), abs=1e-5)
-        assert ours.get("val/loss") == pytest.approx(theirs.get("val/loss"), abs=1e-5)
+    for line_of_one, line_of_two in zip(one, two, strict=True):
+        assert line_of_one.get("train/loss") == pytest.approx(line_of_two.get("train/loss"), abs=1e-5)
+        assert line_of_one.get("val/loss") == pytest.approx(line_of_two.get("val/loss"), abs=1e-5)
     ids = [[line["samples"] for line in lines(tmp_path / name / "samples.jsonl")] for name in ("one", "two")]
     assert ids[0] == ids[1]
     assert max(map(max, ids[0])) == 18
 
 
-def test_folders_called_like_splits_are_no_classes(tmp_path):
-    """Kaggle's: the labels are in the list."""
+def test_folders_named_like_splits_are_not_classes(tmp_path):
+    """Check a layout of Kaggle, in which a CSV list contains the labels."""
     root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
     (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
     with pytest.raises(ValueError, match=rf"splits by their names, no classes.*give --data {root}/train.csv"):
@@ -496,15 +504,15 @@ def test_folders_called_like_splits_are_no_classes(tmp_path):
     assert list_splits(toys, LeftOut())[1]["train"].keys() == {"trains", "trams", "test tubes"}
 
 
-def test_a_disks_own_folder_is_no_part_of_the_data(tmp_path):
-    """Root alone can read it."""
+def test_lost_and_found_is_not_part_of_the_data(tmp_path):
+    """Ignore lost+found, which only root can read."""
     root = put(tmp_path / "disk", "train/a/1.png", "val/a/2.png", "lost+found/train/3.png")
     (root / "lost+found" / "train-0.parquet").touch()
     assert parquet_files(root) is None
     assert beside_splits(root) == []
 
 
-def test_shards_are_made_of_the_same_held_out_split_as_is_evaluated(tmp_path):
+def test_shards_use_the_split_that_training_evaluates(tmp_path):
     root = put(tmp_path / "flowers", "Train/a/1.png", "validation/a/2.png", "test/a/3.png")
     parts = dict.fromkeys(("train", "val", "devkit", "val_labels"))
     flags = SimpleNamespace(source="folder", data=str(root), **parts)

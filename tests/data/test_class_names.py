@@ -1,4 +1,4 @@
-"""Classes are compared by name: each way in which two lists can differ, and the sentence that says so."""
+"""Tests that classes are matched by name and that each difference between two lists is reported."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from onecurve.data.class_names import NEW, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
-AS_TEXT = tuple(sorted(NUMBERS))  # as class folders sort them
+AS_TEXT = tuple(sorted(NUMBERS))  # the order of class folders
 SYNSETS = [("n1", "tench"), ("n2", "crane", "bird"), ("n3", "crane", "machine")]
 
 CASES = {  # model, data, labels, known, unknown, absent, sentence
@@ -54,7 +54,7 @@ def test_two_lists_of_classes(case):
 def test_labels_and_rows_follow_the_names():
     match = match_classes(AS_TEXT, NUMBERS)  # a model of class folders, the same images as parquet
     assert [AS_TEXT[label] for label in match.labels] == list(NUMBERS)
-    head = np.array([int(name) for name in AS_TEXT])  # each row says its class
+    head = np.array([int(name) for name in AS_TEXT])  # each row holds the number of its class
     assert head[match.labels].tolist() == list(range(12))
 
 
@@ -72,7 +72,7 @@ def test_equal_names_are_refused(model, data, message):
         match_classes(model, data)
 
 
-def test_unknown_classes_are_named():
+def test_unknown_classes_are_reported():
     match_classes("abc", "cb").refuse_unknown("D", "M")
     message = r"D has 2 classes that M was not trained on: x, y\. The model's 3 classes: a, b, c$"
     with pytest.raises(ValueError, match=message):

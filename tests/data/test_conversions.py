@@ -1,4 +1,4 @@
-"""Warnings about conversions that can erase the signal, with the values seen."""
+"""Tests of warnings about conversions that can erase the signal."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ from tests.support.data_sets import class_folders, encode, opened, picture, png,
 from tests.support.imagenet import prep
 
 
-def noise(high: int, kind: type = np.uint8, *shape: int) -> np.ndarray:
-    """Values from 0 to `high`: [32, 32], or of this shape."""
-    return np.random.RandomState(0).randint(0, high + 1, shape or (32, 32)).astype(kind)
+def noise(high: int, dtype: type = np.uint8, *shape: int) -> np.ndarray:
+    """Return random values from 0 to `high`, of shape [32, 32] or the given shape."""
+    return np.random.RandomState(0).randint(0, high + 1, shape or (32, 32)).astype(dtype)
 
 
 def with_alpha(colours: np.ndarray, alpha: np.ndarray) -> Image.Image:
@@ -25,7 +25,7 @@ def hot(values: np.ndarray) -> np.ndarray:
 
 
 def labels(colours: list[int]) -> Image.Image:
-    """A label map with a palette."""
+    """Return a label map with a palette."""
     image = Image.fromarray(noise(20), "P")
     image.putpalette(colours)
     return image
@@ -38,7 +38,7 @@ TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits: the files have 16 bi
 
 
 @pytest.mark.parametrize(
-    ("image", "format", "said"),
+    ("image", "format", "warning"),
     [
         (Image.fromarray(noise(4095, np.uint16)), "PNG", TWELVE),
         (Image.fromarray(noise(4095, np.uint16)), "TIFF", TWELVE),
@@ -65,29 +65,29 @@ TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits: the files have 16 bi
         (picture(0, 288, 72), "JPEG", ""),
     ],
 )
-def test_a_conversion_that_can_erase_the_signal(image, format, said):
-    """One line for each. A tenth of the images is enough, fewer are not."""
-    looks = [look_at(data, decode_image(data)) for data in (encode(image, format), png(1))]
-    lines = conversion_warnings(looks[:1], is_cropped=True)
-    assert len(lines) == bool(said), lines
-    assert not said or said in lines[0]
-    few = [*looks[:1], *looks[1:] * 9]
-    if said and "levels" not in said:
+def test_a_conversion_that_can_erase_the_signal(image, format, warning):
+    """Check that each conversion gives one warning if at least a tenth of the images are affected."""
+    samples = [look_at(data, decode_image(data)) for data in (encode(image, format), png(1))]
+    lines = conversion_warnings(samples[:1], is_cropped=True)
+    assert len(lines) == bool(warning), lines
+    assert not warning or warning in lines[0]
+    few = [*samples[:1], *samples[1:] * 9]
+    if warning and "levels" not in warning:
         assert "1 of 10 sampled images" in conversion_warnings(few, is_cropped=True)[0]
-    assert conversion_warnings([*few, looks[1]], is_cropped=True) == []
-    assert "pixels" in said or conversion_warnings(looks[:1], is_cropped=False) == lines
+    assert conversion_warnings([*few, samples[1]], is_cropped=True) == []
+    assert "pixels" in warning or conversion_warnings(samples[:1], is_cropped=False) == lines
 
 
-@pytest.mark.parametrize("kind", ["one size", "several sizes", "shards"])
-def test_they_are_said_at_the_start(kind, tmp_path, capfd):
-    """And looked for in a sample alone. Images of one size are evaluated whole."""
+@pytest.mark.parametrize("form", ["one size", "several sizes", "shards"])
+def test_conversion_warnings_appear_at_the_start(form, tmp_path, capfd):
+    """Check that only a sample is examined. Images of one size are evaluated uncropped."""
     dark = encode(Image.fromarray(noise(4095, np.uint16, 20, 100)), "PNG")
     root = class_folders(tmp_path / "data", train=[dark] * 100, val=[dark] * 4)
-    if kind == "several sizes":
+    if form == "several sizes":
         write(root, {"train/a/other.png": png(0, 100, 24)})
-    elif kind == "shards":
+    elif form == "shards":
         prep("--from", "folder", "--data", root, "--out", tmp_path / "out")
         root = tmp_path / "out"
     lines = [line for line in opened(root, tmp_path / "cache").flaws if "sampled" in line]
     assert f"{SAMPLE + 4} sampled images use only the levels 0 to 15" in lines[0]
-    assert len(lines) == (1 if kind == "one size" else 2)
+    assert len(lines) == (1 if form == "one size" else 2)

@@ -1,4 +1,4 @@
-"""onecurve/data/decode.py: formats, size limits, and images with missing parts."""
+"""Tests of onecurve/data/decode.py: formats, size limits and images with missing parts."""
 
 import os
 import resource
@@ -30,7 +30,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 
 
 
 def header_alone(side: int, options: dict) -> bytes:
-    """A JPEG of side x side pixels by its header, and an end marker in the place of its scan."""
+    """Return a JPEG whose header claims side x side pixels, with an end marker instead of its scan."""
     data = encode(Image.new("RGB", (16, 16)), **options)
     at = next(i for i in range(len(data)) if data[i] == 0xFF and data[i + 1] in (0xC0, 0xC2))
     edges = side.to_bytes(2) * 2
@@ -38,7 +38,7 @@ def header_alone(side: int, options: dict) -> bytes:
 
 
 def half(jpeg: bytes) -> bytes:
-    """Its first half and an end marker: no decoder raises for it."""
+    """Return the first half of a JPEG with an end marker, for which no decoder raises an error."""
     return jpeg[: len(jpeg) // 2] + b"\xff\xd9"
 
 
@@ -47,7 +47,7 @@ def one_image(data: bytes, name: str = "a.jpg") -> list[ImageBatch]:
 
 
 def pictures(root: Path, count: int, broken: str = "") -> Path:
-    """Class folders of JPEGs, of one of which the second half is missing."""
+    """Write class folders of JPEGs. The second half of the file `broken` is missing."""
     names = [f"{split}/{c}/{i}.jpg" for split in ("train", "val") for c in "ab" for i in range(count)]
     images = {name: encode(picture(int(name[-5]))) for name in names}
     return write(root, images | ({broken: half(images[broken])} if broken else {}))
@@ -57,7 +57,7 @@ def pictures(root: Path, count: int, broken: str = "") -> Path:
     "opener", [decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))]
 )
 def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
-    """EPS bytes, whatever the file is called: PIL hands them to the `gs` on the PATH when it is asked to."""
+    """Check EPS bytes under any file name, because PIL passes them to the `gs` on the PATH when asked to."""
     marker = tmp_path / "started"
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
     (tmp_path / "gs").chmod(0o755)
@@ -67,7 +67,7 @@ def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-def test_the_formats_that_are_opened():
+def test_only_known_formats_are_opened():
     for format in ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF"):
         assert decode_image(encode(picture(), format)).shape == (32, 32, 3)
     for format in ("PCX", "TGA", "ICO", "SGI", "DDS"):
@@ -76,8 +76,11 @@ def test_the_formats_that_are_opened():
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": "4:2:0"}], ids=str)
-def test_few_bytes_are_not_decoded_to_many_pixels(options):
-    """330 bytes of JPEG are 20,000 x 20,000 pixels to libjpeg. Under a limit below what they would take."""
+def test_a_small_file_is_not_decoded_to_many_pixels(options):
+    """Use 330 bytes of JPEG that libjpeg decodes to 20,000 x 20,000 pixels.
+
+    Memory must stay below this size.
+    """
     for side in (20_000, 9_000):
         data = header_alone(side, options)
         assert len(data) < 700
@@ -89,13 +92,13 @@ def test_few_bytes_are_not_decoded_to_many_pixels(options):
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
 
 
-def test_whole_jpegs_are_taken_for_whole(photographs):
+def test_intact_jpegs_are_not_reported_as_damaged(photographs):
     files = sorted(photographs.glob("*.JPEG"))
     assert len(files) == 100
     for file in files:
         assert damage(file.read_bytes()) is None
-    kinds = {"progressive": True}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}, {"quality": 1}
-    for options in kinds:
+    jpeg_options = {"progressive": True}, {"subsampling": "4:4:4"}, {"restart_marker_rows": 1}, {"quality": 1}
+    for options in jpeg_options:
         assert damage(encode(picture(width=61, height=47), **options)) is None
     for image in (picture().convert("L"), picture().convert("CMYK"), Image.new("RGB", (999, 1))):
         data = encode(image)
@@ -107,15 +110,15 @@ def test_whole_jpegs_are_taken_for_whole(photographs):
 @pytest.mark.parametrize(
     "options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"mode": "CMYK"}], ids=str
 )
-def test_half_a_jpeg_with_an_end_marker(options):
+def test_half_a_jpeg_with_an_end_marker_is_damaged(options):
     options = dict(options)
-    whole = encode(picture(width=256, height=256).convert(options.pop("mode", "RGB")), quality=95, **options)
-    for part in (half(whole), whole[: len(whole) * 9 // 10] + b"\xff\xd9"):
+    jpeg = encode(picture(width=256, height=256).convert(options.pop("mode", "RGB")), quality=95, **options)
+    for part in (half(jpeg), jpeg[: len(jpeg) * 9 // 10] + b"\xff\xd9"):
         decode_image(part)  # no decoder raises
         assert damage(part)
 
 
-def test_half_a_jpeg_is_reported_where_a_cache_is_made(tmp_path):
+def test_half_a_jpeg_is_reported_when_the_cache_is_prepared(tmp_path):
     data = pictures(tmp_path / "data", 9, broken="train/b/4.jpg")
     with pytest.raises(ValueError, match="1 of 36 images can't be decoded") as error:
         prepare_data(str(data), tmp_path / "cache")
@@ -134,10 +137,9 @@ def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
 
 def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
     jpeg = encode(picture(), "JPEG")
-    assert (
-        decode_image(jpeg[:2] + b"\xff" * 1000 + jpeg[2:]).shape == decode_image(jpeg).shape
-    )  # the format allows it
-    monkeypatch.setattr("onecurve.data.decode._decode_by_pil", None)  # it would read for half a minute
+    padded = jpeg[:2] + b"\xff" * 1000 + jpeg[2:]  # the format allows padding
+    assert decode_image(padded).shape == decode_image(jpeg).shape
+    monkeypatch.setattr("onecurve.data.decode._decode_by_pil", None)  # PIL would read for half a minute
     padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "its header has 20,000,000 bytes of"
     with pytest.raises(ValueError, match=reason):
         decode_image(padded)
@@ -156,8 +158,8 @@ def test_bombs_are_refused_by_their_header(format, monkeypatch):
 
 @pytest.mark.parametrize(("height", "width"), [(3, 999), (1, 700), (700, 1), (9, 2_001), (40, 30), (5, 330)])
 @pytest.mark.parametrize("size", [9, 16])
-def test_a_long_image_is_cut_before_it_is_scaled(height, width, size):
-    """The pixels are those of an image that is scaled as a whole, then cut."""
+def test_a_long_image_is_cropped_before_it_is_resized(height, width, size):
+    """Compare with the pixels of an image that is resized first and then cropped."""
     image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     short = round(size * 256 / 224)
     h, w = (short, short * width // height) if height <= width else (short * height // width, short)
@@ -169,8 +171,8 @@ def test_a_long_image_is_cut_before_it_is_scaled(height, width, size):
 @pytest.mark.parametrize("crop_mode", ["center", "squash", "border"])
 @pytest.mark.parametrize(("interpolation", "crop_pct"), [("bicubic", 0.9), ("bilinear", 0.875)])
 @pytest.mark.parametrize("size", [32, 224])
-def test_an_evaluations_crop_is_timms(crop_mode, interpolation, crop_pct, size):
-    """Compare all pixels. At 32 pixels and a crop of 0.875 timm rounds 36.57 down."""
+def test_evaluation_crops_equal_timms(crop_mode, interpolation, crop_pct, size):
+    """Compare all pixels. At 32 pixels and a crop of 0.875, timm rounds 36.57 down."""
     mean, std = (0.485, 0.456, 0.406), (0.2, 0.3, 0.4)
     config = {"mean": mean, "std": std, "interpolation": interpolation}
     config |= {"crop_pct": crop_pct, "crop_mode": crop_mode}
@@ -181,35 +183,35 @@ def test_an_evaluations_crop_is_timms(crop_mode, interpolation, crop_pct, size):
         assert np.array_equal(crop, expected)
 
 
-def test_photographs_are_resized_as_pil_does(photographs):
+def test_photographs_are_resized_like_pil(photographs):
     """Training crops are within 1 of 255, except for a few values in ten million, which are within 2."""
-    far, values = 0, 0
+    different, values = 0, 0
     for file in sorted(photographs.glob("*.JPEG"))[:20]:
         image = decode_image(file.read_bytes())
-        theirs = np.asarray(Image.fromarray(image).resize((256, 256), Image.Resampling.BICUBIC))
-        gap = np.abs(_resize(image, 256, 256, "bicubic") - theirs.astype(int))
-        far, values = far + (gap > 1).sum(), values + gap.size
-    assert far <= 1e-5 * values
+        expected = np.asarray(Image.fromarray(image).resize((256, 256), Image.Resampling.BICUBIC))
+        difference = np.abs(_resize(image, 256, 256, "bicubic") - expected.astype(int))
+        different, values = different + (difference > 1).sum(), values + difference.size
+    assert different <= 1e-5 * values
 
 
 def test_the_longest_image_needs_little_memory():
-    others = [Crop("bicubic", 1.0, mode) for mode in ("squash", "border")]
+    other_modes = [Crop("bicubic", 1.0, mode) for mode in ("squash", "border")]
     for shape in ((1, 60_000, 3), (60_000, 1, 3), (2, 30_000_000, 3)):
         image = np.zeros(shape, np.uint8)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        crops = [evaluation_crop(image, 224, crop) for crop in (Crop(), *others)]
+        crops = [evaluation_crop(image, 224, crop) for crop in (Crop(), *other_modes)]
         for crop in (*crops, random_resized_crop(image, 224, np.full(40, 0.99))):
             assert crop.shape == (224, 224, 3)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 
-@pytest.mark.parametrize("kind", ["tEXt", "zTXt", "iTXt", "ICC"])
-def test_a_large_text_or_profile_hides_no_pixel(kind):
-    """Of 3 MiB, which are compressed to few."""
+@pytest.mark.parametrize("chunk", ["tEXt", "zTXt", "iTXt", "ICC"])
+def test_a_large_text_or_profile_does_not_prevent_decoding(chunk):
+    """Use a text or profile of 3 MiB, which compresses to few bytes."""
     info, size = PngImagePlugin.PngInfo(), 3 * 2**20
-    if kind != "ICC":
-        (info.add_itxt if kind == "iTXt" else info.add_text)("workflow", "a" * size, zip=kind != "tEXt")
-    data = encode(picture(), "PNG", pnginfo=info, icc_profile=bytes(size) if kind == "ICC" else None)
+    if chunk != "ICC":
+        (info.add_itxt if chunk == "iTXt" else info.add_text)("workflow", "a" * size, zip=chunk != "tEXt")
+    data = encode(picture(), "PNG", pnginfo=info, icc_profile=bytes(size) if chunk == "ICC" else None)
     assert (decode_image(data) == decode_image(png())).all()
 
 
@@ -218,31 +220,31 @@ BROKEN = {
     "empty": b"",
     "not an image": b"hello",
     "not an image of": b"\xff\xd8\xff\xe0",
-    "Truncated": b"\xff\xd8" + b"".join(PROFILES)[:-1000],  # of which PIL reads all when it opens the file
+    "Truncated": b"\xff\xd8" + b"".join(PROFILES)[:-1000],  # PIL reads all profiles when it opens the file
 }
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_broken_files_are_errors_with_the_reason(reason):
+def test_a_broken_file_is_an_error_with_a_reason(reason):
     with pytest.raises(ValueError, match=reason):
         decode_image(BROKEN[reason])
 
 
-def test_without_torchcodec_pil_decodes_the_same_and_it_is_said_once(photographs, monkeypatch, capsys):
+def test_without_torchcodec_pil_decodes_and_reports_it_once(photographs, monkeypatch, capsys):
     files = [file.read_bytes() for file in sorted(photographs.glob("*.JPEG"))[:9]]
     files += [encode(picture(k, 61, 47), progressive=bool(k)) for k in (0, 1)]
     expected = [decode_image(data) for data in files]
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     torchcodec_decoder.cache_clear()
-    found = [decode_image(data) for data in files]
+    images = [decode_image(data) for data in files]
     monkeypatch.undo()
     torchcodec_decoder.cache_clear()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert np.abs(ours.astype(int) - theirs).max() <= 2
+    for image, expected_image in zip(images, expected, strict=True):
+        assert np.abs(image.astype(int) - expected_image).max() <= 2
     assert capsys.readouterr().err.count("JPEGs are decoded by PIL, more slowly, as torchcodec can't") == 1
 
 
-def test_without_simplejpeg_images_are_decoded_and_it_is_said_once(tmp_path, monkeypatch, capsys):
+def test_without_simplejpeg_images_are_decoded_and_a_warning_appears_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
     checks_jpegs.cache_clear()
     prepare_data(str(pictures(tmp_path / "data", 9)), tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""File names of images: from each source that has names, in the order of the stored images."""
+"""Tests of image file names from each source that has them, in the order of the stored images."""
 
 import json
 import os
@@ -26,44 +26,45 @@ def names_in(split) -> list[str]:
     return [name_of(number) for number in split.part.stored(np.arange(len(split))).tolist()]
 
 
-@pytest.mark.parametrize("kind", ["folders", "list"])
+@pytest.mark.parametrize("form", ["folders", "list"])
 @pytest.mark.parametrize("are_decoded", [True, False])
 @pytest.mark.parametrize("flags", [{}, {"holdout": 0.5}], ids=str)
-def test_an_image_has_the_name_of_its_file(kind, are_decoded, flags, tmp_path):
-    """Also of a part of the training images, and where all are decoded once into one array."""
-    data = data_set(tmp_path / "pets", kind, train=8, val=4, size=(32, 32) if are_decoded else (40, 30))
+def test_an_image_has_the_name_of_its_file(form, are_decoded, flags, tmp_path):
+    """Check this also for a part of the training images, and if all images are decoded into one array."""
+    data = data_set(tmp_path / "pets", form, train=8, val=4, size=(32, 32) if are_decoded else (40, 30))
     if not are_decoded:
-        write(tmp_path / "pets", {"train/a/0.png" if kind == "folders" else "train/0.image": png(0, 50, 60)})
+        write(tmp_path / "pets", {"train/a/0.png" if form == "folders" else "train/0.image": png(0, 50, 60)})
     images = opened(data, tmp_path / "cache", **flags)
     assert hasattr(images.val, "images") == are_decoded
     for split in (images.train, images.val):
         for position, name in enumerate(names_in(split)):
             expected = decode_image((tmp_path / "pets" / name).read_bytes())
-            found = split.images[split.part.stored(np.array([position]))[0]] if are_decoded else None
-            assert (split.open().decode(position) if found is None else found).tolist() == expected.tolist()
+            stored = split.part.stored(np.array([position]))[0]
+            image = split.images[stored] if are_decoded else split.open().decode(position)
+            assert image.tolist() == expected.tolist()
     folder = images.train.part.folder
-    for file in folder.glob("*_names.txt"):  # as in a cache of an earlier version
+    for file in folder.glob("*_names.txt"):  # caches of earlier versions contain no names
         file.unlink()
     assert {*names_in(opened(data, tmp_path / "cache", **flags).val)} == {""}
 
 
-def test_a_name_is_printable(tmp_path):
+def test_names_are_printable(tmp_path):
     root = data_set(tmp_path / "pets", train=2, val=2)
-    strange = b"caf\xe9\x1b[31m\n, =1.png"
-    os.rename(root / "val/a/0.png", os.fsencode(root / "val/a") + b"/" + strange)
+    file_name = b"caf\xe9\x1b[31m\n, =1.png"
+    os.rename(root / "val/a/0.png", os.fsencode(root / "val/a") + b"/" + file_name)
     assert names_in(opened(root, tmp_path / "cache").val)[0] == r"val/a/caf\xe9\x1b[31m\x0a, =1.png"
 
 
-@pytest.mark.parametrize("kind", ["parquet", "saved"])
-def test_a_table_has_the_names_of_its_image_structs(kind, tmp_path):
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+def test_a_table_takes_names_from_its_image_structs(form, tmp_path):
     structs = [{"bytes": png(k), "path": path} for k, path in enumerate(("b.png", None, "c.png"))]
-    if kind == "saved":
+    if form == "saved":
         import datasets
 
         rows = {"image": structs, "label": [0, 1, 0]}
         features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
-        made = datasets.Dataset.from_dict(rows, datasets.Features(features))
-        datasets.DatasetDict(train=made, val=made).save_to_disk(tmp_path / "data")
+        dataset = datasets.Dataset.from_dict(rows, datasets.Features(features))
+        datasets.DatasetDict(train=dataset, val=dataset).save_to_disk(tmp_path / "data")
     else:
         (tmp_path / "data").mkdir()
         for split in ("train", "val"):
@@ -72,8 +73,11 @@ def test_a_table_has_the_names_of_its_image_structs(kind, tmp_path):
     assert names_in(opened(tmp_path / "data", tmp_path / "cache").val) == ["b.png", "", "c.png"]
 
 
-def test_shards_have_the_names_of_their_members(tmp_path):
-    """Beside the index, in its order. Shards of an earlier version have them in their tar headers alone."""
+def test_shards_take_names_from_their_members(tmp_path):
+    """Read the names from the file next to the index, in the index's order.
+
+    In shards of an earlier version, only the tar headers contain the names.
+    """
     data = data_set(tmp_path / "pets", train=20, val=6)
     prep("--from", "folder", "--data", data, "--out", out := tmp_path / "out", "--shard_mib", "0.004")
     for flags in ({}, {"holdout": 0.5}):
@@ -89,26 +93,26 @@ def test_shards_have_the_names_of_their_members(tmp_path):
     assert names_in(split) == expected
 
 
-def test_shards_in_s3_have_their_names_beside_the_index(s3, tmp_path, monkeypatch):  # noqa: F811
-    """The index and its names in S3, the shards here and there. Without the file there are no names."""
+def test_shards_in_s3_have_their_names_next_to_the_index(s3, tmp_path, monkeypatch):  # noqa: F811
+    """Use shards in S3 and on disk. Without the file of names, images have no names."""
     use_s3(monkeypatch, s3)
     shards, store = ObjectStore(f"s3://{BUCKET}/named/tars"), ObjectStore(f"s3://{BUCKET}/named/index")
-    long = "n01440764/" + 120 * "x" + ".jpg"  # more than a tar's header takes
-    members = {long: jpeg(1), f"{long[:-4]}.cls": b"0", "n2/b.jpg": jpeg(2), "n2/b.cls": b"1"}
+    long_name = "n01440764/" + 120 * "x" + ".jpg"  # too long for a tar header
+    members = {long_name: jpeg(1), f"{long_name[:-4]}.cls": b"0", "n2/b.jpg": jpeg(2), "n2/b.cls": b"1"}
     for split in ("train", "val"):
         write(tmp_path, {f"tars/{split}-0.tar": tar(members)})
         shards.upload(tmp_path / f"tars/{split}-0.tar", f"{split}-0.tar")
     prep(*INDEX, "--data", tmp_path / "tars", "--out", tmp_path / "index")
-    assert names_in(opened(tmp_path / "index", tmp_path / "cache").val) == [long, "n2/b.jpg"]
+    assert names_in(opened(tmp_path / "index", tmp_path / "cache").val) == [long_name, "n2/b.jpg"]
     prep(*INDEX, "--data", shards.url, "--out", store.url, "--work_dir", tmp_path / "work")
     assert "val_names.txt" in store.list()
     val = opened(store.url, tmp_path / "cache").val
-    assert names_in(val) == [long, "n2/b.jpg"]
+    assert names_in(val) == [long_name, "n2/b.jpg"]
     store.delete(["val_names.txt"])
     assert names_in(val) == ["", ""]
 
 
-def test_names_of_a_million_images_are_no_python_objects(tmp_path):
+def test_names_need_little_memory(tmp_path):
     collected = CollectedNames()
     for k in range(100_000):
         collected.add(f"n{k:08}_{k}.JPEG")
@@ -122,26 +126,29 @@ def test_names_of_a_million_images_are_no_python_objects(tmp_path):
     assert (kept < 1_000_000, peak < 5_000_000) == (True, True)
 
 
-def test_the_report_has_ids_and_names(tmp_path, monkeypatch):
-    """Of a long name the picture has the end, the files have all. Without a name the picture has the id."""
+def test_the_report_contains_ids_and_names(tmp_path, monkeypatch):
+    """Check that files contain full names.
+
+    Captions shorten a long name, and show the id of an image without a name.
+    """
     names = {3: "a/=1.png", 5: f"{'b' * 99}.png", 9: ""}
     rows = {"id": [3, 5, 9], "label": [0, 0, 1], "predicted": [1, 1, 0], "probability": [0.7, 0.6, 0.8]}
     rows = {name: np.array(column) for name, column in rows.items()} | {"loss": np.ones(3)}
     rows["top"] = np.array([[1, 0], [1, 0], [0, 1]])
-    found = report.measure(rows, names.__getitem__, 2, tmp_path / "scratch") | {"classes": ["cat", "dog"]}
-    captions, drawn = [], plots.image_sheet
+    measured = report.measure(rows, names.__getitem__, 2, tmp_path / "scratch") | {"classes": ["cat", "dog"]}
+    captions, draw = [], plots.image_sheet
 
     def image_sheet(path, images, texts, title):
         captions.extend(texts)
-        drawn(path, images, texts, title)
+        draw(path, images, texts, title)
 
     monkeypatch.setattr(plots, "image_sheet", image_sheet)
     report.write_report(
-        tmp_path / "out", found, rows, names.__getitem__, np.zeros((3, 4, 4, 3), np.uint8), "title"
+        tmp_path / "out", measured, rows, names.__getitem__, np.zeros((3, 4, 4, 3), np.uint8), "title"
     )
-    assert [image["id"] for image in found["worst"]] == [9, 3, 5]
-    assert all(image["file"] == names[image["id"]] for image in found["worst"])
-    assert json.loads((tmp_path / "out/report.json").read_text())["worst"] == found["worst"]
+    assert [image["id"] for image in measured["worst"]] == [9, 3, 5]
+    assert all(image["file"] == names[image["id"]] for image in measured["worst"])
+    assert json.loads((tmp_path / "out/report.json").read_text())["worst"] == measured["worst"]
     assert [caption.split("\n")[0] for caption in captions] == ["id 9", "a/=1.png", f"...{'b' * 37}.png"]
     table = (tmp_path / "out/predictions.csv").read_text().splitlines()
     assert table[0] == "id,file,label,predicted,probability"

@@ -1,5 +1,7 @@
-"""--holdout: training images that are not trained but evaluated on; then the data's own held-out split counts
-once, at the end, with the best weights."""
+"""Tests of --holdout, which evaluates on training images that are not trained.
+
+The data's own held-out split is then evaluated once, at the end, with the best weights.
+"""
 
 import csv
 import json
@@ -19,12 +21,12 @@ SORTED = [0] * 10 + [1] * 10
 
 
 @pytest.mark.parametrize(("holdout", "expected"), [(0.1, [10, 4, 1]), (30, [20, 8, 2]), (1, [1, 0, 0])])
-def test_the_same_share_of_each_class(holdout, expected):
+def test_each_class_is_held_out_in_the_same_proportion(holdout, expected):
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], [100, 40, 10]))
     is_held_out = held_out(labels, holdout)
     assert np.bincount(labels[is_held_out], minlength=3).tolist() == expected
     assert (held_out(labels, holdout) == is_held_out).all()
-    assert np.flatnonzero(held_out(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]  # on any machine
+    assert np.flatnonzero(held_out(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]  # fixed
 
 
 def test_each_class_keeps_a_training_image():
@@ -35,20 +37,20 @@ def test_each_class_keeps_a_training_image():
             held_out(labels, holdout)
 
 
-def test_each_image_is_in_one_fold_and_each_fold_has_its_share_of_each_class():
+def test_folds_partition_the_images_and_stratify_the_classes():
     labels = np.random.RandomState(0).permutation(np.repeat([0, 1, 2], [101, 43, 7]))
     folds = [held_out(labels, f"{k}/5") for k in range(1, 6)]
     assert np.stack(folds).sum(0).tolist() == [1] * len(labels)
     assert [fold.sum() for fold in folds] == [31, 30, 30, 30, 30]
     counts = np.array([np.bincount(labels[fold], minlength=3) for fold in folds])
     assert (np.ptp(counts, 0) <= 1).all()
-    assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]  # on any machine
-    for labels, why in (([0] * 8 + [1], "9 images, 1 of a class"), ([0, 0, 1, 1], "4 images, 2 of a class")):
-        with pytest.raises(ValueError, match=f"--fold 1/5: {why}, are too few"):
+    assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]  # fixed
+    for labels, text in (([0] * 8 + [1], "9 images, 1 of a class"), ([0, 0, 1, 1], "4 images, 2 of a class")):
+        with pytest.raises(ValueError, match=f"--fold 1/5: {text}, are too few"):
             held_out(np.array(labels), "1/5")
 
 
-def test_folds_are_of_the_same_data(tmp_path):
+def test_folds_split_the_same_data(tmp_path):
     data = data_set(tmp_path / "pets", labels=SORTED, whole=20)
     is_held_out = held_out(np.array(SORTED), "2/5")
     first, second = (opened(data, tmp_path / "cache", holdout=f"{k}/5") for k in (1, 2))
@@ -58,18 +60,18 @@ def test_folds_are_of_the_same_data(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "split"),
+    ("form", "split"),
     [("folders", "Train"), *((k, "whole") for k in ("folders", "list", "parquet", "saved"))],
 )
-def test_data_without_a_held_out_split(kind, split, tmp_path):
-    """Each image is in one split; both are in the order of the whole. The choice depends on ids alone."""
-    data, cache = data_set(tmp_path / "pets", kind, labels=SORTED, **{split: 20}), tmp_path / "cache"
+def test_data_without_a_held_out_split(form, split, tmp_path):
+    """Check that each image is in one split, in the original order. The choice depends only on ids."""
+    data, cache = data_set(tmp_path / "pets", form, labels=SORTED, **{split: 20}), tmp_path / "cache"
     with pytest.raises(ValueError, match=r"to evaluate on: .* by --holdout 0\.1"):
         opened(data, cache)
     images = opened(data, cache, holdout=0.2)
-    is_held_out, every = held_out(np.array(SORTED), 0.2), pixels(*range(20))
-    assert pixels_of(images.train) == [image.tobytes() for image in every[~is_held_out]]
-    assert pixels_of(images.val) == [image.tobytes() for image in every[is_held_out]]
+    is_held_out, all_pixels = held_out(np.array(SORTED), 0.2), pixels(*range(20))
+    assert pixels_of(images.train) == [image.tobytes() for image in all_pixels[~is_held_out]]
+    assert pixels_of(images.val) == [image.tobytes() for image in all_pixels[is_held_out]]
     assert (images.train.labels.tolist(), images.val.labels.tolist()) == ([0] * 8 + [1] * 8, [0, 0, 1, 1])
     assert (images.val_name, images.test, images.flaws) == ("holdout", None, ())
     same, other = opened(data, cache, holdout=4), opened(data, cache, holdout=0.3)
@@ -79,19 +81,22 @@ def test_data_without_a_held_out_split(kind, split, tmp_path):
 
 
 def pixels_of(split) -> list[bytes]:
-    """The images of a split in the order of their ids, at 32 pixels."""
+    """Return the images of a split at 32 pixels, in the order of their ids."""
     plan = [(0, np.arange(len(split)))]
     batches = split.batches(plan, device="cpu", train=False, size=32, seed=0, workers=0)
     return [image.numpy().tobytes() for batch in batches for image in batch.images]
 
 
-@pytest.mark.parametrize("kind", ["decoded", "several sizes", "shards"])
-def test_data_with_a_held_out_split_of_its_own(kind, tmp_path):
-    """Every training image is in one part, in the order of the whole; the test split is the data's own."""
+@pytest.mark.parametrize("form", ["decoded", "several sizes", "shards"])
+def test_data_with_its_own_held_out_split(form, tmp_path):
+    """Check that each training image is in one part, in the original order.
+
+    The data's split is the test split.
+    """
     data, cache = data_set(tmp_path / "pets", train=20, val=6), tmp_path / "cache"
-    if kind == "several sizes":
+    if form == "several sizes":
         write(data, {"train/b/20.png": png(99, 60, 50)})
-    elif kind == "shards":
+    elif form == "shards":
         prep("--from", "folder", "--data", data, "--out", tmp_path / "out", "--shard_mib", "0.004")
         data = tmp_path / "out"
     whole, images = opened(data, cache), opened(data, cache, holdout=0.2)
@@ -103,8 +108,8 @@ def test_data_with_a_held_out_split_of_its_own(kind, tmp_path):
         assert pixels_of(part) == [pixels_of(whole.train)[i] for i in np.flatnonzero(expected)]
     assert pixels_of(images.test) == pixels_of(whole.val)
     assert (images.test.labels == whole.val.labels).all()
-    every = {image for part in (images.train, images.val, images.test) for image in pixels_of(part)}
-    assert len(every) == len(whole.train) + len(whole.val)
+    unique_images = {image for part in (images.train, images.val, images.test) for image in pixels_of(part)}
+    assert len(unique_images) == len(whole.train) + len(whole.val)
     assert whole.source != images.source
     assert validate.chosen_split(images, None) == ("test", images.test)
     assert validate.chosen_split(whole, None) == ("val", whole.val)
@@ -112,23 +117,23 @@ def test_data_with_a_held_out_split_of_its_own(kind, tmp_path):
         validate.chosen_split(whole, "test")
 
 
-@pytest.mark.parametrize("kind", ["folders", "parquet"])
-def test_a_broken_image_keeps_its_name(kind, tmp_path):
-    place = int(np.flatnonzero(held_out(np.array(SORTED), 0.2))[-1])
-    images = [png(k) if kind == "folders" or k != place else b"no image" for k in range(20)]
-    root = data_set(tmp_path / "pets", kind, labels=SORTED, whole=images)
-    name = f"row {place} of {root}/train-00000-of-00001.parquet"
-    if kind == "folders":
-        write(root, {f"b/{place}.png": b"no image"})
-        name = f"{root}/b/{place}.png"
+@pytest.mark.parametrize("form", ["folders", "parquet"])
+def test_a_broken_held_out_image_is_reported_by_its_name(form, tmp_path):
+    broken = int(np.flatnonzero(held_out(np.array(SORTED), 0.2))[-1])
+    images = [png(k) if form == "folders" or k != broken else b"no image" for k in range(20)]
+    root = data_set(tmp_path / "pets", form, labels=SORTED, whole=images)
+    name = f"row {broken} of {root}/train-00000-of-00001.parquet"
+    if form == "folders":
+        write(root, {f"b/{broken}.png": b"no image"})
+        name = f"{root}/b/{broken}.png"
     with pytest.raises(ValueError, match="1 of 20 images can't be decoded") as error:
         opened(root, tmp_path / "cache", holdout=0.2)
     assert f"  {name}: not an image" in str(error.value)
 
 
-# The end of a run whose data has a split of its own
+# The end of a run whose data has its own held-out split
 
-# Stopped where the learning rate is high: the best evaluation is not the last one.
+# Training stops while the learning rate is high, so that the last evaluation is not the best one.
 DIGITS = [*CNN, "--data", "digits", "--holdout", 0.2, "--epochs", 20, "--max_steps", 48, "--batch_size", 96]
 DIGITS += ["--lr", 0.02, "--warmup", 0, "--per_device_batch_size", 48, "--mixed_precision", "no"]
 DIGITS += ["--trackers", "none", "--telemetry_s", 0]
@@ -142,27 +147,27 @@ def finished(tmp_path_factory, cache):
     return folder
 
 
-def test_the_headline_is_of_the_best_weights_on_the_test_split(finished, cache, tmp_path):
-    """As validate.py finds it. The best evaluation is not the last one."""
-    found = result(finished)
-    assert found["best_step"] < found["steps"]
-    assert (found["val_name"], found["val_images"]) == ("holdout", 287)
-    assert (found["test_name"], found["test_images"]) == ("val", 360)
+def test_the_headline_evaluates_the_best_weights_on_the_test_split(finished, cache, tmp_path):
+    """Compare with validate.py. The best evaluation is not the last one."""
+    final = result(finished)
+    assert final["best_step"] < final["steps"]
+    assert (final["val_name"], final["val_images"]) == ("holdout", 287)
+    assert (final["test_name"], final["test_images"]) == ("val", 360)
     for flags, accuracy in (([], "test_accuracy"), (["--split", "val"], "best_accuracy")):
         out = tmp_path / accuracy
         run([*VALIDATE, "--checkpoint", finished, *flags, *cache, "--output_dir", out])
         report = json.loads((out / "report.json").read_text())
-        assert report["top1"] == pytest.approx(found[accuracy])
+        assert report["top1"] == pytest.approx(final[accuracy])
     run([*VALIDATE, "--checkpoint", finished, "--which", "latest", *cache, "--output_dir", tmp_path / "last"])
-    assert json.loads((tmp_path / "last" / "report.json").read_text())["top1"] != found["test_accuracy"]
+    assert json.loads((tmp_path / "last" / "report.json").read_text())["top1"] != final["test_accuracy"]
     confusion = json.loads((finished / "confusion.json").read_text())
-    assert (confusion["split"], confusion["step"]) == ("val", found["best_step"])
-    right = sum(confusion["confusion"][c][c] for c in range(10))
-    assert right / 360 == pytest.approx(found["test_accuracy"])
+    assert (confusion["split"], confusion["step"]) == ("val", final["best_step"])
+    correct = sum(confusion["confusion"][c][c] for c in range(10))
+    assert correct / 360 == pytest.approx(final["test_accuracy"])
 
 
-def test_other_data_are_evaluated_whole(finished, cache, tmp_path):
-    """Without the run's --holdout, and with a report that no page of the run takes for its own."""
+def test_other_data_is_evaluated_whole(finished, cache, tmp_path):
+    """Check that the run's --holdout does not apply, and that the run's page does not use the report."""
     data = put(tmp_path / "other", *(f"{c}/{k}.png" for c in range(10) for k in range(2)))
     command = [*python(), ROOT / "validate.py", finished, "--data", data, "--mixed_precision", "no", *cache]
     assert "without the training's --holdout 0.2" in run(command, cwd=tmp_path)
@@ -188,8 +193,8 @@ SIGNALS = {
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", full("SIGKILL")])
-def test_stopped_in_the_last_evaluation_the_same_command_ends_the_run(name, finished, cache, tmp_path):
-    """The state is that of the last step, whatever weights the model has at that moment."""
+def test_a_run_stopped_in_its_last_evaluation_can_be_finished(name, finished, cache, tmp_path):
+    """Check that the last step's state is saved, although the model may hold the best weights then."""
     status, lines_of_script = SIGNALS[name]
     project = copy_project(tmp_path / "project")
     mutate(project, "train_cnn_a.py", TESTED, lines_of_script)
@@ -197,10 +202,10 @@ def test_stopped_in_the_last_evaluation_the_same_command_ends_the_run(name, fini
     assert Job([*python(), *words], cwd=project).wait()[0] == status
     output = run([*torchrun(2), *words])
     assert f"continuing at step {result(finished)['steps']} with" in output
-    ours, theirs = result(tmp_path / "run"), result(finished)
+    final, expected = result(tmp_path / "run"), result(finished)
     for key in ("test_accuracy", "best_accuracy", "best_step", "final_accuracy", "test_images"):
-        assert ours[key] == theirs[key], key
-    ours, theirs = metrics(tmp_path / "run"), metrics(finished)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    assert ours[-1]["test/loss"] == pytest.approx(theirs[-1]["test/loss"], abs=1e-5)
+        assert final[key] == expected[key], key
+    log, expected_log = metrics(tmp_path / "run"), metrics(finished)
+    assert [line["step"] for line in log] == [line["step"] for line in expected_log]
+    assert log[-1]["test/loss"] == pytest.approx(expected_log[-1]["test/loss"], abs=1e-5)
     assert_same_tensors(tmp_path / "run", finished, tolerance=0)

@@ -1,4 +1,4 @@
-"""onecurve/data/images.py: kinds of data, the cache under kills and races, decoding, order, bad input."""
+"""Tests of onecurve/data/images.py: data sources, the cache, decoding, the order of images and bad input."""
 
 import errno
 import importlib
@@ -45,7 +45,7 @@ PNG = png()
 
 
 def in_cache(folder: Path) -> list[Path]:
-    """The files in the cache, without the lock and the list of broken images."""
+    """Return the files in the cache, without the lock and the list of broken images."""
     return [path for path in folder.iterdir() if path.name not in (image_cache.LOCK, image_cache.BROKEN)]
 
 
@@ -56,12 +56,12 @@ def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Te
 
 
 def start(folder: Path, script: str, *arguments) -> Job:
-    """A Python process with the project on its path. folder: where the script is written."""
+    """Start a Python script with the project on its path. The script is written to the folder."""
     (folder / "script.py").write_text(script)
     return Job([folder / "script.py", *arguments], env={"PYTHONPATH": str(ROOT)})
 
 
-# Prepares in one thread, and stops between the splits until the file `go` appears.
+# Prepares the cache in one thread, and waits between the splits until the file `go` appears.
 STALLED = """
 import sys, time
 from pathlib import Path
@@ -78,7 +78,7 @@ print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
 
 
-# The kinds of data
+# Data sources
 
 
 def test_digits_hold_out_36_of_each_class(tmp_path):
@@ -89,7 +89,7 @@ def test_digits_hold_out_36_of_each_class(tmp_path):
     assert images.train.size == (32, 32)
     assert images.train.images.nbytes == 1437 * 32 * 32 * 3
     assert np.bincount(images.val.labels).tolist() == [36] * 10
-    # the same hold-out on every machine
+    # the hold-out is the same on every machine
     assert images.val.labels[:12].tolist() == [4, 5, 6, 9, 4, 7, 8, 9, 9, 6, 9, 9]
     pixels, labels = read(images.train, [(0, np.array([5, 0, 5]))])
     assert pixels.dtype == torch.uint8
@@ -111,7 +111,7 @@ def test_synthetic_is_learnable_and_the_same_everywhere(tmp_path):
     assert (distances.argmin(axis=1) == one.val.labels).mean() > 0.99
 
 
-def test_a_second_preparation_finds_the_first_and_imports_little(tmp_path):
+def test_a_second_preparation_reuses_the_first_and_imports_little(tmp_path):
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     folder = prepare_data(str(root), cache)
     script = (
@@ -129,7 +129,7 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    # load_dataset takes a local folder of this name first
+    # load_dataset prefers a local folder of this name
     copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
     monkeypatch.chdir(tmp_path)
     folder = prepare_data("cifar10", tmp_path / "cache")
@@ -142,39 +142,42 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     assert (hub.val.labels == local.val.labels).all()
 
 
-@pytest.mark.parametrize("about", ["{}", '{"info": {}}', '{"info": {"features": {"label": null}}}'])
-def test_metadata_without_names_is_no_mistake(about, tmp_path):
-    with_metadata(tmp_path, about)
+@pytest.mark.parametrize("metadata", ["{}", '{"info": {}}', '{"info": {"features": {"label": null}}}'])
+def test_metadata_without_names_is_accepted(metadata, tmp_path):
+    with_metadata(tmp_path, metadata)
     shutil.copy(tmp_path / "train-00000-of-00001.parquet", tmp_path / "test-00000-of-00001.parquet")
     assert opened(tmp_path, tmp_path / "cache").classes == ("0", "1")
 
 
 @pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
-def test_parquet_lies_in_a_folder_of_any_name(name, tmp_path):
-    """Its name is not taken for a pattern or a URL, and need not be UTF-8."""
+def test_parquet_in_a_folder_of_any_name(name, tmp_path):
+    """Check that the name is not read as a pattern or a URL, and need not be UTF-8."""
     root = parquet_folder(tmp_path / "data").rename(tmp_path / name)
     images = opened(root, tmp_path / "cache")
     assert (len(images.train), len(images.val)) == (40, 20)
 
 
-def test_labels_of_any_kind_in_parquet(tmp_path):
-    """Names, as plain and as dictionary-encoded strings; numbers of any width; a file without rows."""
+def test_label_types_of_parquet(tmp_path):
+    """Check labels of several types.
+
+    Strings are plain or dictionary-encoded, integers have several widths, and one file has no rows.
+    """
     images = pa.array([{"bytes": PNG, "path": None}] * 3)
-    kinds = {
+    label_columns = {
         "train-0": pa.array(["ox", "hen", "ox"]).dictionary_encode(),
         "train-1": pa.array(["hen", "hen", "ox"], pa.large_string()),
         "val-0": pa.array(["hen", "ox", "hen"]),
     }
-    for name, labels in kinds.items():
+    for name, labels in label_columns.items():
         pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / f"{name}.parquet")
     pq.write_table(pa.table({"image": [], "label": []}), tmp_path / "train-2.parquet")
-    found = opened(tmp_path, tmp_path / "cache")
-    assert found.classes == ("hen", "ox")
-    assert found.train.labels.tolist() == [1, 0, 1, 0, 0, 1]
-    assert found.val.labels.tolist() == [0, 1, 0]
+    named = opened(tmp_path, tmp_path / "cache")
+    assert named.classes == ("hen", "ox")
+    assert named.train.labels.tolist() == [1, 0, 1, 0, 0, 1]
+    assert named.val.labels.tolist() == [0, 1, 0]
     (tmp_path / "wide").mkdir()
-    for name, kind in (("train", pa.uint8()), ("val", pa.int32())):
-        labels = pa.array([7, 5, 7], kind)
+    for name, dtype in (("train", pa.uint8()), ("val", pa.int32())):
+        labels = pa.array([7, 5, 7], dtype)
         pq.write_table(pa.table({"image": images, "label": labels}), tmp_path / "wide" / f"{name}.parquet")
     wide = opened(tmp_path / "wide", tmp_path / "cache")
     assert (wide.classes, wide.val.labels.tolist()) == (("5", "7"), [1, 0, 1])
@@ -182,8 +185,8 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
     for name in ("train", "val"):
         table = pa.table({"image": images, "is_ill": [True, False, True]})
         pq.write_table(table, tmp_path / "bool" / f"{name}.parquet")
-    two = opened(tmp_path / "bool", tmp_path / "cache")
-    assert (two.classes, two.val.labels.tolist()) == (("False", "True"), [1, 0, 1])
+    booleans = opened(tmp_path / "bool", tmp_path / "cache")
+    assert (booleans.classes, booleans.val.labels.tolist()) == (("False", "True"), [1, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -194,15 +197,15 @@ def test_labels_of_any_kind_in_parquet(tmp_path):
         (pa.array([[0, 1], [1]]), "train.*parquet are lists. This is multi-label data"),
     ],
 )
-def test_labels_of_other_kinds_are_refused(labels, message, tmp_path):
+def test_other_label_types_are_refused(labels, message, tmp_path):
     with_labels(tmp_path / "data", labels)
     with pytest.raises(ValueError, match=message):
         prepare_data(str(tmp_path / "data"), tmp_path / "cache")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "folders"])
-def test_large_data_stay_encoded(tmp_path, monkeypatch, kind):
-    make = parquet_folder if kind == "parquet" else class_folders
+@pytest.mark.parametrize("form", ["parquet", "folders"])
+def test_large_data_stays_encoded(tmp_path, monkeypatch, form):
+    make = parquet_folder if form == "parquet" else class_folders
     root = make(tmp_path / "data")
     array = opened(root, tmp_path / "one")
     images = len(array.train) + len(array.val)
@@ -212,7 +215,7 @@ def test_large_data_stay_encoded(tmp_path, monkeypatch, kind):
     assert (files.source, files.classes) == (array.source, array.classes)
     assert (array.identity[2], files.identity[2]) == (False, True)
     assert (files.train.labels == array.train.labels).all()
-    # size 28 resizes the shorter side to 32: the central crop of what was there
+    # size 28 resizes the shorter side to 32, so the result is the central crop of the stored pixels
     pixels, labels = read(files.val, [(0, np.array([3, 1]))], train=False, size=28)
     assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
@@ -220,7 +223,7 @@ def test_large_data_stay_encoded(tmp_path, monkeypatch, kind):
     assert isinstance(opened(root, tmp_path / "three").val, ArraySplit)
 
 
-def test_a_run_of_an_earlier_version_is_not_resumed_with_images_of_another_kind():
+def test_a_run_of_an_earlier_version_is_not_resumed_with_another_crop():
     opening = Opening(None, ImageRecipe(), None, None, None, "pets-1", ("a", "b"), True)
     checkpoint = Checkpoint(Path("step_00000004"), {"data": "pets-1", "cropped": False, "step": 4})
     with pytest.raises(ValueError, match=r"were whole, as an earlier version chose.* Now they are cropped"):
@@ -233,8 +236,8 @@ def test_images_much_taller_than_wide_are_shifted_within_themselves():
     assert (pixels == labels[:, None, None, None]).all()
 
 
-def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversions, "SAMPLE", 2)  # first and last of a split: the odd one is not among them
+def test_one_image_of_another_size_at_the_end_is_detected(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversions, "SAMPLE", 2)  # only the first and last image of a split
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
     folder = prepare_data(str(root), tmp_path / "cache")
@@ -245,14 +248,14 @@ def test_one_odd_size_at_the_end_is_noticed(tmp_path, monkeypatch):
 # The cache
 
 
-def test_the_key_is_the_content(tmp_path):
+def test_the_cache_key_is_the_content(tmp_path):
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     first = prepare_data(str(root), cache)
     elsewhere = shutil.copytree(root, tmp_path / "elsewhere" / "data")
     assert prepare_data(str(elsewhere), cache) == first
     path = elsewhere / "test-00000-of-00001.parquet"
     before, data = path.stat(), bytearray(path.read_bytes())
-    data[data.index(b"IDAT") - 20] ^= 1  # in a PNG's header: that image is broken now, of the same length
+    data[data.index(b"IDAT") - 20] ^= 1  # breaks an image's PNG header and keeps its length
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match="can't be decoded"):
@@ -272,7 +275,7 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     os.utime(path, (1, 1))
     second = prepare_data(str(root), cache)
     assert second != first
-    assert open_images(second).source == open_images(first).source  # what hosts compare has no times
+    assert open_images(second).source == open_images(first).source  # hosts compare data without times
     size = path.stat().st_size
     path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))  # decoders ignore the rest
     os.utime(path, (1, 1))
@@ -280,7 +283,7 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     assert opened(root, cache).source != open_images(first).source
 
 
-def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
+def test_an_index_belongs_to_the_location_of_its_files(tmp_path):
     one = class_folders(tmp_path / "one" / "data")
     picture(0, 40, 32).save(one / "train" / "a" / "0.png")
     two = shutil.copytree(one, tmp_path / "two" / "data")
@@ -291,7 +294,7 @@ def test_an_index_belongs_to_the_place_of_its_files(tmp_path):
     assert open_images(folders[0]).source == open_images(folders[1]).source
 
 
-def test_two_jobs_at_once_make_it_once(tmp_path):
+def test_two_simultaneous_jobs_prepare_the_cache_once(tmp_path):
     root, cache, go = parquet_folder(tmp_path / "data"), tmp_path / "cache", tmp_path / "go"
     other = start(tmp_path, STALLED, root, cache, go)
     read_until("MIDDLE", other)
@@ -303,13 +306,13 @@ def test_two_jobs_at_once_make_it_once(tmp_path):
     assert len(open_images(folder).train) == 40
 
 
-def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
+def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     other = start(tmp_path, STALLED, root, cache, tmp_path / "never")
     read_until("MIDDLE", other)
     other.kill()
     other.wait()
-    # it really was in the middle: some images are decoded, nothing has a name yet
+    # the job was killed in the middle: some images are decoded, but the folder has no final name
     [work] = in_cache(cache)
     assert work.name == ".preparing"
     assert np.load(work / "train_images.npy").any()
@@ -320,8 +323,8 @@ def test_killed_in_the_middle_leaves_nothing_that_counts(tmp_path):
     assert all((images.val.images[k] == np.asarray(picture(1000 + k))).all() for k in range(20))
 
 
-def test_the_folder_that_another_host_has_made_meanwhile_stays(tmp_path):
-    """NFS may tell late of it."""
+def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
+    """Simulate NFS, which may show the folder late."""
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     folder = prepare_data(str(root), cache)
     before = folder.stat().st_ino
@@ -330,9 +333,9 @@ def test_the_folder_that_another_host_has_made_meanwhile_stays(tmp_path):
     assert (in_cache(cache), folder.stat().st_ino) == ([folder], before)
 
 
-def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, monkeypatch):
+def test_an_exception_in_the_heartbeat_ends_the_threads_and_leaves_no_files(tmp_path, monkeypatch):
     root, decoded = parquet_folder(tmp_path / "data"), []
-    monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # an image is a chunk
+    monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # each image is a chunk
     monkeypatch.setattr(image_cache, "_decode", lambda *chunk: time.sleep(0.1) or decoded.append(0) or [])
 
     def beat():
@@ -342,7 +345,7 @@ def test_an_exception_from_beat_ends_the_threads_and_leaves_nothing(tmp_path, mo
     with pytest.raises(SystemExit):
         prepare_data(str(root), tmp_path / "cache", beat)
     done = len(decoded)
-    assert 0 < done <= 4 * image_cache.allowed_cores()  # of 60
+    assert 0 < done <= 4 * image_cache.allowed_cores()  # of 60 images
     assert not in_cache(tmp_path / "cache")
     time.sleep(0.3)
     assert len(decoded) == done
@@ -354,12 +357,12 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
             return True
 
     together, beats, terminal = threading.Barrier(2, timeout=20), [], Terminal()
-    real = image_cache._decode
+    real_decode = image_cache._decode
 
     def decode(*chunk):
-        together.wait()  # each of the four chunks has another one beside it
+        together.wait()  # each of the four chunks is decoded in parallel with another one
         time.sleep(3)
-        return real(*chunk)
+        return real_decode(*chunk)
 
     monkeypatch.setattr(image_cache, "allowed_cores", lambda: 2)
     monkeypatch.setattr(image_cache, "_decode", decode)
@@ -388,7 +391,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_turns_upright_in_both_decoders(format, orientation):
+def test_both_decoders_apply_the_exif_orientation(format, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(picture(2, 48, 32), format, exif=exif)
@@ -399,7 +402,7 @@ def test_exif_turns_upright_in_both_decoders(format, orientation):
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}])
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
-def test_a_jpeg_cut_short_is_an_error(options, part):
+def test_a_truncated_jpeg_is_an_error(options, part):
     data = encode(picture(3, 200, 200), **options)
     assert decode_image(data).shape == (200, 200, 3)
     with pytest.raises(ValueError, match=r".+"):
@@ -409,8 +412,8 @@ def test_a_jpeg_cut_short_is_an_error(options, part):
 # Batches of files
 
 
-def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path):
-    """100 photographs in folders of two classes: train with 80, val with 20."""
+def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp_path):
+    """Use 100 photographs in folders of two classes: 80 in train and 20 in val."""
     for k, path in enumerate(sorted(photographs.iterdir())):
         folder = tmp_path / "data" / ("train" if k % 5 else "val") / f"class{k % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -428,7 +431,7 @@ def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path
     assert (here[1] == there[1]).all()
     assert not [p for p in multiprocessing.active_children() if p.is_alive()]
 
-    # a crop depends on seed, epoch and sample, and on nothing else
+    # a crop depends only on seed, epoch and sample
     alone, _ = read(images.train, [(0, ids[3:4])])
     assert (alone[0] == here[0][3]).all()
     for other in (read(images.train, [(1, ids[3:4])]), read(images.train, [(0, ids[3:4])], seed=6)):
@@ -445,7 +448,7 @@ def test_photographs_keep_their_order_whatever_the_workers(photographs, tmp_path
         assert (one[k].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
 
 
-def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
+def test_random_crops_have_torchvisions_distribution(monkeypatch):
     from torchvision.transforms import RandomResizedCrop
 
     from onecurve.data import crops as module
@@ -458,15 +461,18 @@ def test_random_crops_are_distributed_as_torchvisions(monkeypatch):
         module.random_resized_crop(image, 224, draws)
     torch.manual_seed(0)
     tensor = torch.empty(3, 300, 500)
-    theirs = [RandomResizedCrop.get_params(tensor, [0.08, 1], [3 / 4, 4 / 3])[2:] for _ in range(4000)]
-    ours, theirs = np.array(boxes), np.array(theirs)
+    expected = [RandomResizedCrop.get_params(tensor, [0.08, 1], [3 / 4, 4 / 3])[2:] for _ in range(4000)]
+    actual, expected = np.array(boxes), np.array(expected)
     for q in (5, 25, 50, 75, 95):
-        gap = np.abs(np.percentile(ours, q, axis=0) - np.percentile(theirs, q, axis=0))
-        assert gap.max() < 12, f"percentile {q} of height and width differs by {gap} pixels"
+        difference = np.abs(np.percentile(actual, q, axis=0) - np.percentile(expected, q, axis=0))
+        assert difference.max() < 12, f"percentile {q} of height and width differs by {difference} pixels"
 
 
 def test_the_area_of_random_crops(monkeypatch):
-    """The first crops by default, as every version has made them; another scale bounds the areas."""
+    """Check that the default crops are the same in every version.
+
+    Another scale bounds the crops' areas.
+    """
     from onecurve.data import crops as module
     from onecurve.numerics.order import uniforms
 
@@ -485,23 +491,23 @@ def test_the_area_of_random_crops(monkeypatch):
 
 @pytest.mark.parametrize("name", ["train_cnn_a", "train_cnn_b", "train_vit"])
 def test_scripts_pass_the_area_of_crops(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(image_cache, "DECODED_BYTES", 0)  # so that the images stay encoded
+    monkeypatch.setattr(image_cache, "DECODED_BYTES", 0)  # keeps the images encoded
     script = importlib.import_module(name)
     images = opened(class_folders(tmp_path / "data", train=8, val=8), tmp_path / "cache")
     assert isinstance(images.train, FileSplit)
 
     def pixels(*words: str) -> torch.Tensor:
         recipe = parse(recipe_class(script), ["--image_size", "32", "--workers", "0", *words])
-        more = [DataConfig((0.5,) * 3, (0.5,) * 3)] if name == "train_vit" else []
+        config = [DataConfig((0.5,) * 3, (0.5,) * 3)] if name == "train_vit" else []
         plan = [(0, np.arange(8))]
-        return next(iter(script.training_batches(images, plan, torch.device("cpu"), recipe, *more)))[0]
+        return next(iter(script.training_batches(images, plan, torch.device("cpu"), recipe, *config)))[0]
 
-    usual = pixels()
-    assert torch.equal(pixels("--crop_scale", "0.08,1"), usual)
-    assert not torch.equal(pixels("--crop_scale", "0.5,1"), usual)
+    default = pixels()
+    assert torch.equal(pixels("--crop_scale", "0.08,1"), default)
+    assert not torch.equal(pixels("--crop_scale", "0.5,1"), default)
 
 
-def test_workers_ignore_signals_and_end_when_left(tmp_path):
+def test_workers_ignore_signals_and_end_when_the_iterator_is_closed(tmp_path):
     root = class_folders(tmp_path / "data", train=60, val=60)
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     split = opened(root, tmp_path / "cache").train
@@ -510,17 +516,17 @@ def test_workers_ignore_signals_and_end_when_left(tmp_path):
 
     def plan_with_signals():
         for k, item in enumerate(plan):
-            if k in (0, 20):  # the first is asked for while the workers are starting
+            if k in (0, 20):  # the first item is requested while the workers start
                 workers[:] = multiprocessing.active_children()
                 for worker, number in product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                     os.kill(worker.pid, number)
             yield item
 
     batches = split.batches(plan_with_signals(), device="cpu", train=True, size=32, seed=0, workers=2)
-    got = [next(batches)[2] for _ in range(29)]
+    images = [next(batches)[2] for _ in range(29)]
     assert len(workers) == 2
     assert all(worker.is_alive() for worker in workers)
-    assert (torch.cat(got) == read(split, plan[:29], size=32, seed=0)[0]).all()
+    assert (torch.cat(images) == read(split, plan[:29], size=32, seed=0)[0]).all()
     batches.close()  # before the end
     for worker in workers:
         worker.join(10)
@@ -554,7 +560,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')")
     words = [tmp_path / "trainer.py", ROOT, folder, end]
-    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # from another folder
+    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # runs in another folder
     try:
         line = next(line for line in trainer.process.stdout if line.startswith("workers "))
         workers = [int(pid) for pid in line.split()[1:]]
@@ -565,14 +571,14 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         trainer.process.wait(30)
         wait_until(lambda: not any(is_running(pid, start_ticks(pid)) for pid in workers), timeout_s=10)
     finally:
-        trainer.kill()  # what is left, too
+        trainer.kill()  # kills remaining workers
         trainer.wait()
-    # what the script imports is imported by it and by the fork server, not by each worker
+    # the script's imports run in the script and in the fork server, but not in each worker
     assert (tmp_path / "imports").read_text() == "xx"
 
 
 class Flaky(CachedImages):
-    """Images on a network mount: the first read of each file 1.png fails."""
+    """Images on a network mount, where the first read of each file 1.png fails."""
 
     def __init__(self, number: int, *place):
         super().__init__(*place)
@@ -608,7 +614,7 @@ def test_transient_errors_of_a_network_mount_are_retried(number, workers, tmp_pa
     assert capfd.readouterr().err.count(f": {os.strerror(number)}. The read is tried again") == 1
 
 
-def test_an_error_that_stays_ends_in_four_attempts(monkeypatch):
+def test_a_persistent_error_fails_after_four_attempts(monkeypatch):
     waits, calls = [], []
     monkeypatch.setattr(time, "sleep", waits.append)
 
@@ -626,7 +632,7 @@ def test_an_error_that_stays_ends_in_four_attempts(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
+def test_a_broken_file_is_one_clear_error(tmp_path, workers):
     root = class_folders(tmp_path / "data")
     picture(0, 40, 32).save(root / "train" / "a" / "0.png")
     path = root / "train" / "b" / "1.png"
@@ -639,7 +645,7 @@ def test_a_broken_file_ends_in_one_clear_error(tmp_path, workers):
     path.unlink()
     with pytest.raises(ValueError, match=r"train/b/1\.png: No such file"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
-    path.symlink_to("/proc/self/mem")  # can be opened, not read
+    path.symlink_to("/proc/self/mem")  # can be opened but not read
     with pytest.raises(ValueError, match=r"train/b/1\.png: Input/output error"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
 
@@ -658,10 +664,10 @@ def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
     assert len(json.loads(file.read_text())) == 12
 
 
-def with_damage(root: Path, place: slice, content: bytes) -> None:
+def with_damage(root: Path, position: slice, content: bytes) -> None:
     path = parquet_folder(root) / "train-00000-of-00001.parquet"
     data = bytearray(path.read_bytes())
-    data[place] = content
+    data[position] = content
     path.write_bytes(data)
 
 
@@ -670,10 +676,10 @@ def with_train(root: Path, images: list, labels: list, names="ab") -> None:
     write_parquet(root / "train-00000-of-00001.parquet", images, labels, names and list(names))
 
 
-def with_metadata(root: Path, about: str) -> None:
-    """about: what stands where `datasets` writes its JSON."""
+def with_metadata(root: Path, metadata: str) -> None:
+    """Write a table whose JSON of `datasets` is replaced by this text."""
     file = parquet_folder(root) / "train-00000-of-00001.parquet"
-    pq.write_table(pq.read_table(file).replace_schema_metadata({"huggingface": about}), file)
+    pq.write_table(pq.read_table(file).replace_schema_metadata({"huggingface": metadata}), file)
 
 
 def with_labels(root: Path, labels: pa.Array) -> None:
@@ -683,7 +689,7 @@ def with_labels(root: Path, labels: pa.Array) -> None:
 
 
 def with_column(root: Path, name: str, values: pa.Array | None) -> None:
-    """A table of one row, in which these values take a column's place."""
+    """Write a table with one row, in which these values replace a column."""
     file = parquet_folder(root, train=1) / "train-00000-of-00001.parquet"
     table = pq.read_table(file).drop_columns([name])
     pq.write_table(table if values is None else table.append_column(name, values), file)
@@ -697,7 +703,7 @@ NO_NAMES_IN = {
     "a list": '{"info": {"features": [1]}}',
     "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
 }
-BAD = {  # beside those in tests/test_messages.py
+BAD = {  # tests/test_messages.py checks more cases
     "a file": (lambda root: root.write_text("x"), ["is a file, no folder, CSV list or parquet file"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),
     "no classes": (
@@ -733,7 +739,7 @@ BAD = {  # beside those in tests/test_messages.py
         lambda root: with_train(root, [PNG] * 3, [0, 2, 9], names=None),
         ["the split val has classes that train lacks: 1. Rename"],
     ),
-    **{name: (partial(with_metadata, about=about), NO_NAMES) for name, about in NO_NAMES_IN.items()},
+    **{name: (partial(with_metadata, metadata=metadata), NO_NAMES) for name, metadata in NO_NAMES_IN.items()},
     "label not UTF-8": (
         lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),
         ["train-00000", "not UTF-8"],
@@ -755,8 +761,8 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
     assert not (tmp_path / "cache").exists() or not in_cache(tmp_path / "cache")
 
 
-def test_a_user_without_a_home_folder_gives_a_cache(tmp_path, monkeypatch):
-    """As in a container that is started with a user id of its own."""
+def test_a_user_without_a_home_folder_needs_cache_dir(tmp_path, monkeypatch):
+    """Simulate a container that is started with an arbitrary user id."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):

@@ -1,4 +1,4 @@
-"""docs/data.md's table of layouts: each row is made as it is written there, and opened."""
+"""Tests that create and open each row of the table of layouts in docs/data.md."""
 
 import re
 from pathlib import Path
@@ -18,12 +18,12 @@ ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in DOCUMENT.partition("| layout |")[2].partition("\n\n")[0].splitlines()[2:]
 ]
-EACH = 8  # images of a split, half of them cats
+EACH = 8  # images per split, half of them cats
 LABELS = [k % 2 for k in range(EACH)]
 
 
 def make(root: Path, layout: str) -> None:
-    """Makes what the code spans of a row name."""
+    """Create the files that the code spans of a row name."""
     if "save_to_disk" in layout:
         data_set(root, "saved", train=EACH, validation=EACH, test=EACH)
         return
@@ -48,7 +48,7 @@ def make(root: Path, layout: str) -> None:
 
 
 def write_list(path: Path, header: str, first: int) -> None:
-    """Of the images of the code span after it. first: their first number."""
+    """Write a list of the images of the next code span, whose numbers start at `first`."""
     rows = [header]
     for k in range(3 * EACH if "split" in header else EACH):
         split = ("train", "val", "test")[k // EACH]
@@ -58,8 +58,8 @@ def write_list(path: Path, header: str, first: int) -> None:
     path.write_text("\n".join(rows))
 
 
-@pytest.mark.parametrize(("layout", "flags", "chooses", "once"), ROWS, ids=[row[0] for row in ROWS])
-def test_a_layout_of_the_document(layout, flags, chooses, once, tmp_path):
+@pytest.mark.parametrize(("layout", "flags", "val_name", "test_name"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_layout_of_the_document(layout, flags, val_name, test_name, tmp_path):
     root = tmp_path / "pets"
     root.mkdir()
     make(root, layout)
@@ -71,8 +71,8 @@ def test_a_layout_of_the_document(layout, flags, chooses, once, tmp_path):
     words = " ".join(words).replace("FOLDER", str(root)).replace("'", "").split()
     recipe = parse(ImageRecipe, ["--data", str(data), "--cache_dir", str(tmp_path / "cache"), *words])
     images = open_images(Path(prepare_cache(recipe, lambda: None).folder), recipe)
-    assert (images.val_name, images.test_name) == (chooses.strip("`"), once.strip("`"))
-    held_out = EACH // 4 if chooses == "`holdout`" else 0
+    assert (images.val_name, images.test_name) == (val_name.strip("`"), test_name.strip("`"))
+    held_out = EACH // 4 if val_name == "`holdout`" else 0
     assert (len(images.train), len(images.val)) == (EACH - held_out, held_out or EACH)
-    assert len(images.test or ()) == (EACH if once else 0)
+    assert len(images.test or ()) == (EACH if test_name else 0)
     assert len(images.classes) == 2

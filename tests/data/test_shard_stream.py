@@ -1,4 +1,4 @@
-"""Shards from S3: the samples of a local folder, a bounded cache, each shard fetched once; faults."""
+"""Tests of shards from S3: equal samples, a bounded cache, one download per shard, and faults."""
 
 import os
 import re
@@ -29,12 +29,12 @@ from tests.distributed.test_agreement import two_hosts
 from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
-TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # of 4 streams, 54 images each, hardly one ends where a shard does
-STEPS = 9  # an epoch
+TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # 4 streams of 54 images each, most of which end inside a shard
+STEPS = 9  # per epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
 FILES = [f"train-{k:05d}.tar" for k in range(24)]
-SHARD_GIB = 30720 / 2**30  # with headers, labels, and what tar fills up
-ROOM = 18  # for so many shards
+SHARD_GIB = 30720 / 2**30  # with headers, labels and tar's padding
+ROOM = 18  # shards that fit into the cache
 RECIPE = ImageRecipe(streams=4, shuffle_window=4, workers=0, cache_gib=ROOM * SHARD_GIB)
 STREAMS = ["--streams", "4", "--shuffle_window", "4", "--epochs", "2"]
 
@@ -52,7 +52,7 @@ def url(local, s3) -> str:  # noqa: F811
 
 
 def upload(folder: Path, name: str, server: str) -> str:
-    """Uploads a folder like prep_imagenet.py --out, the manifest last."""
+    """Upload a folder like `prep_imagenet.py --out`, with the manifest last."""
     url = f"s3://{BUCKET}/{name}"
     with pytest.MonkeyPatch.context() as patch:
         use_s3(patch, server)
@@ -64,13 +64,13 @@ def upload(folder: Path, name: str, server: str) -> str:
 
 @pytest.fixture
 def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
-    """The proxy, through which all S3 requests of this process go."""
+    """Return the proxy that handles all S3 requests of this process."""
     use_s3(monkeypatch, s3_proxy.endpoint)
     return s3_proxy
 
 
 def training_split(data: str | Path, cache: Path, **changes) -> ShardSplit:
-    """changes: of RECIPE."""
+    """Open the training split with RECIPE and these changes to it."""
     return open_images(prepare_data(str(data), cache), replace(RECIPE, **changes)).train
 
 
@@ -79,9 +79,9 @@ def read_epoch(train: ShardSplit) -> list[tuple]:
 
 
 def fetched(proxy: FaultProxy) -> Counter:
-    """The number of times that each shard was downloaded."""
+    """Return how many times each shard was downloaded."""
     paths = [re.search(r"[a-z]+-[0-9]+\.tar", path) for method, path, _ in proxy.requests if method == "GET"]
-    return Counter(found[0] for found in paths if found)
+    return Counter(match[0] for match in paths if match)
 
 
 def shards_in(cache: Path) -> list[Path]:
@@ -97,41 +97,41 @@ def cache_of(shards: int) -> list:
 
 
 def expected(epochs: int = 2) -> np.ndarray:
-    """[steps, 24]"""
+    """Return the expected samples as an array of shape [steps, 24]."""
     orders = [stream_order(0, epoch, np.array(TRAIN), 4, 4, 24) for epoch in range(epochs)]
     return np.concatenate(orders).reshape(-1, 24)
 
 
-# The same as from a local folder
+# Equality with a local folder
 
 
 @pytest.mark.parametrize("workers", [0, full(2)])
-def test_samples_are_the_same_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
-    """Reads the plans of two processes, with a cache for two thirds of the shards."""
-    there = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
-    here = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
-    most = []
-    through_proxy.on("GET", r"\.tar", lambda: most.append(len(shards_in(tmp_path / "cache"))), times=None)
+def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
+    """Read the plans of two processes with a cache for two thirds of the shards."""
+    remote = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
+    disk = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
+    counts = []
+    through_proxy.on("GET", r"\.tar", lambda: counts.append(len(shards_in(tmp_path / "cache"))), times=None)
     batch = share_out(24, 6, 2)
-    there.train.check(batch)
+    remote.train.check(batch)
     for rank in range(2):
-        plan = list(training_plan(here.train, batch, rank, 0, 3, 2 * STEPS))
-        ours, theirs = (read(images.train, plan, workers=workers) for images in (there, here))
-        assert len(ours) == (2 * STEPS - 3) * 2
-        for (e1, ids1, pixels1, labels1), (e2, ids2, pixels2, labels2) in zip(ours, theirs, strict=True):
+        plan = list(training_plan(disk.train, batch, rank, 0, 3, 2 * STEPS))
+        streamed, stored = (read(images.train, plan, workers=workers) for images in (remote, disk))
+        assert len(streamed) == (2 * STEPS - 3) * 2
+        for (e1, ids1, pixels1, labels1), (e2, ids2, pixels2, labels2) in zip(streamed, stored, strict=True):
             assert (e1, ids1.tolist(), labels1.tolist()) == (e2, ids2.tolist(), labels2.tolist())
             assert torch.equal(pixels1, pixels2)
     plan = [(0, ids) for ids, _ in evaluation_plan(32, 5, 2, 1)]
-    ours, theirs = (read(images.val, plan, train=False, workers=workers) for images in (there, here))
-    assert all(torch.equal(our[2], their[2]) for our, their in zip(ours, theirs, strict=True))
-    of_val = {key for key in fetched(through_proxy) if key.startswith("val")}
-    assert of_val == {"val-00002.tar", "val-00003.tar"}
-    assert 0 < max(most) <= ROOM
+    streamed, stored = (read(images.val, plan, train=False, workers=workers) for images in (remote, disk))
+    assert all(torch.equal(a[2], b[2]) for a, b in zip(streamed, stored, strict=True))
+    val_shards = {key for key in fetched(through_proxy) if key.startswith("val")}
+    assert val_shards == {"val-00002.tar", "val-00003.tar"}
+    assert 0 < max(counts) <= ROOM
     assert len(shards_in(tmp_path / "cache")) <= ROOM
 
 
-def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, through_proxy, tmp_path):
-    """The cache holds two thirds of the shards, and evicts none that its stream still needs."""
+def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_path):
+    """Use a cache for two thirds of the shards. It must not evict a shard that its stream still needs."""
     read_epoch(training_split(url, tmp_path))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
@@ -141,11 +141,13 @@ def test_an_epoch_fetches_each_shard_once_but_for_those_of_two_streams(url, thro
 
 
 def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypatch):
-    """Windows lie across the items in flight; an evaluation comes in the midst of the training, and at its
-    end, while that has looked ahead as far as it may."""
+    """Check the size with windows that span several items in flight.
+
+    An evaluation runs during the training and at its end, when the training has prefetched as far as it may.
+    """
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
     batch, small = share_out(24, 6, 1), training_split(url, tmp_path, workers=2, cache_gib=5 * SHARD_GIB)
-    enough = small.needed_bytes(batch) / 2**30  # not rounded up
+    enough = small.needed_bytes(batch) / 2**30  # without rounding up
     assert enough < 28 * SHARD_GIB
     images = open_images(prepare_data(url, tmp_path), replace(RECIPE, workers=2, cache_gib=enough))
     images.train.check(batch)
@@ -157,12 +159,13 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
         if len(seen) % 36 == 34:
             part = [(0, ids) for ids, _ in evaluation_plan(32, 6, 1, 0)]
             for _ in images.val.batches(part, train=False, **options):
-                assert images.val.cache.reserved_bytes <= images.val.cache.limit_bytes  # to both together
+                # the limit holds for both splits together
+                assert images.val.cache.reserved_bytes <= images.val.cache.limit_bytes
     assert seen == expected().reshape(-1, 6).tolist()
     assert images.val.cache.reserved_bytes == 0
 
 
-def test_a_resume_reads_the_rest_and_not_the_epoch(url, through_proxy, tmp_path):
+def test_a_resume_reads_only_the_rest_of_the_epoch(url, through_proxy, tmp_path):
     train = training_split(url, tmp_path)
     read(train, training_plan(train, share_out(24, 6, 1), 0, 0, 7, 8))
     rest = shards_of(expected()[7].tolist())
@@ -173,7 +176,7 @@ def test_a_resume_reads_the_rest_and_not_the_epoch(url, through_proxy, tmp_path)
 # Faults
 
 
-def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_proxy, s3, tmp_path):  # noqa: F811
+def test_a_shard_with_other_content_is_fetched_again_then_reported(local, through_proxy, s3, tmp_path):  # noqa: F811
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
     break_image(copy, 100)  # after the manifest was made
     train = training_split(upload(copy, "broken", s3), tmp_path / "cache")
@@ -183,7 +186,7 @@ def test_a_shard_with_other_content_is_fetched_again_then_named(local, through_p
     assert not list((tmp_path / "cache").glob("*/shards/train-00011.tar*"))
 
 
-def test_a_store_that_fails_is_one_clear_error(url, through_proxy, tmp_path):
+def test_a_failing_store_is_one_clear_error(url, through_proxy, tmp_path):
     train = training_split(url, tmp_path)
     through_proxy.fail(403, "AccessDenied", times=None, path=r"\.tar")
     with pytest.raises(ValueError, match="these credentials lack a permission") as error:
@@ -199,7 +202,7 @@ def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
         prepare_data(f"s3://{BUCKET}/half", tmp_path)
 
 
-def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_path):
+def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, tmp_path):
     message = r"--cache_gib .* can't hold the shards that a host reads at once.* of its streams"
     with pytest.raises(ValueError, match=message) as error:
         training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check(share_out(24, 6, 1))
@@ -209,8 +212,8 @@ def test_a_cache_that_is_too_small_is_refused_up_front(url, through_proxy, tmp_p
         training_split(url, tmp_path, cache_gib=SHARD_GIB * 0.9)
 
 
-def test_shards_that_others_use_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
-    """Another process uses the whole cache: an error after a while."""
+def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
+    """Let another process use the whole cache. This is an error after a timeout."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
@@ -225,22 +228,25 @@ def test_shards_that_others_use_are_not_removed(url, through_proxy, tmp_path, mo
 def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_path):
     cache = training_split(url, tmp_path, cache_gib=3 * SHARD_GIB).cache
     stop = threading.Event()
-    for k in (0, 1, 2, 0, 3, 1):  # to 2 it is longest when 3 comes, and then to 0
+    for k in (0, 1, 2, 0, 3, 1):  # 2 is the least recently used shard when 3 arrives, then 0
         cache.release(FILES[k], cache.hold(FILES[k], stop))
-        time.sleep(0.02)  # of the files' times
+        time.sleep(0.02)  # so that the files' times differ
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 0)}
     cache.release(FILES[2], cache.hold(FILES[2], stop))
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 2)}
 
 
-def test_shards_come_ahead_of_their_use(url, through_proxy, tmp_path):
-    """Prefetches as many shards as fit. The first micro-batch needs one; nobody asks for the second."""
+def test_shards_are_prefetched(url, through_proxy, tmp_path):
+    """Check that as many shards are prefetched as fit.
+
+    The first micro-batch needs one shard, and the second is never requested.
+    """
     cache = training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).cache
     plan = [(0, np.array([k])) for k in range(10)]
     prefetcher = shard_cache.ShardPrefetcher(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
     with closing(prefetcher) as supply:
         next(iter(supply))
-        wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))  # none in part
+        wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))  # no partial files
         assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
 
 
@@ -263,7 +269,7 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
 
 
 def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
-    """Nobody will read the shards that are being prefetched."""
+    """Raise an error while shards are prefetched that will not be read."""
     s3_proxy.delay(0.5, times=None, method="GET", path=r"\.tar")
     status, output = reader(url, tmp_path, s3_proxy, "raise RuntimeError('NCCL is gone')").wait()
     assert status == 1
@@ -274,7 +280,7 @@ def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path
 
 READER = """
 import sys
-import torchcodec.decoders  # before anything is fetched
+import torchcodec.decoders  # imports it before shards are fetched
 from pathlib import Path
 from onecurve.distributed.process import run_process
 from onecurve.data.cache import prepare_data
@@ -295,25 +301,26 @@ run_process(main)
 
 
 def reader(url: str, cache: Path, proxy: FaultProxy, then: str = "") -> Job:
-    """Reads one epoch, in a cache with room for all shards of the training."""
+    """Read one epoch with a cache for all training shards."""
     (cache / "reader.py").write_text(READER)
     words = [cache / "reader.py", url, cache, 28 * SHARD_GIB, then]
     return Job(words, env=aws_env(proxy.endpoint) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
 
 
-def test_killed_in_a_download_the_same_command_works(url, s3, s3_proxy, tmp_path):  # noqa: F811
+def test_after_a_kill_during_a_download_the_same_command_works(url, s3, s3_proxy, tmp_path):  # noqa: F811
     s3_proxy.stall_download(5000, times=None, path=r"train-00009\.tar")
     job, part = reader(url, tmp_path, s3_proxy), "*/shards/train-00009.tar.part"
     wait_until(lambda: s3_proxy.faults["stall_download"] and list(tmp_path.glob(part)), job, 240)
     job.process.send_signal(signal.SIGKILL)
     assert job.wait()[0] == -signal.SIGKILL
-    here = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
-    with closing(FaultProxy(s3)) as proxy:  # another one: the first may yet count what the dead one asked for
-        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # which share the cache
+    complete = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
+    # a new proxy, because the first may still count requests of the killed job
+    with closing(FaultProxy(s3)) as proxy:
+        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # both share the cache
             status, output = job.wait()
             assert status == 0, output
             assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
-    assert fetched(proxy) == dict.fromkeys(set(FILES) - here, 1)
+    assert fetched(proxy) == dict.fromkeys(set(FILES) - complete, 1)
     assert not list(tmp_path.glob("*/shards/*.part"))
 
 
@@ -331,12 +338,12 @@ def test_two_processes_of_a_host_fetch_each_shard_once(workers, url, s3_proxy, t
     names = FILES + [f"val-{k:05d}.tar" for k in range(4)]
     assert fetched(s3_proxy) == {name: 1 for name in names}
     others = [path for method, path, _ in s3_proxy.requests if method == "GET" and ".tar" not in path]
-    assert len(others) == 3, others  # the manifest and the indices, for both
+    assert len(others) == 3, others  # the manifest and two indices, for both processes together
 
 
 @pytest.mark.full
 def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
-    """Two hosts with a cache each, and each with a proxy before the store that counts its bytes."""
+    """Start two hosts with separate caches, and separate proxies that count each host's requests."""
     proxies = [s3_proxy, other := FaultProxy(s3)]
     words = [*TRAINING, *cache_of(ROOM), *NO_WORKERS, "--data", url, "--epochs", "1"]
     caches = [["--cache_dir", tmp_path / f"cache{node}"] for node in (0, 1)]
@@ -347,15 +354,15 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
     per_step = expected(1).reshape(STEPS, 2, 12)
     for node, proxy in enumerate(proxies):
         train = shards_of(per_step[:, node].reshape(-1).tolist())
-        evaluated = np.concatenate([places for places, _ in evaluation_plan(sum(VAL), 6, 2, node)])
+        evaluated = np.concatenate([positions for positions, _ in evaluation_plan(sum(VAL), 6, 2, node)])
         val = {f"val-{k:05d}.tar" for k in evaluated // VAL[0]}
         assert fetched(proxy) == {name: 1 for name in train | val}
-        assert len(train) <= 14  # of 24: the half, and what lies on its ends
+        assert len(train) <= 14  # of 24: half of them, and those at the ends of the streams
     other.close()
 
 
 def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, monkeypatch):
-    """A single process ends at once, and saves: others would wait for it in a step."""
+    """Use a single process, which can exit and save at once. Other ranks would wait for it in a step."""
     train = training_split(url, tmp_path)
     through_proxy.stall_download(5000, times=None, path=r"train-00011\.tar")
     monkeypatch.setattr(shard_cache.watch, "wanted", lambda: through_proxy.faults["stall_download"] > 0)
@@ -366,8 +373,8 @@ def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, m
 @pytest.mark.parametrize(
     ("processes", "workers", "room"), [(1, 0, 20), full(1, 1, 20), full(2, 1, 26), full(4, 0, 40)]
 )
-def test_stopped_and_continued_from_s3(processes, workers, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
-    """SIGTERM comes inside the first epoch, SIGKILL in a download of the evaluation at its end."""
+def test_stopped_and_resumed_from_s3(processes, workers, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
+    """Send SIGTERM inside the first epoch, and SIGKILL in a download of the evaluation at its end."""
     launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]
     words = [*launcher, *TRAINING, *cache_of(room), "--data", url, "--cache_dir", tmp_path / "cache"]
     words += ["--workers", workers, "--checkpoint_every", "2", "--output_dir", tmp_path / "run"]
@@ -384,7 +391,7 @@ def test_stopped_and_continued_from_s3(processes, workers, room, url, s3_proxy, 
     job = Job(words, env=env)
     assert job.wait()[0] != 0
     assert len(killed) == 1
-    assert killed[0] in ("step_00000006", "step_00000008"), "it had begun again, and the epoch had ended"
+    assert killed[0] in ("step_00000006", "step_00000008"), "not killed at the end of an epoch"
     run(words, env=env)
     assert samples(tmp_path / "run") == expected().tolist()
     log = lines(tmp_path / "run" / "metrics.jsonl")

@@ -1,5 +1,7 @@
-"""Shards on this host: what is refused, which samples come when, broken images, a training. From S3:
-test_shard_stream.py. The shards are written by tarfile, not by prep_imagenet.py."""
+"""Tests of shards on this host: refusals, the order of samples, broken images and a training.
+
+tarfile writes the shards, not prep_imagenet.py. test_shard_stream.py tests shards from S3.
+"""
 
 import hashlib
 import io
@@ -41,28 +43,31 @@ from tests.support.data_sets import CLASSES, class_folders, jpeg, opened, png, w
 RECIPE = ImageRecipe(streams=4, shuffle_window=20)
 
 
-def change(folder: Path, do) -> None:
-    """do(manifest)"""
-    about = json.loads((folder / "manifest.json").read_text())
-    do(about)
-    (folder / "manifest.json").write_text(json.dumps(about))
+def change(folder: Path, edit) -> None:
+    """Apply `edit` to the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    edit(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def as_index(folder: Path) -> Path:
-    """The same images as version 1.0's kind "index", in another folder that names the tars by their paths."""
-    other = folder.with_name(f"{folder.name}-index")
-    other.mkdir()
-    about = json.loads((folder / "manifest.json").read_text()) | {"kind": "index"}
-    for split, content in about["splits"].items():
-        (other / f"{split}_index.npy").write_bytes((folder / f"{split}_index.npy").read_bytes())
+    """Write the images as version 1.0's kind "index".
+
+    Its folder is separate and names the tars by their absolute paths.
+    """
+    index_folder = folder.with_name(f"{folder.name}-index")
+    index_folder.mkdir()
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"kind": "index"}
+    for split, content in manifest["splits"].items():
+        (index_folder / f"{split}_index.npy").write_bytes((folder / f"{split}_index.npy").read_bytes())
         for shard in content["shards"]:
             shard |= {"file": str(folder / shard["file"]), "sha256": None}
-    write_manifest(other, about)
-    return other
+    write_manifest(index_folder, manifest)
+    return index_folder
 
 
 def break_image(folder: Path, sample: int, split: str = "train") -> tuple[str, int]:
-    """Overwrites its bytes, not its header. Returns its shard and offset."""
+    """Overwrite an image's bytes but not its header. Return its shard and offset."""
     number, offset, length, _ = np.load(folder / f"{split}_index.npy")[sample].tolist()
     path = folder / f"{split}-{number:05d}.tar"
     with open(path, "r+b") as file:
@@ -89,23 +94,23 @@ def read(split: ShardSplit, plan: list, **options) -> list[tuple]:
 # Reading
 
 
-@pytest.mark.parametrize("kind", ["shards", "index"])
-def test_images_and_labels_are_those_of_the_tars(kind, shards, tmp_path):
-    root = as_index(write_shards(tmp_path / "tiny")) if kind == "index" else shards
+@pytest.mark.parametrize("form", ["shards", "index"])
+def test_images_and_labels_equal_those_in_the_tars(form, shards, tmp_path):
+    root = as_index(write_shards(tmp_path / "tiny")) if form == "index" else shards
     images = open_images(prepare_data(str(root), tmp_path / "cache"), RECIPE)
     assert images.classes == ("crane (n00000000)", "hen", "crane (n00000002)", "ox")
     assert (len(images.train), len(images.val), images.val_name) == (183, 25, "val")
     assert images.train.mirror
     [(_, ids, pixels, labels)] = read(images.val, [(0, np.array([24, 0, 13]))], train=False)
     assert labels.tolist() == [0, 0, 1]
-    for i, found in zip(ids.tolist(), pixels, strict=True):
-        assert np.array_equal(found, evaluation_crop(decode_image(jpeg(183 + i)), 32))
+    for i, image in zip(ids.tolist(), pixels, strict=True):
+        assert np.array_equal(image, evaluation_crop(decode_image(jpeg(183 + i)), 32))
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000  # no image was copied
 
 
-def test_other_shards_are_other_data(shards, images, tmp_path):
+def test_the_content_of_shards_identifies_the_data(shards, images, tmp_path):
     copy = opened(write_shards(tmp_path / "elsewhere"), tmp_path / "cache")
-    assert copy.source == images.source  # the place does not matter, the content does
+    assert copy.source == images.source  # the location does not matter
     other = write_shards(tmp_path / "other", val=(13, 11))
     assert opened(other, tmp_path / "cache").source != images.source
 
@@ -114,15 +119,15 @@ def test_other_shards_are_other_data(shards, images, tmp_path):
 
 
 def test_the_order_never_changes():
-    """Numbers of the first version: another order would make old runs impossible to continue."""
-    found = stream_order(7, 3, np.array([5, 3, 4, 6]), streams=2, window=4, batch_size=4)
-    assert found.tolist() == [12, 13, 9, 8, 15, 16, 7, 10, 17, 14, 1, 11, 5, 6, 0, 2]
+    """Compare with numbers of the first version. With another order, old runs could not resume."""
+    order = stream_order(7, 3, np.array([5, 3, 4, 6]), streams=2, window=4, batch_size=4)
+    assert order.tolist() == [12, 13, 9, 8, 15, 16, 7, 10, 17, 14, 1, 11, 5, 6, 0, 2]
 
 
 COUNTS = np.array([100, 90, 110, 95, 105, 100, 3, 97, 0, 100])
 
 
-def test_each_epoch_has_another_order_and_no_image_is_left_out_for_good():
+def test_each_epoch_has_another_order_and_leaves_out_other_images():
     orders = [stream_order(seed, epoch, COUNTS, 8, 64, 32) for seed in (0, 1) for epoch in range(20)]
     assert len({ids.tobytes() for ids in orders}) == 40
     left = Counter()
@@ -134,21 +139,21 @@ def test_each_epoch_has_another_order_and_no_image_is_left_out_for_good():
 
 @pytest.mark.parametrize("window", [1, 50, 100_000])
 def test_a_stream_needs_few_shards_at_once(window):
-    """It needs the shards of a window, and the rest of the shard at each end of it."""
+    """Check that a stream needs only the shards of a window, and the rest of the shards at its ends."""
     counts = np.full(64, 100)
     ids = stream_order(3, 0, counts, streams=4, window=window, batch_size=16).reshape(400, 4, 4)
     needed = 0
     for stream in range(4):
         shards = ids[:, stream].reshape(-1) // 100
         first, last = {}, {}
-        for place, shard in enumerate(shards.tolist()):
-            first.setdefault(shard, place)
-            last[shard] = place
-        active = [sum(first[s] <= place <= last[s] for s in first) for place in range(1600)]
+        for position, shard in enumerate(shards.tolist()):
+            first.setdefault(shard, position)
+            last[shard] = position
+        active = [sum(first[s] <= position <= last[s] for s in first) for position in range(1600)]
         needed = max(needed, *active)
     assert needed <= min(2 + window // 100, 17)
     if window == 1:
-        assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)  # no shuffling but that of the shards
+        assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)  # only the shards are shuffled
 
 
 @pytest.mark.parametrize(("batch", "streams", "message"), rows_of("streams"))
@@ -159,19 +164,19 @@ def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, 
 
 
 @pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
-def test_the_default_streams_go_with_any_batch(batch_size, shards, tmp_path):
-    """Trains on each number of processes up to four that divides the batch."""
+def test_the_default_streams_fit_any_batch_size(batch_size, shards, tmp_path):
+    """Check each number of processes up to four that divides the batch."""
     train = open_images(prepare_data(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
     for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
         plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
         assert len(next(iter(plan))[1]) == batch_size // processes
 
 
-def test_a_spread_evaluation_needs_more_shards_at_once(tmp_path):
-    """4 of 40 images: a batch of 2 of them spans half of the split."""
+def test_an_evaluation_of_some_images_needs_more_shards_at_once(tmp_path):
+    """Evaluate 4 of 40 images. A batch of 2 of them spans half of the split."""
     folder = write_shards(tmp_path / "many", val=(4,) * 10)
-    place = prepare_data(str(folder), tmp_path / "cache")
-    whole, part = (open_images(place, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
+    cached = prepare_data(str(folder), tmp_path / "cache")
+    whole, part = (open_images(cached, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
     total = sum(shard.bytes for shard in part.beside.shards)
     assert whole._evaluation_bytes(2) < 0.3 * total
     assert 0.5 * total < part._evaluation_bytes(2) <= total
@@ -192,17 +197,20 @@ def manifest(**fields):
     return lambda f: change(f, lambda m: m.update(fields))
 
 
-def without(key: str, *place: str):
-    return lambda f: change(f, lambda m: reduce(getitem, place, m).pop(key))
+def without(key: str, *path: str):
+    return lambda f: change(f, lambda m: reduce(getitem, path, m).pop(key))
 
 
 def shard(**fields):
-    """Of the first shard of val."""
+    """Change fields of the first shard of val."""
     return lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(fields))
 
 
 def index(save):
-    """save(file, rows), of the training split; the manifest has the new index's SHA-256."""
+    """Rewrite the training split's index by `save(file, rows)`.
+
+    The manifest gets the new index's SHA-256.
+    """
 
     def rewrite(folder: Path) -> None:
         rows = np.load(folder / "train_index.npy")
@@ -213,7 +221,7 @@ def index(save):
     return rewrite
 
 
-BAD = {  # what damages it, and the message
+BAD = {  # a function that damages the data, and the message
     "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command continues"),
     "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is no JSON"),
     "format": (manifest(format=2), "has format 2, this code knows 1"),
@@ -240,9 +248,9 @@ BAD = {  # what damages it, and the message
 
 @pytest.mark.parametrize("case", BAD)
 def test_damaged_data_is_refused_in_one_line(case, tmp_path):
-    do, message = BAD[case]
+    damage, message = BAD[case]
     folder = write_shards(tmp_path / "tiny")
-    do(folder)
+    damage(folder)
     with pytest.raises(ValueError, match=r".+") as error:
         prepare_data(str(folder), tmp_path / "cache")
     assert message in str(error.value)
@@ -251,7 +259,7 @@ def test_damaged_data_is_refused_in_one_line(case, tmp_path):
     assert not list(tmp_path.glob("cache/[!.]*"))
 
 
-ENDS = (2048, 4096)  # of two shards
+ENDS = (2048, 4096)  # sizes of two shards in bytes
 ROWS = [[0, 512, 512, 0], [0, 1536, 512, 1], [1, 512, 512, 1], [1, 1024, 3072, 0]]
 BOUNDS = [-(2**63), -1, 0, 1, 2, 511, 512, 513, 1024, 1536, 2047, 2049, 3073, 2**63 - 1]
 ORDERS = [[0, 1, 2, 3], [1, 0, 2, 3], [0, 2, 1, 3]]
@@ -260,22 +268,25 @@ CHANGE = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(BOUNDS)
 
 @settings(max_examples=1000)
 @given(st.lists(CHANGE, max_size=2), st.sampled_from(ORDERS), st.sampled_from([1, 2, 2, 2]))
-def test_an_index_is_taken_if_its_images_lie_in_their_shards_in_order(changes, order, count):
-    """Also where a sum would overflow: Python's integers don't. count: images of the first shard."""
+def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards(changes, order, count):
+    """Use Python's integers as the reference, because they do not overflow.
+
+    `count` is the number of images in the first shard.
+    """
     rows = np.array(ROWS)[order]
-    for place, column, value in changes:
-        rows[place, column] = value
-    good, last = rows[:, 0].tolist() == [0] * count + [1] * (4 - count), (0, 512)
+    for row, column, value in changes:
+        rows[row, column] = value
+    valid, last = rows[:, 0].tolist() == [0] * count + [1] * (4 - count), (0, 512)
     for shard, offset, length, label in rows.tolist():
         begin, end = (shard, offset), (shard, offset + length)
-        good = good and last <= begin < end <= (shard, ENDS[shard]) and offset >= 512 and label in (0, 1)
+        valid = valid and last <= begin < end <= (shard, ENDS[shard]) and offset >= 512 and label in (0, 1)
         last = end
     out = io.BytesIO()
     np.save(out, rows)
     shards = tuple(map(Shard, ("a.tar", "b.tar"), ENDS, (count, 4 - count), (None, None)))
     split = SplitManifest(4, hashlib.sha256(out.getvalue()).hexdigest(), shards)
     manifest = ShardManifest("shards", "x", ("cat", "dog"), {"train": split}, "")
-    if good:
+    if valid:
         assert parse_shard_index(out.getvalue(), manifest, "train", "here").tolist() == rows.tolist()
     else:
         with pytest.raises(ValueError, match=r"^here .*: prepare again$"):
@@ -288,7 +299,7 @@ SECRET = "root:$6$hash:19000:0:99999:7:::\n" * 40
 
 
 def index_of(folder: Path, file: str) -> Path:
-    """An index whose images all lie in this file."""
+    """Write an index whose images are all in this file."""
     folder.mkdir()
     rows = np.array([[0, 512, 20, 0], [0, 600, 20, 1]], np.int64)
     shard = {"file": file, "bytes": len(SECRET), "images": 2, "sha256": None}
@@ -299,8 +310,8 @@ def index_of(folder: Path, file: str) -> Path:
     return folder
 
 
-def test_no_message_quotes_a_file_that_is_no_tar(tmp_path):
-    """An index may name any file of this host, as a link in a class folder may."""
+def test_no_message_quotes_a_file_that_is_not_a_tar(tmp_path):
+    """Check this because an index, like a link in a class folder, may name any file of this host."""
     (tmp_path / "shadow").write_text(SECRET)
     folder = prepare_data(str(index_of(tmp_path / "index", str(tmp_path / "shadow"))), tmp_path / "cache")
     with pytest.raises(ValueError, match="offset 600") as error:
@@ -310,7 +321,7 @@ def test_no_message_quotes_a_file_that_is_no_tar(tmp_path):
     assert "19000" not in str(error.value)
 
 
-def test_an_index_of_archives_names_files_of_this_host(tmp_path):
+def test_an_index_must_name_files_of_this_host(tmp_path):
     folder = index_of(tmp_path / "index", "s3://bucket/data/a.tar")
     with pytest.raises(ValueError, match="is no manifest of shards"):
         prepare_data(str(folder), tmp_path / "cache")
@@ -320,7 +331,7 @@ def test_an_index_of_archives_names_files_of_this_host(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_broken_image_is_named(tmp_path, workers):
+def test_a_broken_image_is_reported(tmp_path, workers):
     folder = write_shards(tmp_path / "tiny")
     path, offset = break_image(folder, 70)
     split = open_images(prepare_data(str(folder), tmp_path / "cache"), RECIPE).train
@@ -331,7 +342,7 @@ def test_a_broken_image_is_named(tmp_path, workers):
 
 
 def test_a_broken_image_is_skipped(tmp_path, capsys):
-    """A shard that is gone is no broken image."""
+    """Check also that a missing shard does not count as a broken image."""
     folder = write_shards(tmp_path / "tiny")
     for sample in (3, 4, 9):
         break_image(folder, sample)
@@ -339,26 +350,27 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     split = open_images(prepare_data(str(folder), tmp_path / "cache"), skip).train
     workers._skipped.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
-    found = read(split, plan)
-    assert [ids.tolist() for _, ids, _, _ in found] == [ids.tolist() for _, ids in plan]  # as planned
-    assert [labels.tolist() for *_, labels in found] == [[2, 1, 1, 1], [0, 0], [1, 1]]  # of the one shown
-    for _, _, pixels, _ in found:
-        assert pixels.flatten(1).float().std(1).min() > 0  # nothing uninitialised or blank
-    assert torch.equal(found[0][2][1], found[0][2][3])
+    batches = read(split, plan)
+    assert [ids.tolist() for _, ids, _, _ in batches] == [ids.tolist() for _, ids in plan]  # the planned ids
+    # labels belong to the images that replace broken ones
+    assert [labels.tolist() for *_, labels in batches] == [[2, 1, 1, 1], [0, 0], [1, 1]]
+    for _, _, pixels, _ in batches:
+        assert pixels.flatten(1).float().std(1).min() > 0  # no image is uninitialised or blank
+    assert torch.equal(batches[0][2][1], batches[0][2][3])
     assert workers.skipped() == [3, 4, 9]
     assert capsys.readouterr().err.count("skipped: ") == 3
     with pytest.raises(ValueError, match=r"no image of a micro-batch of 2 can be decoded: .*key train_3"):
         read(split, [(0, np.array([3, 4]))])
-    with pytest.raises(ValueError, match="key train_3"):  # an evaluation counts each image once
+    with pytest.raises(ValueError, match="key train_3"):  # an evaluation must not skip an image
         read(split, [(0, np.array([2, 3]))], train=False)
     (folder / "train-00001.tar").unlink()
     with pytest.raises(ValueError, match=r"train-00001\.tar: No such file"):
         read(split, [(0, np.array([40, 100]))])
 
 
-def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
+def test_a_missing_file_is_not_a_broken_image(tmp_path):
     root = class_folders(tmp_path / "data")
-    (root / "train" / "a" / "0.png").write_bytes(png(0, 40, 32))  # of another size: they stay files
+    (root / "train" / "a" / "0.png").write_bytes(png(0, 40, 32))  # another size keeps the images encoded
     options = ImageRecipe(on_bad_image="skip")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), options).train
     (root / "train" / "b" / "1.png").write_bytes(b"broken")
@@ -368,8 +380,8 @@ def test_a_file_that_is_gone_is_no_broken_image(tmp_path):
         read(split, [(0, np.arange(len(split)))])
 
 
-@pytest.mark.parametrize("wait_s", [0, 1])  # after one, batches are announced whose bytes are not fetched
-def test_a_worker_that_is_killed_is_one_line(wait_s, images):
+@pytest.mark.parametrize("wait_s", [0, 1])  # after 1 s, workers have announced batches not yet fetched
+def test_a_killed_worker_is_one_line(wait_s, images):
     options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 2}
     batches = images.train.batches(iter([(0, np.arange(6))] * 100), **options)
     next(batches)
@@ -381,17 +393,17 @@ def test_a_worker_that_is_killed_is_one_line(wait_s, images):
 
 
 def with_one_more_file(open_images):
-    """Called in a worker: afterwards it can open one more file."""
-    found = open_images()
+    """Limit the calling worker so that it can open only one more file."""
+    images = open_images()
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.close(descriptor)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 1, hard))
-    return found
+    return images
 
 
 def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
-    """The shared memory is one file; sending it needs a second one."""
+    """Allow one file, which the shared memory uses. Sending it would need a second file."""
     open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
     options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
     batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
@@ -405,7 +417,7 @@ def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def test_tars_beside_class_folders_are_left_alone(tmp_path):
+def test_tars_next_to_class_folders_are_ignored(tmp_path):
     root = class_folders(tmp_path / "data")
     for name in ("ILSVRC2012_img_train.tar", "train.tar", "train-1.tar"):
         (root / name).touch()
@@ -421,17 +433,18 @@ VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_siz
 VIT += ["--streams", "4", "--shuffle_window", "20", "--batch_size", "24", "--per_device_batch_size", "6"]
 VIT += ["--epochs", "3", "--log_every", "1", "--mixed_precision", "no", "--trackers", "none"]
 VIT += ["--workers", "1"]
-NO_WORKERS = ["--workers", "0"]  # their server imports torch anew, in each process of each launch
+# The workers' server would import torch again in each process of each launch.
+NO_WORKERS = ["--workers", "0"]
 LAUNCHERS = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}
 
 
 def samples(folder: Path) -> list[list[int]]:
-    found = lines(folder / "samples.jsonl")
-    assert [line["step"] for line in found] == [*range(1, len(found) + 1)]
-    return [line["samples"] for line in found]
+    log = lines(folder / "samples.jsonl")
+    assert [line["step"] for line in log] == [*range(1, len(log) + 1)]
+    return [line["samples"] for line in log]
 
 
-@pytest.mark.needs("root")  # to mount
+@pytest.mark.needs("root")  # mounts a file system
 def test_a_full_dev_shm_is_one_line():
     code = "import torch; from onecurve.data.workers import _share; print(_share(torch.empty(2**20), 8))"
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
@@ -444,13 +457,13 @@ def test_a_full_dev_shm_is_one_line():
     ("folder", "logged", "newest", "resumes"),
     [("D", 5, 0, True), ("D", 0, 0, False), ("D/*", 5, 0, False), (None, 5, 0, False), (None, 0, 3, True)],
 )
-def test_a_change_is_allowed_where_a_run_is_resumed(folder, logged, newest, resumes):
-    """Without a checkpoint the next start is another run, and without a step it takes the folder, too."""
+def test_a_change_is_advised_only_if_the_run_can_resume(folder, logged, newest, resumes):
+    """Without a checkpoint, the next start is a new run. Without a step, it also reuses the folder."""
     recipe, state = ImageRecipe(output_dir=folder), SimpleNamespace(logged_step=logged)
     ranks = SimpleNamespace(recipe=recipe, state=state, newest=newest)
     error = ValueError(f"a.jpg: broken{workers.ADVICE[True]}")
-    said = str(explained(error, None, None, ranks))
-    assert said.endswith(" --allow_changed on_bad_image") == resumes
+    message = str(explained(error, None, None, ranks))
+    assert message.endswith(" --allow_changed on_bad_image") == resumes
 
 
 def test_a_run_does_not_continue_on_other_data(cache, tmp_path):
@@ -459,7 +472,7 @@ def test_a_run_does_not_continue_on_other_data(cache, tmp_path):
     write_shards(tmp_path / "tiny")
     run([*words, "--max_steps", "3"])
     shutil.rmtree(tmp_path / "tiny")
-    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # as many images
+    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # the same number of images
     status, output = Job(words).wait()
     assert status == 1
     assert "step_00000003 was trained on" in output
@@ -468,7 +481,7 @@ def test_a_run_does_not_continue_on_other_data(cache, tmp_path):
 
 
 @pytest.mark.full
-def test_broken_images_change_nothing_else_on_any_number_of_processes(cache, tmp_path):
+def test_broken_images_are_replaced_equally_on_any_number_of_processes(cache, tmp_path):
     folder = write_shards(tmp_path / "tiny")
     for sample in (5, 60, 150):
         break_image(folder, sample)
@@ -476,15 +489,15 @@ def test_broken_images_change_nothing_else_on_any_number_of_processes(cache, tmp
     run([*LAUNCHERS[1], *words, tmp_path / "one"])
     output = run([*LAUNCHERS[2], *words, tmp_path / "two", "--max_steps", "18"])
     for key in ("train_5", "train_60", "train_150"):
-        assert 1 <= output.count(f"key {key}: not an image") <= 2  # once by each process that met it
+        assert 1 <= output.count(f"key {key}: not an image") <= 2  # once per process that decodes it
     output = run([*LAUNCHERS[2], *words, tmp_path / "two"])
-    assert "key train_60:" not in output  # the last three steps do without it: the checkpoint knows of it
+    assert "key train_60:" not in output  # the last three steps do not use it, and the checkpoint lists it
     counts = np.array([31, 30, 29, 31, 30, 32])
     orders = [stream_order(0, epoch, counts, 4, 20, 24) for epoch in range(3)]
     for folder in (tmp_path / "one", tmp_path / "two"):
         assert result(folder)["bad_images"] == 3
         assert samples(folder) == np.concatenate(orders).reshape(-1, 24).tolist()
     logs = [lines(tmp_path / folder / "metrics.jsonl") for folder in ("two", "one")]
-    ours, theirs = ([line["train/loss"] for line in log if "train/loss" in line] for log in logs)
-    assert len(ours) == 21
-    assert ours == pytest.approx(theirs, abs=1e-4)
+    losses, expected = ([line["train/loss"] for line in log if "train/loss" in line] for log in logs)
+    assert len(losses) == 21
+    assert losses == pytest.approx(expected, abs=1e-4)

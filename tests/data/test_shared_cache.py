@@ -1,4 +1,4 @@
-"""A cache of prepared images on a machine with several users."""
+"""Tests of a cache of prepared images on a machine with several users."""
 
 import os
 import shutil
@@ -16,12 +16,12 @@ from tests.support.data_sets import class_folders
 
 ALICE, MALLORY = 61001, 61002
 
-pytestmark = pytest.mark.needs("root")  # to be several users
+pytestmark = pytest.mark.needs("root")  # to switch between users
 
 
 @contextmanager
 def user(uid: int):
-    """A context manager that runs its body as this user, without root's rights."""
+    """Run the body of the `with` statement as this user, without root's rights."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -33,17 +33,20 @@ def user(uid: int):
 
 @pytest.fixture
 def shared():
-    """A folder for everybody, with images and root's cache of them. pytest's own are root's alone."""
+    """Return a folder that everybody can read, with images and root's cache of them.
+
+    Only root can read pytest's temporary folders.
+    """
     folder = Path(tempfile.mkdtemp(prefix="shared-cache-"))
     folder.chmod(0o755)
     class_folders(folder / "images", train=4, val=2)
     (folder / "root").mkdir(0o755)
-    prepare_data(str(folder / "images"), folder / "root")  # imports what only root may read on some machines
+    prepare_data(str(folder / "images"), folder / "root")  # imports what other users may be unable to read
     yield folder
     shutil.rmtree(folder)
 
 
-def test_data_that_root_prepared_is_used_by_all(shared):
+def test_all_users_can_use_data_that_root_prepared(shared):
     with user(ALICE):
         folder = prepare_data(str(shared / "images"), shared / "root")
         assert folder.parent == shared / "root"
@@ -52,7 +55,7 @@ def test_data_that_root_prepared_is_used_by_all(shared):
 
 @pytest.mark.parametrize("owned", ["the cache", "the data"])
 def test_a_folder_of_another_user_is_refused(owned, shared):
-    """Another user knows the folder's name, and has put other pixels there first. root may use it."""
+    """Let another user create the folder first, with other pixels. root may use the folder."""
     cache = shared / "cache"
     cache.mkdir()
     cache.chmod(0o777)
@@ -67,7 +70,7 @@ def test_a_folder_of_another_user_is_refused(owned, shared):
     prepare_data(str(shared / "images"), cache)
 
 
-def test_nothing_is_ever_writable_by_all(shared, tmp_path):
+def test_no_file_is_world_writable(shared, tmp_path):
     before = os.umask(0)
     try:
         settle_environment()
@@ -80,6 +83,6 @@ def test_nothing_is_ever_writable_by_all(shared, tmp_path):
     finally:
         os.umask(before)
     assert status == 0, output
-    made = [path for name in ("cache", "run") for path in ((tmp_path / name), *(tmp_path / name).rglob("*"))]
-    assert len(made) > 20
-    assert [path for path in made if path.stat().st_mode & 0o002] == []
+    paths = [path for name in ("cache", "run") for path in ((tmp_path / name), *(tmp_path / name).rglob("*"))]
+    assert len(paths) > 20
+    assert [path for path in paths if path.stat().st_mode & 0o002] == []

@@ -1,4 +1,4 @@
-"""--data takes tables of any data set: parquet folders, save_to_disk folders, the hub's cache, CSV lists."""
+"""Tests that --data accepts tables: parquet and save_to_disk folders, the hub's cache, and CSV lists."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def metadata(**features) -> dict:
 
 NAMES = {"_type": "ClassLabel", "names": ["cat", "dog"]}
 IMAGE, WORDS = {"_type": "Image"}, {"_type": "Value", "dtype": "string"}
-COLUMNS = {  # the columns of a table, its features, the flags, and the columns that are found
+COLUMNS = {  # the columns of a table, its features, and the expected columns or the flags that choose them
     "labels": (["image", "labels"], {"image": IMAGE, "labels": NAMES}, {}),
     "other names": (["picture", "species"], {"picture": IMAGE, "species": NAMES}, {}),
     "class names before a usual name": (
@@ -51,19 +51,19 @@ COLUMNS = {  # the columns of a table, its features, the flags, and the columns 
 def test_columns_are_found_by_features_names_and_types(case, tmp_path):
     names, features, expected = COLUMNS[case]
     image, label = expected.get("image_column", names[0]), expected.get("label_column", names[1])
-    given = expected if case == "both by flags" else {}
+    flags = expected if case == "both by flags" else {}
     for split in ("train", "valid"):
         columns = {name: pa.array([7, 8, 9]) for name in names}
         columns |= {names[0]: structs(3, 50), image: structs(3), label: pa.array([1, 0, 1])}
         table = pa.table(columns).replace_schema_metadata(metadata(**features) if features else None)
         pq.write_table(table, tmp_path / f"{split}-0.parquet")
-    images = opened(tmp_path, tmp_path / "cache", **given)
+    images = opened(tmp_path, tmp_path / "cache", **flags)
     assert images.classes == (("cat", "dog") if features else ("0", "1"))
     assert (images.train.labels.tolist(), images.val_name) == ([1, 0, 1], "val")
     assert (images.train.images == pixels(*range(3))).all()
 
 
-def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
+def test_ambiguous_columns_are_refused_and_can_be_chosen_by_flags(tmp_path):
     for split in ("train", "test"):
         table = pa.table({"a": structs(2), "b": structs(2, 9), "x": pa.array([0, 1]), "y": pa.array([1, 0])})
         pq.write_table(table, tmp_path / f"{split}.parquet")
@@ -81,7 +81,7 @@ def test_columns_that_are_not_clear_are_refused_and_chosen_by_flags(tmp_path):
     with pytest.raises(ValueError, match="are for tables: --data digits has no columns"):
         opened("digits", cache, label_column="x")
     pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
-    pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")  # x is a lone number, and no label
+    pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")  # x is not taken for labels
     with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only: a, b, x"):
         opened(tmp_path, cache, image_column="a")
 
@@ -98,7 +98,7 @@ def test_parquet_in_folders_of_splits(tmp_path):
     assert (images.train.labels.tolist(), len(images.val), len(images.test)) == ([0] * 4 + [1] * 4, 6, 4)
 
 
-def test_parquet_among_class_folders_is_left_alone(tmp_path):
+def test_parquet_among_class_folders_is_ignored(tmp_path):
     put(tmp_path, *(f"{split}/{c}/1.png" for split in ("train", "val") for c in "ab"))
     for file in ("about.parquet", "train/rows.parquet"):
         write_parquet(tmp_path / file, [PNG], [0], ["cat"])
@@ -122,8 +122,8 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 
 
 @pytest.mark.parametrize("hidden", [-1, None])
-def test_a_test_split_of_hidden_labels_is_left_out_and_others_may_lack_a_class(hidden, tmp_path):
-    """Numbers are classes as they are, without names."""
+def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
+    """Check also that numbers without names are classes, and that other splits may lack a class."""
     for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
         images = [png(len(labels) + (label or 0)) for label in labels]
         write_parquet(tmp_path / f"{split}.parquet", images, labels)
@@ -134,7 +134,7 @@ def test_a_test_split_of_hidden_labels_is_left_out_and_others_may_lack_a_class(h
 
 @pytest.fixture(scope="module")
 def hub_data():
-    """A DatasetDict whose rows were shuffled: its indices are another order than its table's."""
+    """Return a DatasetDict with shuffled rows, whose indices differ from the order of its table."""
     import datasets
 
     def rows(count: int, first: int) -> "datasets.Dataset":
@@ -152,7 +152,7 @@ def assert_are_hub_data(images: Images) -> None:
 
 
 def test_a_folder_of_save_to_disk(hub_data, tmp_path):
-    """Its name may be any, and reading it takes no `datasets`. Moved, it is the same data."""
+    """Check that the folder may have any name, may be moved, and is read without `datasets`."""
     root = tmp_path / "we[1]rd::pets"
     hub_data.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1, "valid": 1})
     (tmp_path / "saved").rename(root)
@@ -173,27 +173,27 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
         opened(moved, tmp_path / "cache")
 
 
-def test_a_data_set_of_the_hub_from_the_cache_without_network(hub_data, tmp_path, monkeypatch):
+def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for config in ("small", "large"):  # as `datasets` keeps what it has loaded once
-        place = tmp_path / "hf" / "lab___pets" / config / "0.0.0" / HUB_COMMIT
+    for config in ("small", "large"):  # the layout in which `datasets` caches data
+        cached = tmp_path / "hf" / "lab___pets" / config / "0.0.0" / HUB_COMMIT
         for split, rows in hub_data.items():
             file = tmp_path / f"{config}-{split}.parquet"
             rows.flatten_indices().to_parquet(file)
         files = {split: str(tmp_path / f"{config}-{split}.parquet") for split in hub_data}
-        made = datasets.load_dataset("parquet", data_files=files, cache_dir=tmp_path / "made" / config)
-        folder = Path(made["train"].cache_files[0]["filename"]).parent
-        place.parent.mkdir(parents=True)
-        folder.rename(place)
-        for file in place.glob("parquet-*.arrow"):
-            file.rename(place / file.name.replace("parquet-", "pets-", 1))
-        about = json.loads((place / "dataset_info.json").read_text())
-        about |= {"config_name": config, "dataset_name": "pets"}
-        (place / "dataset_info.json").write_text(json.dumps(about))
+        loaded = datasets.load_dataset("parquet", data_files=files, cache_dir=tmp_path / "made" / config)
+        folder = Path(loaded["train"].cache_files[0]["filename"]).parent
+        cached.parent.mkdir(parents=True)
+        folder.rename(cached)
+        for file in cached.glob("parquet-*.arrow"):
+            file.rename(cached / file.name.replace("parquet-", "pets-", 1))
+        info = json.loads((cached / "dataset_info.json").read_text())
+        info |= {"config_name": config, "dataset_name": "pets"}
+        (cached / "dataset_info.json").write_text(json.dumps(info))
     assert_are_hub_data(opened("hub:lab/pets:small", tmp_path / "cache"))
     with pytest.raises(ValueError, match=r"--data hub:lab/pets: lab/pets could not be loaded .*small"):
         opened("hub:lab/pets", tmp_path / "cache")
@@ -207,8 +207,8 @@ def test_a_data_set_of_the_hub_from_the_cache_without_network(hub_data, tmp_path
         assert "\n" not in str(error.value)
 
 
-def test_a_data_set_of_the_hub_that_holds_files(tmp_path, monkeypatch):
-    """Its rows have paths in the cache of the hub, no bytes. load_dataset takes a local folder first."""
+def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
+    """Use rows with paths in the hub's cache instead of bytes. load_dataset prefers a local folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -221,8 +221,8 @@ def test_a_data_set_of_the_hub_that_holds_files(tmp_path, monkeypatch):
     assert (images.train.images == np.stack(expected)).all()
 
 
-def test_labels_are_no_python_objects(tmp_path):
-    """Of 30 million rows they took 40 s and gigabytes. The column's forms give the same numbers."""
+def test_labels_need_little_memory(tmp_path):
+    """Compare two forms of the column. As Python objects, 30 million labels took 40 s and gigabytes."""
     words, count = np.array(["cat", "dog", "ox"]), 2_000_000
     numbers = np.arange(count) % 3
     for form in (pa.array(words[numbers]), pa.array(words[numbers]).dictionary_encode()):
@@ -239,7 +239,7 @@ def test_labels_are_no_python_objects(tmp_path):
         assert peak < 50 * count
 
 
-def test_a_row_without_bytes_is_named(tmp_path):
+def test_a_row_without_bytes_is_reported(tmp_path):
     images = [{"bytes": PNG, "path": None}, {"bytes": None, "path": "/nowhere/1.png"}]
     rows = pa.table({"img": images, "label": [0, 0]})
     splits = {"train": [Table("the rows", rows)], "val": [Table("the rows", rows)]}
@@ -274,7 +274,7 @@ def test_a_list_of_files(form, tmp_path):
     assert (images.val.images == pixels(4, 5)).all()
 
 
-def test_labels_of_a_list_are_part_of_its_content(tmp_path):
+def test_the_labels_of_a_list_identify_the_data(tmp_path):
     path = write_list(tmp_path, LISTS["as documented"])
     one = opened(path, tmp_path / "cache")
     path.write_text(LISTS["as documented"].replace("0.png,cat", "0.png,dog"))
@@ -283,7 +283,7 @@ def test_labels_of_a_list_are_part_of_its_content(tmp_path):
     assert one.source != two.source
 
 
-def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
+def test_chosen_columns_absolute_paths_and_a_second_held_out_split(tmp_path):
     rows = [f"{tmp_path}/img/{k}.png,x,{10 - k},train" for k in range(3)]
     rows += ["img/3.png,x,9,val", f"{tmp_path}/img/4.png,x,8,test"]
     path = write_list(tmp_path, "\n".join(["a,b,c,split", *rows]))
@@ -295,8 +295,8 @@ def test_columns_absolute_paths_numbers_and_a_second_held_out_split(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
-def test_the_hubs_metadata_in_the_folder_of_each_split(ending, tmp_path):
-    """Images in the folder, or in one below. Class folders without a list are classes."""
+def test_hub_metadata_in_the_folder_of_each_split(ending, tmp_path):
+    """Use images in the folder or in a folder below. Class folders without a list are classes."""
     splits = ("Train", "validation", "test")
     put(tmp_path, *(f"{split}/img/{k}.png" for split in splits for k in range(4)))
     for split in ("Train", "validation"):
@@ -350,7 +350,7 @@ def test_a_wrong_list_is_one_line(case, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_bytes_that_are_no_text(tmp_path):
+def test_files_that_are_not_text_are_refused(tmp_path):
     for content, message in {
         b"file,label\n\xff\xfe\n": "not in UTF-8",
         b'file,label\n"' + b"a" * 200_000: "no CSV",
@@ -365,7 +365,7 @@ def test_bytes_that_are_no_text(tmp_path):
             opened(path, tmp_path / "cache")
 
 
-def test_the_doctor_compares_lists_and_leaves_names_alone(tmp_path):
+def test_the_doctor_compares_lists_but_not_data_set_names(tmp_path):
     path = write_list(tmp_path, LISTS["as documented"])
     before = _contents(str(path))
     assert before["problem"] is None
@@ -375,15 +375,15 @@ def test_the_doctor_compares_lists_and_leaves_names_alone(tmp_path):
     assert _contents(str(tmp_path / "nothing"))["problem"]
 
 
-def test_the_doctor_follows_links_as_a_training_does(tmp_path):
-    """Hidden files do not count, and links in a circle end."""
+def test_the_doctor_follows_links_like_a_training(tmp_path):
+    """Check that hidden files are ignored, and that circular links end."""
     shutil.copytree(put(tmp_path / "disk", "cat/1.png"), tmp_path / "here")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/cat").symlink_to(tmp_path / "disk/cat")
     (tmp_path / "linked/.DS_Store").touch()
     (tmp_path / "linked/.again").symlink_to(tmp_path / "linked")
-    there, here = (_contents(str(tmp_path / name)) for name in ("linked", "here"))
-    assert there == here
-    assert there["digest"]
+    linked, copied = (_contents(str(tmp_path / name)) for name in ("linked", "here"))
+    assert linked == copied
+    assert linked["digest"]
     (tmp_path / "disk/cat/above").symlink_to(tmp_path)
     assert _contents(str(tmp_path / "linked"))["problem"] is None

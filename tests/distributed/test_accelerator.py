@@ -1,4 +1,4 @@
-"""Decisions made before the first process group: devices, precision, DeepSpeed's numbers."""
+"""Tests of decisions made before the first process group: devices, precision and DeepSpeed's config."""
 
 import logging
 
@@ -34,87 +34,90 @@ def test_too_few_gpus(monkeypatch):
         check_devices()
     assert "Start 2 per host (accelerate's --num_processes, torchrun's --nproc_per_node" in str(error.value)
     assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
-    for enough in (0, 4, 8):  # none at all is a rehearsal
+    for enough in (0, 4, 8):  # without a GPU, the job is a rehearsal
         simulate_gpus(monkeypatch, enough)
         check_devices()
 
 
-HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}  # who has bf16
+# GPU capability, and True if the CPU has bf16
+HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}
 IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
 
 
 @pytest.mark.parametrize(
-    ("flag", "launcher", "host", "wanted", "said"),
+    ("flag", "launcher", "host", "expected", "message"),
     [
         (None, None, "new gpu", "bf16", ""),
         (None, None, "old gpu", "no", ""),
         (None, None, "old cpu", "no", ""),
-        (None, "no", "new gpu", "no", IN_FP32),  # as accelerate launch says without a config
+        (None, "no", "new gpu", "no", IN_FP32),  # accelerate launch says so without a config
         ("no", "no", "new gpu", "no", ""),
-        (None, "no", "old gpu", "no", ""),  # it has no bf16
-        (None, "bf16", "old gpu", "fp16", "fp16 replaces the config's bf16"),  # it would be emulated
-        ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # the flag counts
-        (None, "bf16", "old cpu", "no", "this CPU has no native bf16"),  # a rehearsal of a GPU's config
+        (None, "no", "old gpu", "no", ""),  # this GPU has no bf16
+        (None, "bf16", "old gpu", "fp16", "fp16 replaces the config's bf16"),  # bf16 would be emulated
+        ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # the flag wins
+        (None, "bf16", "old cpu", "no", "this CPU has no native bf16"),  # a rehearsal with a GPU's config
         ("bf16", "no", "old cpu", "bf16", ""),
         ("no", "bf16", "new gpu", "no", ""),
         ("fp16", None, "old gpu", "fp16", ""),
         ("fp16", None, "old cpu", "fp16", "fp16 is slow on a CPU"),
-        (None, "bf16, use_cpu", "old gpu", "bf16", ""),  # cpu.yaml asks the CPU
+        (None, "bf16, use_cpu", "old gpu", "bf16", ""),  # cpu.yaml selects the CPU
         (None, "bf16, use_cpu", "new gpu", "no", "this CPU has no native bf16"),
     ],
 )
-def test_precision(flag, launcher, host, wanted, said, monkeypatch, capsys):
-    """Simulated: the GPU and the CPU are torch's answers."""
+def test_precision(flag, launcher, host, expected, message, monkeypatch, capsys):
+    """Simulate torch's answers about the GPU and the CPU."""
     capability, on_cpu = HOSTS[host]
     simulate_gpus(monkeypatch, 1 if capability else 0, capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: on_cpu)
     if launcher:
-        kind, _, use_cpu = launcher.partition(", ")
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", kind)
+        launcher_precision, _, use_cpu = launcher.partition(", ")
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher_precision)
         monkeypatch.setenv("ACCELERATE_USE_CPU", str(bool(use_cpu)))
-    assert precision.chosen_precision(flag) == wanted
+    assert precision.chosen_precision(flag) == expected
     output = capsys.readouterr().out
-    assert said in output
-    assert bool(said) == bool(output)
+    assert message in output
+    assert bool(message) == bool(output)
 
 
 LAUNCH = "python -m accelerate.commands.launch"
 
 
 @pytest.mark.parametrize(
-    ("parent", "fields", "wanted", "is_told"),
+    ("parent", "fields", "expected", "is_reported"),
     [
-        (f"{LAUNCH} --config_file a.yaml s.py", "zero_stage", "bf16", False),  # nobody said no
+        (f"{LAUNCH} --config_file a.yaml s.py", "zero_stage", "bf16", False),  # the user did not choose no
         ("python /bin/accelerate launch s.py", "", "bf16", False),
         (f"{LAUNCH} --mixed_precision no s.py", "", "no", False),
         (f"{LAUNCH} --mixed-precision=no s.py", "", "no", False),
         ("python /bin/accelerate launch --mixed_precision no s.py", "", "no", False),
-        (f"{LAUNCH} s.py", "zero_stage,mixed_precision", "no", False),  # the user's own config
+        (f"{LAUNCH} s.py", "zero_stage,mixed_precision", "no", False),  # the user's config
         ("nsys profile python s.py", "", "bf16", True),  # a wrapper hides the launcher
     ],
 )
-def test_the_no_of_accelerate_for_a_deepspeed_file(parent, fields, wanted, is_told, monkeypatch, capsys):
+def test_accelerates_default_precision_with_a_deepspeed_file(
+    parent, fields, expected, is_reported, monkeypatch, capsys
+):
     simulate_gpus(monkeypatch, 1)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", fields)
     monkeypatch.setattr(precision, "parents", lambda: [Parent(None, parent.split())])
-    assert precision.chosen_precision(None) == wanted
-    assert ("training in bf16" in capsys.readouterr().out) == is_told
+    assert precision.chosen_precision(None) == expected
+    assert ("training in bf16" in capsys.readouterr().out) == is_reported
 
 
-def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
+def test_deepspeeds_config_gets_the_recipes_numbers(capsys):
     config = {"train_batch_size": "auto", "gradient_clipping": 1.0}
     accelerator._fill_deepspeed_config(config, share_out(64, 8, 2), clip_norm=0.0)
     warning = logging.makeLogRecord({"msg": "**** You are using ZeRO with an untested optimizer"})
-    assert not logging.getLogger("DeepSpeed").filter(warning)  # which the file allows
+    assert not logging.getLogger("DeepSpeed").filter(warning)  # the file allows untested optimizers
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
     assert (sizes | {"gradient_clipping": 0.0}).items() <= config.items()
     assert capsys.readouterr().out == "replacing DeepSpeed's gradient_clipping 1.0 with the recipe's 0.0\n"
 
 
 @pytest.mark.parametrize(
-    ("error", "is_one"),
+    ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("CUDA error: out of memory"), True),
@@ -130,24 +133,24 @@ def test_the_recipes_numbers_go_into_deepspeeds_config(capsys):
         (None, False),
     ],
 )
-def test_what_counts_as_out_of_memory(error, is_one):
-    assert is_out_of_memory(error) == is_one
+def test_out_of_memory_errors_are_recognised(error, expected):
+    assert is_out_of_memory(error) == expected
 
 
-def test_an_error_that_does_not_speak_of_memory_is_quoted():
-    """It may have another cause, as a convolution in a type that the GPU does not have."""
-    batch, made = share_out(64, 32, 1), Accelerator(cpu=True)
+def test_an_error_that_does_not_mention_memory_is_quoted():
+    """Quote it because it may have another cause, such as a convolution in a type that the GPU lacks."""
+    batch, on_cpu = share_out(64, 32, 1), Accelerator(cpu=True)
     error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
-    message = out_of_memory(made, batch, error)
+    message = out_of_memory(on_cpu, batch, error)
     assert message.startswith("out of memory on CPU")
     assert "try --per_device_batch_size 16" in message
     assert message.endswith("(the error was: GET was unable to find an engine to execute this computation)")
-    assert "the error was" not in out_of_memory(made, batch, RuntimeError("CUDA error: out of memory"))
-    assert "the error was" not in out_of_memory(made, batch, MemoryError())
+    assert "the error was" not in out_of_memory(on_cpu, batch, RuntimeError("CUDA error: out of memory"))
+    assert "the error was" not in out_of_memory(on_cpu, batch, MemoryError())
 
 
 def test_no_more_threads_than_cores(monkeypatch):
-    """accelerate counts the cores of the machine, also those that a container keeps from the process."""
+    """Limit the threads because accelerate also counts cores that a container withholds from the process."""
     before = torch.get_num_threads()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -159,9 +162,9 @@ def test_no_more_threads_than_cores(monkeypatch):
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         torch.set_num_threads(2)
         devices.use_all_cores()
-        assert torch.get_num_threads() == 2  # plain `python`: set by hand
+        assert torch.get_num_threads() == 2  # with plain `python`, the user set the variable
         monkeypatch.delenv("OMP_NUM_THREADS")
         devices.use_all_cores()
-        assert torch.get_num_threads() == 1  # torch knows no quota
+        assert torch.get_num_threads() == 1  # torch ignores a container's quota
     finally:
         torch.set_num_threads(before)

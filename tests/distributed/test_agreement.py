@@ -1,4 +1,4 @@
-"""Agreement: processes neither go different ways nor wait for ever."""
+"""Tests of agreement: ranks neither diverge nor wait for ever."""
 
 import copy
 import dataclasses
@@ -23,17 +23,17 @@ FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
 
 def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), envs=(None, None)):
-    """Two launches with one process each, as on two hosts. Returns [(status, output), ...]."""
+    """Start two launches with one process each, as on two hosts. Return [(status, output), ...]."""
     port, jobs = free_port(), []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
-        own = [*cache, "--output_dir", tmp_path / f"run{node}", *flags[node]]
-        jobs.append(Job([*torchrun(1, *address), *words, *own], cwd=projects[node] or ROOT, env=envs[node]))
+        rest = [*cache, "--output_dir", tmp_path / f"run{node}", *flags[node]]
+        jobs.append(Job([*torchrun(1, *address), *words, *rest], cwd=projects[node] or ROOT, env=envs[node]))
     return [job.wait() for job in jobs]
 
 
 def assert_refused(jobs: list[tuple[int, str]], message: str) -> None:
-    """Both launches failed. The rank that found the difference first has said it, once."""
+    """Check that both launches failed, and that the rank that found the difference reported it once."""
     assert all(status != 0 for status, _ in jobs)
     output = jobs[0][1] + jobs[1][1]
     assert message in output
@@ -49,22 +49,26 @@ def test_another_recipe_on_one_host(tmp_path, cache):
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
-def test_a_difference_in_any_flag_is_named_on_all_ranks(script, monkeypatch):
-    """No flag has to be listed for it. An unnamed difference could let a rank wait for ever."""
+def test_a_difference_in_any_flag_is_reported_on_all_ranks(script, monkeypatch):
+    """Check every flag without a list of flags.
+
+    A difference that is not reported could let a rank wait for ever.
+    """
     recipe = parse(recipe_class(load_script(ROOT / f"{script}.py")), [])
     names = [field.name for field in dataclasses.fields(recipe)]
-    unnamed = [name for name in names if name not in disagreement(recipe, name, monkeypatch)]
-    assert unnamed == [name for name in names if facts_of(type(recipe))[name].per_host]
+    unreported = [name for name in names if name not in disagreement(recipe, name, monkeypatch)]
+    assert unreported == [name for name in names if facts_of(type(recipe))[name].per_host]
 
 
 def disagreement(recipe, name: str, monkeypatch) -> str:
-    """The error that both ranks raise if one has another value of a flag; empty if they agree."""
+    """Return the error that both ranks raise if a flag differs on one of them, or an empty string."""
     other, gathered, errors = copy.copy(recipe), [], []
     object.__setattr__(other, name, "another value")
-    for one in (recipe, other, recipe, other):  # each rank's part first, then what each rank does with all
-        monkeypatch.setattr(agreement, "gather_object", lambda mine: gathered.extend(mine) or gathered[:2])
+    # The first two calls gather each rank's part. In the last two calls, each rank compares all parts.
+    for rank_recipe in (recipe, other, recipe, other):
+        monkeypatch.setattr(agreement, "gather_object", lambda part: gathered.extend(part) or gathered[:2])
         try:
-            agreement.agree(None, {"recipe": agreed_part(one)})
+            agreement.agree(None, {"recipe": agreed_part(rank_recipe)})
             errors.append("")
         except ValueError as error:
             errors.append(str(error))
@@ -74,19 +78,22 @@ def disagreement(recipe, name: str, monkeypatch) -> str:
 
 @pytest.mark.full
 def test_another_strategy_on_one_host(tmp_path, cache):
-    """As where a config file was edited on one host alone: the ranks would enter other collectives."""
+    """Simulate a config file that was edited on one host only.
+
+    The ranks would enter different collectives.
+    """
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     fsdp |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], envs=(None, fsdp))
     assert_refused(jobs, "the processes do not agree: strategy is fsdp")
 
 
-def test_the_checkpoint_is_on_the_other_hosts_disk(tmp_path, cache):
-    """As rank 0 has moved to a host that joined: beginning anew there would lose the training."""
+def test_a_checkpoint_on_the_other_hosts_disk_is_refused(tmp_path, cache):
+    """Simulate a rank 0 that moved to a host that joined. A fresh start there would lose the training."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b" / "run" / "checkpoints" / "step_00000009").mkdir(parents=True)
-    words, own = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]
-    jobs = two_hosts(tmp_path, cache, words, (tmp_path / "a", tmp_path / "b"), (own, own))
+    words, output_flags = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]
+    jobs = two_hosts(tmp_path, cache, words, (tmp_path / "a", tmp_path / "b"), (output_flags, output_flags))
     assert all(status != 0 for status, _ in jobs)
     assert "has the run's checkpoint of step 9 in run, and " in jobs[0][1] + jobs[1][1]
 
@@ -98,7 +105,7 @@ def test_other_code_on_one_host(project_copy, tmp_path, cache):
 
 
 def test_other_data_on_one_host(tmp_path, cache):
-    """The same flags and another content: the name of the folder is in the recipe, its images are not."""
+    """Use the same flags with other content: the recipe contains the folder's name, but not its images."""
     from tests.support.data_sets import class_folders
 
     projects = (tmp_path / "cwd0", tmp_path / "cwd1")
@@ -111,24 +118,24 @@ def test_other_data_on_one_host(tmp_path, cache):
 
 
 def ranks_of(job: Job, script: str = "train_cnn_a.py", count: int = 2) -> list[psutil.Process]:
-    """The processes of a launch that have a RANK and run the script, by rank, once all are there."""
+    """Wait until all ranks of a launch run the script. Return their processes, sorted by rank."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = {}
+        processes = {}
         for process in psutil.Process(job.process.pid).children(recursive=True):
             try:
                 if script in process.cmdline()[:3]:
-                    found[int(process.environ().get("RANK", "0"))] = process
+                    processes[int(process.environ().get("RANK", "0"))] = process
             except (psutil.Error, KeyError):
                 continue
-        if len(found) == count:
-            return [found[rank] for rank in sorted(found)]
+        if len(processes) == count:
+            return [processes[rank] for rank in sorted(processes)]
         time.sleep(0.2)
-    raise AssertionError(f"{len(found)} ranks")
+    raise AssertionError(f"{len(processes)} ranks")
 
 
 def start_long_training(tmp_path, cache, *flags, strategy: str = "ddp") -> Job:
-    """Returns once two ranks train."""
+    """Start a training and return once two ranks train."""
     words = [*STRATEGIES[strategy], *CNN, *FLAGS, *cache, "--epochs", "100000", "--log_every", "1", *flags]
     job, file = Job([*words, "--output_dir", tmp_path / "run"]), tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: file.exists() and file.stat().st_size, job, 90)
@@ -137,7 +144,7 @@ def start_long_training(tmp_path, cache, *flags, strategy: str = "ddp") -> Job:
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_a_rank_that_falls_silent_ends_the_job(strategy, tmp_path, cache):
+def test_a_silent_rank_ends_the_job(strategy, tmp_path, cache):
     job = start_long_training(tmp_path, cache, "--timeout_s", "5", strategy=strategy)
     ranks = ranks_of(job)
     ranks[1].send_signal(signal.SIGSTOP)
@@ -154,7 +161,7 @@ from onecurve.distributed.process import run_process
 from onecurve.distributed.agreement import once
 from onecurve.flags.recipe import Recipe, parse
 
-def alive(beat):  # twice as long as the limit
+def alive(beat):  # takes twice as long as the limit
     for _ in range(30):
         time.sleep(0.2)
         beat()
@@ -177,8 +184,8 @@ if __name__ == "__main__":
 """
 
 
-def test_waiting_for_the_process_that_prepares_data(project_copy):
-    """It gets its result, its error, or no sign of life."""
+def test_ranks_wait_for_the_process_that_prepares_data(project_copy):
+    """Check that other ranks get its result or its error, or notice that it is silent."""
     (project_copy / "once.py").write_text(ONCE)
     status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
     assert status != 0, output
@@ -187,22 +194,23 @@ def test_waiting_for_the_process_that_prepares_data(project_copy):
     assert output.count("error: rank 0 sent no heartbeat for 1 s") == 1, output
 
 
-def test_a_channel_answers_as_if_alone_once_its_host_is_gone():
+def test_a_channel_answers_like_a_single_process_once_its_host_is_gone():
     host = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    ours, peer = (Channel(dist.TCPStore("127.0.0.1", host.port)) for _ in range(2))
-    assert (ours.read("a"), ours.first("a", 1), ours.count("n", 1), ours.gone) == (None, 1, 1, None)
+    channel, peer = (Channel(dist.TCPStore("127.0.0.1", host.port)) for _ in range(2))
+    assert (channel.read("a"), channel.first("a", 1), channel.count("n", 1)) == (None, 1, 1)
+    assert channel.gone is None
     assert (peer.read("a"), peer.first("a", 2), peer.count("n", 1)) == (1, 1, 2)
     del host
     assert (peer.count("n", 1), peer.read("a"), peer.first("a", 2), not peer.gone) == (1, None, 2, False)
 
 
-def test_sigint_to_one_rank_alone_names_it(tmp_path, cache):
+def test_sigint_to_one_rank_is_reported(tmp_path, cache):
     job = start_long_training(tmp_path, cache)
     ranks_of(job)[1].send_signal(signal.SIGINT)
     status, output = job.wait(timeout_s=60)
     assert status == 1, output
-    said = r"^error: rank 1 \(host .*\) was interrupted: it received SIGINT, which saves nothing$"
-    assert len(re.findall(said, output, re.MULTILINE)) == 1, output
+    message = r"^error: rank 1 \(host .*\) was interrupted: it received SIGINT, which saves nothing$"
+    assert len(re.findall(message, output, re.MULTILINE)) == 1, output
     assert 'train_cnn_a.py", line' not in output, output  # only the launcher shows a traceback
 
 
@@ -214,4 +222,4 @@ def test_ctrl_c_ends_everything(tmp_path, cache):
     assert status != 0
     wait_until(lambda: not any(map(is_alive, ranks)), timeout_s=10)
     assert output.count("\ninterrupted: run the same command to resume ") == 1, output
-    assert "train_cnn_a.py" not in output, output  # no traceback of ours; torchrun shows its own
+    assert "train_cnn_a.py" not in output, output  # only torchrun shows a traceback

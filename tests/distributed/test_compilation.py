@@ -1,4 +1,4 @@
-"""torch.compile of a model and its blocks: how many graphs, what is refused."""
+"""Tests of torch.compile for a model and its blocks: the number of graphs, and refusals."""
 
 import copy
 import os
@@ -40,7 +40,7 @@ def vit(depth: int = 12) -> nn.Module:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_twelve_blocks_with_twelve_rates_share_two_graphs(checkpointed):
-    """Traced and run by eager's operators, which takes seconds where Inductor takes minutes."""
+    """Run the traced graphs with eager operators, which takes seconds instead of Inductor's minutes."""
     eager, model = vit(), vit()
     assert len({block.drop_path1.keep.item() for block in model.blocks[1:]}) == 11
     names = list(model.state_dict())
@@ -51,14 +51,14 @@ def test_twelve_blocks_with_twelve_rates_share_two_graphs(checkpointed):
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     for step in range(2):
         losses = []
-        for one in (eager, model):
+        for network in (eager, model):
             torch.manual_seed(step)
-            losses.append(one.train()(images).square().mean())
+            losses.append(network.train()(images).square().mean())
             losses[-1].backward()
         assert losses[0] == losses[1]
     assert counter.frame_count == 2
-    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    for compiled, reference in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(compiled.grad, reference.grad)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(images), eager.eval()(images))
     assert counter.frame_count == 4
@@ -66,16 +66,16 @@ def test_twelve_blocks_with_twelve_rates_share_two_graphs(checkpointed):
     assert list(model.state_dict()) == names
 
 
-def test_drop_path_drops_whole_samples_at_its_rate_also_where_weights_are_bf16():
+def test_drop_path_drops_whole_samples_at_its_rate_in_bf16():
     drop = nn.Sequential(DropPath(0.3)).bfloat16().train()
     dropped = drop(torch.ones(10_000, 3, dtype=torch.bfloat16)).float()
     assert dropped.unique().tolist() == [0, torch.tensor(1 / 0.7).bfloat16().item()]
     assert torch.equal(dropped[:, :1].expand(-1, 3), dropped)
-    assert abs((dropped[:, 0] == 0).float().mean() - 0.3) < 0.02  # four deviations
+    assert abs((dropped[:, 0] == 0).float().mean() - 0.3) < 0.02  # four standard deviations
     assert drop.eval()(dropped) is dropped
 
 
-def test_blocks_are_the_outermost_modules_of_the_named_classes_or_the_whole_model():
+def test_blocks_are_the_outermost_modules_of_the_named_classes():
     inner = nn.Sequential(nn.Linear(1, 1))
     model = nn.ModuleDict({"a": nn.Sequential(inner), "b": nn.ModuleList([nn.Linear(1, 1)])})
     model._no_split_modules = ("Sequential", "Linear")
@@ -89,14 +89,14 @@ def test_blocks_are_the_outermost_modules_of_the_named_classes_or_the_whole_mode
 
 
 @pytest.mark.needs("g++")
-@pytest.mark.parametrize(("flag", "answers", "wanted"), rows_of("compile"))
-def test_the_flag_counts_before_the_launchers_answer(flag, answers, wanted, monkeypatch):
+@pytest.mark.parametrize(("flag", "answers", "expected"), rows_of("compile"))
+def test_the_flag_overrides_the_launchers_answer(flag, answers, expected, monkeypatch):
     for name, value in answers.items():
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
-    assert str(chosen_compilation(flag)) == wanted
+    assert str(chosen_compilation(flag)) == expected
 
 
-def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
+def test_a_backend_that_this_host_lacks_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "TENSORRT")
     with pytest.raises(ValueError, match=r"dynamo_backend tensorrt is not available here\. .*inductor"):
         chosen_compilation(None)
@@ -108,35 +108,38 @@ def test_what_this_host_can_not_compile_by_is_refused(monkeypatch):
 
 
 def train_both(
-    eager: nn.Module, model: nn.Module, how: Compilation, is_checkpointed: bool = False
+    eager: nn.Module, model: nn.Module, compilation: Compilation, is_checkpointed: bool = False
 ) -> AcceleratedOptimizer:
-    """Three steps of SGD through prepare(), so with the hooks that keep BatchNorm's statistics. The losses,
-    gradients, weights and statistics of both are as equal as their type allows. The model's optimizer."""
+    """Train both models for three steps and compare them. Return the compiled model's optimizer.
+
+    The steps go through prepare(), and so through the hooks that preserve BatchNorm's statistics. Losses,
+    gradients, weights and statistics must agree within the tolerance of their type.
+    """
     accelerator, optimizers = JobAccelerator(cpu=True), []
-    for one, accelerator.compilation in ((eager, Compilation()), (model, how)):
-        accelerator.grad_checkpointing = is_checkpointed and one is model
-        optimizers.append(prepare(accelerator, one, torch.optim.SGD(one.parameters(), lr=0.1))[1])
+    for network, accelerator.compilation in ((eager, Compilation()), (model, compilation)):
+        accelerator.grad_checkpointing = is_checkpointed and network is model
+        optimizers.append(prepare(accelerator, network, torch.optim.SGD(network.parameters(), lr=0.1))[1])
     dtype = next(model.parameters()).dtype
     for step in range(3):
         images = torch.randn(8, 3, 32, 32, dtype=dtype, generator=torch.Generator().manual_seed(step))
         losses = []
-        for one, optimizer in zip((eager, model), optimizers, strict=True):
-            with accelerator.accumulate(one):
+        for network, optimizer in zip((eager, model), optimizers, strict=True):
+            with accelerator.accumulate(network):
                 optimizer.zero_grad()
-                losses.append(one(images).square().mean())
+                losses.append(network(images).square().mean())
                 accelerator.backward(losses[-1])
                 optimizer.step()
         torch.testing.assert_close(*losses)
-        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
+        for compiled, reference in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(compiled.grad, reference.grad)
     assert eager.stages[0][0].bn1.num_batches_tracked == 3
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
     return optimizers[1]
 
 
 @pytest.mark.parametrize("mode", ["default", full("reduce-overhead")])
-def test_a_cnn_is_one_graph_to_train_and_one_to_evaluate(mode, monkeypatch):
-    """Run by eager's operators. Another size of images makes new graphs, averaged weights do not."""
+def test_a_cnn_has_one_training_graph_and_one_evaluation_graph(mode, monkeypatch):
+    """Run the graphs with eager operators. Another image size adds graphs, but averaged weights do not."""
     torch.manual_seed(0)
     eager = ResNet18(width=4, stem="cifar", classes=10)
     eager.stages, eager.head = eager.stages[:2], nn.Linear(8, 10)
@@ -148,7 +151,7 @@ def test_a_cnn_is_one_graph_to_train_and_one_to_evaluate(mode, monkeypatch):
     ema, images, graphs = EMA(model, optimizer, 0.9), torch.randn(8, 3, 48, 48), []
     for size in (32, 48):
         with torch.no_grad():
-            torch.testing.assert_close(*(one.eval()(images[..., :size, :size]) for one in (model, eager)))
+            torch.testing.assert_close(*(net.eval()(images[..., :size, :size]) for net in (model, eager)))
             with ema.in_place():
                 model(images[..., :size, :size])
         graphs.append(counter.frame_count)
@@ -159,18 +162,21 @@ def test_a_cnn_is_one_graph_to_train_and_one_to_evaluate(mode, monkeypatch):
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["one graph", "block by block"])
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics(is_checkpointed):
-    """It computes in fp64: in fp32 another order of sums carries activations over ReLU's edge."""
+    """Compute in fp64, because in fp32 another order of sums moves activations across ReLU's threshold."""
     torch.manual_seed(0)
     eager = ResNet18(width=8, stem="cifar", classes=10).double()
     train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed)
 
 
-GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # modes, and a backend, with CUDA graphs
+GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # two modes and a backend with CUDA graphs
 NO_GRAPHS = "max-autotune-no-cudagraphs"
 
 
 class FakeGraphs:
-    """torch.compile on a CPU. As with CUDA graphs, a call without gradients overwrites the last output."""
+    """Fake torch.compile for a CPU.
+
+    Like with CUDA graphs, a call without gradients overwrites the last output.
+    """
 
     def __init__(self):
         self.modes, self.last = [], torch.zeros(0)
@@ -188,7 +194,7 @@ class FakeGraphs:
 
 
 @pytest.mark.parametrize(
-    ("model", "how", "flag", "accumulations", "wanted"),
+    ("model", "mode", "flag", "accumulations", "expected"),
     [
         ("resnet", "default", None, 1, ["default"]),
         ("resnet", "default", None, 2, ["default"]),
@@ -208,22 +214,22 @@ class FakeGraphs:
         ("vit", "cudagraphs", None, 1, None),
     ],
 )
-def test_what_is_one_graph_and_what_has_cuda_graphs(model, how, flag, accumulations, wanted, monkeypatch):
+def test_which_graphs_are_compiled(model, mode, flag, accumulations, expected, monkeypatch):
     torch.manual_seed(0)
     eager = vit(3) if model == "vit" else ResNet18(width=4, stem="cifar", classes=10)
     accelerator, fake = JobAccelerator(cpu=True, gradient_accumulation_steps=accumulations), FakeGraphs()
     accelerator.grad_checkpointing = flag == "grad_checkpointing"
     accelerator.deterministic = flag == "deterministic"
-    accelerator.compilation = Compilation(how) if how == "cudagraphs" else Compilation("inductor", how)
+    accelerator.compilation = Compilation(mode) if mode == "cudagraphs" else Compilation("inductor", mode)
     compiled, images = copy.deepcopy(eager), torch.randn(2, 4, 3, 32, 32)
     monkeypatch.setattr(torch, "compile", fake.compile)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-    if wanted is None:
-        with pytest.raises(ValueError, match=rf"^--compile {how} \(dynamo_backend\): .*Choose [^\n]*$"):
+    if expected is None:
+        with pytest.raises(ValueError, match=rf"^--compile {mode} \(dynamo_backend\): .*Choose [^\n]*$"):
             prepare(accelerator, compiled, optimizer)
         return
     prepared, _ = prepare(accelerator, compiled, optimizer)
     with torch.no_grad():
         for batch in images:
             torch.testing.assert_close(prepared.eval()(batch), eager.eval()(batch))
-    assert fake.modes == wanted
+    assert fake.modes == expected

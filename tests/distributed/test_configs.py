@@ -1,4 +1,4 @@
-"""accelerate_configs/ and ds_configs/: the files say what they must, and their READMEs' numbers are right."""
+"""Tests of the files in accelerate_configs/ and ds_configs/, and of the numbers in their READMEs."""
 
 import json
 import re
@@ -21,11 +21,11 @@ GPU_COUNTS = {
     "fsdp_2gpu": 2, "fsdp_4gpu": 4, "fsdp_2x4gpu": 8, "zero1_4gpu": 4, "zero2_2gpu": 2, "zero2_4gpu": 4,
     "zero3_4gpu": 4, "zero3_2x4gpu": 8, "zero3_offload_4gpu": 4,
 }  # fmt: skip
-KINDS = {"ddp": DistributedType.MULTI_GPU, "fsdp": DistributedType.FSDP, "zero": DistributedType.DEEPSPEED}
+TYPES = {"ddp": DistributedType.MULTI_GPU, "fsdp": DistributedType.FSDP, "zero": DistributedType.DEEPSPEED}
 HYBRID = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
 
 
-def test_the_set_is_complete():
+def test_the_set_of_configs_is_complete():
     assert {path.stem for path in YAMLS} == set(GPU_COUNTS)
     assert {path.stem for path in JSONS} == {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
     text = (ROOT / "accelerate_configs" / "README.md").read_text()
@@ -34,17 +34,20 @@ def test_the_set_is_complete():
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_a_config_file(path):
-    """Accelerate reads it. It has no rank, address or fixed port, and explains each key."""
+    """Check that Accelerate reads the file.
+
+    The file contains no rank, address or fixed port, and explains each key.
+    """
     config, keys = load_config_from_file(str(path)), yaml.safe_load(path.read_text())
     strategy, hosts = path.stem.split("_")[0].rstrip("123"), 2 if "_2x" in path.stem else 1
-    assert config.distributed_type == KINDS.get(strategy, DistributedType.NO)
+    assert config.distributed_type == TYPES.get(strategy, DistributedType.NO)
     assert (config.num_processes, config.num_machines) == (GPU_COUNTS[path.stem], hosts)
     assert config.use_cpu == (strategy == "cpu")
-    # bf16 unless the script's flag decides; beside a DeepSpeed file accelerate refuses the key
+    # bf16 unless the script's flag decides; accelerate refuses the key next to a DeepSpeed file
     assert config.mixed_precision == (None if strategy == "zero" else "bf16")
     assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids"} & set(keys)
-    # Accelerate replaces 0 by a free port, but only where it starts more than one process; several hosts
-    # would each choose one of their own.
+    # Accelerate replaces 0 by a free port if it starts several processes. Several hosts would each choose a
+    # different port.
     assert keys.get("main_process_port") == (0 if keys["num_processes"] > 1 and hosts == 1 else None)
     first, *lines = path.read_text().splitlines()
     assert first.startswith("# ")
@@ -53,7 +56,7 @@ def test_a_config_file(path):
         assert len(line) <= 110, line
     assert config.parallelism_config == (HYBRID if path.stem == "fsdp_2x4gpu" else {})
     assert bool(config.fsdp_config) == (strategy == "fsdp")
-    if strategy == "fsdp":  # which wraps what the model names
+    if strategy == "fsdp":  # FSDP wraps the classes that the model names
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_reshard_after_forward"] is True
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
@@ -70,20 +73,20 @@ def test_a_config_file(path):
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_deepspeed_json(path):
-    """Accelerate and DeepSpeed read it, and the README explains each key."""
+    """Check that Accelerate and DeepSpeed read the file, and that the README explains each key."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = json.loads(path.read_text())
     assert HfDeepSpeedConfig(str(path)).config == config
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert config[key] == "auto"
-    assert config["gradient_clipping"] == "auto"  # left out, DeepSpeed would clip at 1.0
-    assert config["bf16"] == config["fp16"] == {"enabled": "auto"}  # auto_cast would cast without fp16, too
+    assert config["gradient_clipping"] == "auto"  # without the key, DeepSpeed would clip at 1.0
+    assert config["bf16"] == config["fp16"] == {"enabled": "auto"}  # auto_cast would cast even without fp16
     assert not {"optimizer", "scheduler"} & set(config)
     assert config["zero_allow_untested_optimizer"] is True
     zero = config["zero_optimization"]
     assert zero["stage"] == int(path.stem[4])
-    assert "auto" not in zero.values()  # would need model.config.hidden_size
+    assert "auto" not in zero.values()  # `auto` would need model.config.hidden_size
     offloads = path.stem.endswith("_offload")
     assert (zero.get("offload_optimizer", {}).get("device") == "cpu") == offloads
     assert (config.get("zero_force_ds_cpu_optimizer") is False) == offloads
@@ -98,22 +101,23 @@ def test_deepspeed_json(path):
 
 
 def strategy_of(config: str) -> str:
-    """zero3_offload of zero3_offload_4gpu."""
+    """Return the strategy in a config's name, for example zero3_offload for zero3_offload_4gpu."""
     return re.sub(r"_(\dx)?\dgpu$|_gpu$", "", config)
 
 
 @pytest.fixture(scope="module")
-def p() -> int:
-    """The size of ViT-B/32 with 10 classes, the model of the documents' numbers."""
+def parameters() -> int:
+    """Return the number of parameters of ViT-B/32 with 10 classes, the model of the READMEs' numbers."""
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch32_224", num_classes=10)
     return sum(p.numel() for p in model.parameters())
 
 
 def bytes_on_gpu(strategy: str, n: int) -> float:
-    """Bytes per parameter at a step's worst moment: weights, gradients, masters, moments; AdamW, bf16.
+    """Return the peak memory of a step in bytes per parameter, with AdamW and bf16.
 
-    That is where backward begins, with autocast's copies of the weights (2), or in the optimizer's step.
+    The sum contains weights, gradients, fp32 copies and moments. The peak is either at the start of the
+    backward pass, with autocast's copies of the weights (2 bytes), or in the optimizer's step.
     """
     return {
         "single": 4 + 8 + max(2, 4),
@@ -128,8 +132,11 @@ def bytes_on_gpu(strategy: str, n: int) -> float:
 
 
 def bytes_sent(strategy: str, n: int) -> float:
-    """Bytes per parameter that one GPU sends per step, without accumulation, collectives as rings."""
-    part = (n - 1) / n  # of an all-gather or a reduce-scatter; an all-reduce sends both
+    """Return the bytes per parameter that one GPU sends per step.
+
+    Assumes ring collectives and no gradient accumulation.
+    """
+    part = (n - 1) / n  # sent by an all-gather or a reduce-scatter; an all-reduce sends both
     gradients_all_reduced = {"single": 4, "ddp": 4, "zero1": 4, "zero2": 4}.get(strategy, 0)
     gradients_scattered = {"fsdp": 4, "zero3": 4, "zero3_offload": 4}.get(strategy, 0)
     weights_gathered = {"fsdp": 8, "zero1": 4, "zero2": 4, "zero3": 8, "zero3_offload": 8}.get(strategy, 0)
@@ -137,7 +144,7 @@ def bytes_sent(strategy: str, n: int) -> float:
 
 
 def table(readme: Path, heading: str) -> dict[str, list[str]]:
-    """Rows of the table whose first column has this heading and whose header speaks of ViT-B/32."""
+    """Return the rows of the table about ViT-B/32 whose first column has this heading."""
     rows, inside = {}, False
     for line in readme.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -150,24 +157,25 @@ def table(readme: Path, heading: str) -> dict[str, list[str]]:
     return rows
 
 
-def test_numbers_in_the_readme_of_accelerate_configs(p):
+def test_numbers_in_the_readme_of_accelerate_configs(parameters):
     readme = ROOT / "accelerate_configs" / "README.md"
-    assert f"P = {p:,}" in readme.read_text()
+    assert f"P = {parameters:,}" in readme.read_text()
     rows = table(readme, "Config")
     assert set(rows) == set(GPU_COUNTS) - {"cpu"}
     for config, (_, gib, _, mb) in rows.items():
         n, strategy, sent = GPU_COUNTS[config], strategy_of(config), 0.0
-        if config == "fsdp_2x4gpu":  # sharded in a host; two hosts all-reduce each quarter of the gradients
+        if config == "fsdp_2x4gpu":  # two hosts all-reduce each quarter of the gradients
             n, sent = 4, 2 * (1 / 2) * 4 / 4
         sent += bytes_sent(strategy, n)
-        assert gib == f"{bytes_on_gpu(strategy, n) * p / 2**30:.2f}", config
-        assert mb == f"{sent * p / 1e6:.0f}", config
+        assert gib == f"{bytes_on_gpu(strategy, n) * parameters / 2**30:.2f}", config
+        assert mb == f"{sent * parameters / 1e6:.0f}", config
 
 
-def test_numbers_in_the_readme_of_ds_configs(p):
+def test_numbers_in_the_readme_of_ds_configs(parameters):
     rows = table(ROOT / "ds_configs" / "README.md", "File")
     assert set(rows) == {path.stem for path in JSONS}
     for file, (_, _, gpu, _, host, _) in rows.items():
-        on_host = 20 if file.endswith("_offload") else 0  # copy or gradients twice, masters, moments
-        assert gpu == f"{bytes_on_gpu(file, 4) * p / 2**30:.2f}", file
-        assert host == f"{on_host * p / 2**30:.2f}", file
+        # 8 bytes for gradients or copies, 4 for fp32 weights, 8 for moments
+        on_host = 20 if file.endswith("_offload") else 0
+        assert gpu == f"{bytes_on_gpu(file, 4) * parameters / 2**30:.2f}", file
+        assert host == f"{on_host * parameters / 2**30:.2f}", file

@@ -1,4 +1,7 @@
-"""--deterministic. What a GPU does with it can't be seen here: the switches are, and which operations run."""
+"""Tests of --deterministic: the switches it sets and the operations that run.
+
+The effect on a GPU can't be tested on a CPU.
+"""
 
 import os
 from functools import partial
@@ -13,8 +16,8 @@ from onecurve.run.ending import explained
 from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 
-# Operations without a deterministic form on CUDA: the list in torch.use_deterministic_algorithms.
-# nll_loss has one, but for pictures of labels (nll_loss2d).
+# Operations without a deterministic form on CUDA, listed at torch.use_deterministic_algorithms.
+# nll_loss has a deterministic form, but nll_loss2d for label maps does not.
 NONE_ON_CUDA = {
     *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward"),
     *("fractional_max_pool2d_backward", "grid_sampler_2d_backward", "reflection_pad2d_backward"),
@@ -26,7 +29,7 @@ NONE_ON_CUDA = {
 
 
 class Operations(TorchDispatchMode):
-    """Writes the name of each operation of this thread into a file, once."""
+    """Dispatch mode that writes the name of each operation of this thread to a file, once."""
 
     def __init__(self, file: Path):
         super().__init__()
@@ -52,7 +55,7 @@ AUGMENTED = ["--randaug_layers", "4", "--color_jitter", "0.4", "--random_erasing
     "words", [CNN, [*RESNET, "--stem", "imagenet"], [*VIT, *AUGMENTED]], ids=["cnn_a", "cnn_b", "vit"]
 )
 def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache):
-    """Augmentation, forward, loss, backward, optimizer and evaluation, on a CPU."""
+    """Record augmentation, forward pass, loss, backward pass, optimizer and evaluation on a CPU."""
     flags = ["--data", "digits", "--batch_size", 48, "--max_steps", 1]
     flags += ["--trackers", "none", "--deterministic"]
     words = [*words, *flags, *cache, "--output_dir", tmp_path / "run"]
@@ -60,12 +63,12 @@ def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache
     assert ", deterministic" in output
     assert result(tmp_path / "run")["deterministic"] is True
     seen = set((tmp_path / "operations").read_text().split())
-    assert "_log_softmax_backward_data" in seen, seen  # the loop was watched
+    assert "_log_softmax_backward_data" in seen, seen  # the training loop was recorded
     assert not seen & NONE_ON_CUDA
 
 
 def test_the_switches(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # so that what is set is undone
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets monkeypatch restore the variable
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -86,8 +89,8 @@ def test_the_switches(monkeypatch):
             matmul.allow_tf32 = before
 
 
-def test_an_operation_without_a_deterministic_form_is_named():
-    """torch raises it on a GPU alone: these are its words."""
+def test_an_operation_without_a_deterministic_form_is_reported():
+    """Use the text of the error that torch raises only on a GPU."""
     error = RuntimeError(
         "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"

@@ -1,4 +1,7 @@
-"""A host whose GPUs torch can't use is refused. The driver is simulated: pynvml's functions are replaced."""
+"""Tests that a host whose GPUs torch can't use is refused.
+
+pynvml's functions are replaced to simulate the driver.
+"""
 
 import json
 import os
@@ -20,7 +23,7 @@ from tests.distributed.test_accelerator import simulate_gpus
 
 @pytest.fixture
 def driver(monkeypatch):
-    """driver(count, cuda) simulates a host with so many T4, whose driver runs this CUDA, and no other."""
+    """Return driver(count, cuda), which simulates a host with so many T4 and a driver for this CUDA."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -62,12 +65,12 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
     [
         ({}, None, "13.2", "4 GPUs .Tesla T4.: driver 535.183.01 runs CUDA up to 12.2.*13.2.*driver 580 or"),
         ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
-        ({"error": MISMATCH}, None, "13.2", "does not answer"),  # updated and not loaded
+        ({"error": MISMATCH}, None, "13.2", "does not answer"),  # the driver was updated but not reloaded
         ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
-        ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),  # torch's own words
+        ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),  # torch's error
     ],
 )
-def test_gpus_that_torch_can_not_use(simulated, visible, torchs_cuda, message, driver, monkeypatch):
+def test_gpus_that_torch_cannot_use(simulated, visible, torchs_cuda, message, driver, monkeypatch):
     def fail() -> None:
         raise RuntimeError("Error 802: system not yet initialized\nand more")
 
@@ -86,13 +89,13 @@ def test_gpus_that_torch_can_not_use(simulated, visible, torchs_cuda, message, d
     [
         (VISIBLE, "", None),
         (VISIBLE, "-1", None),
-        (VISIBLE, "NoDevFiles", None),  # Slurm's
+        (VISIBLE, "NoDevFiles", None),  # set by Slurm
         ("ACCELERATE_USE_CPU", "True", None),
         ("", "", NO_LIBRARY),  # a host without GPUs
         ("", "", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
     ],
 )
-def test_a_rehearsal_that_is_asked_for(variable, value, error, driver, monkeypatch):
+def test_a_requested_rehearsal(variable, value, error, driver, monkeypatch):
     driver(error=error)
     if variable:
         monkeypatch.setenv(variable, value)
@@ -103,7 +106,7 @@ def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
     simulate_gpus(monkeypatch, 1, (7, 0))
     with pytest.raises(ValueError, match=r"no code for GPU 0, a GPU .*7\.0.*sm_75, sm_80, sm_90"):
         check_devices()
-    simulate_gpus(monkeypatch, 1, (8, 9))  # runs sm_80's code
+    simulate_gpus(monkeypatch, 1, (8, 9))  # runs code for sm_80
     check_devices()
 
 
@@ -114,13 +117,13 @@ ON_ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", VISIBLE:
     "launcher",
     [
         {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},  # torchrun --virtual-local-rank
-        {"LOCAL_RANK": "1"},  # Slurm's --gpus-per-task=1, and the variables by hand
+        {"LOCAL_RANK": "1"},  # Slurm's --gpus-per-task=1, with variables set by hand
     ],
 )
-def test_each_process_sees_its_own_gpu_alone(launcher, monkeypatch):
+def test_each_process_sees_only_its_gpu(launcher, monkeypatch):
     simulate_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device])
-    monkeypatch.setenv(LOCAL_NUMBER, "")  # so that it is removed in the end
+    monkeypatch.setenv(LOCAL_NUMBER, "")  # lets monkeypatch remove the variable
     for name, value in (ON_ONE_HOST | launcher).items():
         monkeypatch.setenv(name, value)
     check_devices()
@@ -129,13 +132,13 @@ def test_each_process_sees_its_own_gpu_alone(launcher, monkeypatch):
 
 
 def test_hosts_with_unequal_numbers_of_gpus(monkeypatch):
-    """The first process of a host with two, after a host with one."""
+    """Check the first process of a host with two GPUs, after a host with one GPU."""
     for name, text in (ON_ONE_HOST | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, text)
     assert is_hosts_first()
 
 
-def test_two_processes_with_one_gpu():
+def test_two_processes_on_one_gpu_are_refused():
     store, errors = dist.HashStore(), {}
 
     def check(number: int, gpu: str) -> None:
@@ -154,8 +157,8 @@ def test_two_processes_with_one_gpu():
 
 
 @pytest.mark.full
-def test_start_lines_appear_once_where_local_rank_is_0_in_each_process(tmp_path, cache):
-    """A rehearsal: torchrun divides the devices that it is told of."""
+def test_start_lines_appear_once_if_local_rank_is_0_in_each_process(tmp_path, cache):
+    """Use a rehearsal in which torchrun divides the listed devices."""
     words = [*torchrun(2, "--standalone", "--virtual-local-rank"), *CNN]
     words += ["--data", "digits", "--max_steps", "1"]
     output = run([*words, *cache, "--output_dir", tmp_path / "run"], env={VISIBLE: "-1,-1"})
@@ -164,13 +167,13 @@ def test_start_lines_appear_once_where_local_rank_is_0_in_each_process(tmp_path,
     assert len(list((tmp_path / "run").glob("telemetry-*.jsonl"))) == 1
 
 
-def test_an_unsupported_question_leaves_the_other_answers(driver):
+def test_an_unsupported_query_does_not_affect_the_others(driver):
     driver(count=2)
-    found = gpus.list_gpus()
-    assert (found.driver, found.driver_cuda, found.problem) == ("535.183.01", (12, 2), None)
-    assert [gpu["name"] for gpu in found.gpus] == ["Tesla T4", "Tesla T4"]
-    assert found.gpus[0]["memory_gib"] is None
-    assert found.gpus[0]["capability"] == [7, 5]
+    host_gpus = gpus.list_gpus()
+    assert (host_gpus.driver, host_gpus.driver_cuda, host_gpus.problem) == ("535.183.01", (12, 2), None)
+    assert [gpu["name"] for gpu in host_gpus.gpus] == ["Tesla T4", "Tesla T4"]
+    assert host_gpus.gpus[0]["memory_gib"] is None
+    assert host_gpus.gpus[0]["capability"] == [7, 5]
 
 
 def test_the_installed_torchs_cuda_is_read_without_torch():
@@ -180,10 +183,10 @@ def test_the_installed_torchs_cuda_is_read_without_torch():
 WITHOUT_DEEPSPEED = """
 import importlib.metadata, sys
 
-def version(name, found=importlib.metadata.version):
+def version(name, installed_version=importlib.metadata.version):
     if name == "deepspeed":
         raise importlib.metadata.PackageNotFoundError(name)
-    return found(name)
+    return installed_version(name)
 
 importlib.metadata.version, sys.modules["deepspeed"] = version, None
 """
@@ -192,8 +195,8 @@ importlib.metadata.version, sys.modules["deepspeed"] = version, None
 @pytest.mark.full
 @pytest.mark.real_processes
 @pytest.mark.parametrize("launcher", [python(), accelerate("fsdp_2gpu")], ids=["single", "fsdp"])
-def test_all_but_zero_works_without_deepspeed(launcher, tmp_path, cache):
-    """The package is hidden from Python, and from those who ask for its version."""
+def test_other_strategies_work_without_deepspeed(launcher, tmp_path, cache):
+    """Hide the package from imports and from queries of its version."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEEPSPEED)
     words = ["train_cnn_a.py", "--data", "digits", "--max_steps", 1, "--output_dir", tmp_path / "run", *cache]
     run([*launcher, *words], env={"PYTHONPATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""torchrun jobs whose hosts come and go. Each agent stands for a host, on this machine."""
+"""Tests of torchrun jobs whose hosts join and leave. Each agent on this machine represents a host."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 @pytest.fixture
 def agent(monkeypatch):
-    """Sets a process's environment as torchrun does."""
+    """Return a function that sets a process's environment as torchrun would."""
 
     def set_to(**variables: str) -> None:
         for name, value in ({"TORCHELASTIC_RUN_ID": "1"} | ALONE | variables).items():
@@ -64,7 +64,7 @@ def test_most_hosts_of_torchruns_command_line(flags, hosts, agent, monkeypatch):
     assert rendezvous.most_hosts() == hosts
 
 
-def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
+def test_the_micro_batch_does_not_depend_on_the_number_of_hosts(agent):
     job = Recipe(batch_size=96)
     for hosts in (1, 2, 4):
         agent(PET_NNODES="1:4", WORLD_SIZE=str(2 * hosts), LOCAL_WORLD_SIZE="2")
@@ -74,18 +74,18 @@ def test_each_forward_has_as_many_images_whatever_hosts_there_are(agent):
     assert rendezvous.elastic_batch(job).per_device == 24
 
 
-def test_launch_py_is_told_the_micro_batch_that_is_trained(agent, monkeypatch):
-    """Of three hosts two can share the batch: the next rounds have their micro-batch."""
-    told = []
-    monkeypatch.setattr(rendezvous, "report", lambda _, **facts: told.append(facts["per_device"]))
+def test_launch_py_receives_the_trained_micro_batch(agent, monkeypatch):
+    """Use three hosts, of which two can share the batch. The next rounds have their micro-batch."""
+    reported = []
+    monkeypatch.setattr(rendezvous, "report", lambda _, **facts: reported.append(facts["per_device"]))
     for processes in ("3", "2"):
         agent(LAUNCH_MOST_HOSTS="3", WORLD_SIZE=processes, LOCAL_WORLD_SIZE="1")
         with contextlib.suppress(ValueError):
             rendezvous.elastic_batch(Recipe(batch_size=256))
-    assert told == [1, 128]
+    assert reported == [1, 128]
 
 
-def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, monkeypatch):
+def test_a_number_of_hosts_that_does_not_divide_the_batch_waits_then_fails(agent, capsys, monkeypatch):
     slept = []
     monkeypatch.setattr(rendezvous.time, "sleep", slept.append)
     job = Recipe(batch_size=64, timeout_s=7)
@@ -93,8 +93,8 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
     with pytest.raises(ValueError, match=r"--batch_size.*hosts that can train: 1 or 2 or 4"):
         rendezvous.elastic_batch(job)
     assert slept == [7]
-    said = "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
-    assert capsys.readouterr().out == said
+    message = "3 hosts can't share the batch: waiting up to 7 s for another number of hosts (1 or 2 or 4)\n"
+    assert capsys.readouterr().out == message
     agent(PET_NNODES="3", WORLD_SIZE="6")
     with pytest.raises(ValueError, match="--batch_size"):
         rendezvous.elastic_batch(job)
@@ -102,8 +102,8 @@ def test_a_number_of_hosts_that_does_not_divide_waits_then_ends(agent, capsys, m
     assert usable_processes(96, 16, 12, 2) == [2, 6]
 
 
-def test_each_process_checks_how_many_were_promised(monkeypatch):
-    """A launcher's config, not launch.py's flags, may have started each as a job of its own."""
+def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
+    """Check this because a launcher's config may start each process as a separate job."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
     with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is"):
         start(Recipe())
@@ -115,27 +115,27 @@ def test_each_process_checks_how_many_were_promised(monkeypatch):
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
         ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False),  # one host
-        # accelerate, deepspeed: static
+        # accelerate and deepspeed use a static rendezvous
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}, False),
     ],
 )
-def test_a_shared_store_is_reported_where_hosts_could_join(variables, is_reported, agent):
+def test_a_shared_store_is_reported_if_hosts_can_join(variables, is_reported, agent):
     agent(**variables)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(rendezvous.replacement_problem())) == is_reported
 
 
-def test_an_attempt_is_named_anew_in_a_store_with_old_ones():
+def test_each_attempt_gets_a_new_name_in_a_used_store():
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
 
     def attempt() -> list[str]:
         names: list[str] = [""] * 3
 
         def learn(rank: int) -> None:
-            own = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10))
-            names[rank] = rendezvous._learn_attempt(own, rank, 10)
+            client = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=10))
+            names[rank] = rendezvous._learn_attempt(client, rank, 10)
 
         threads = [threading.Thread(target=learn, args=(rank,)) for rank in (1, 2)]
-        threads[0].start()  # before rank 0: it finds the old attempt
+        threads[0].start()  # starts before rank 0 and finds the old attempt
         threads[0].join(0.3)
         threads[1].start()
         names[0] = rendezvous._name_attempt(store, 3)
@@ -149,7 +149,10 @@ def test_an_attempt_is_named_anew_in_a_store_with_old_ones():
 
 
 def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monkeypatch):
-    """Whatever each agent counts; a start that was told to stop, and another agent's, do not count."""
+    """Ignore each agent's count.
+
+    A start that was told to stop, or that has another agent, does not count.
+    """
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
     for _ in range(4):
@@ -161,20 +164,20 @@ def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monke
     write_json(tmp_path / "result.json", {"status": "preempted"})
     count_restarts(tmp_path, 20)
     (tmp_path / "result.json").unlink()
-    monkeypatch.setattr(os, "getppid", os.getpid)  # not 1, which may be the parent
+    monkeypatch.setattr(os, "getppid", os.getpid)  # differs from the parent's id, even if that is 1
     for _ in range(4):
         count_restarts(tmp_path, 20)
 
 
 def elastic_agent(port: int) -> list:
-    """torchrun on one of up to two hosts, with one process."""
+    """Return the command of torchrun on one of up to two hosts, with one process."""
     conf = "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"
     flags = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1", conf]
     return torchrun(1, "--nnodes=1:2", "--max_restarts=1000", *flags)
 
 
 def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
-    """Until so many hosts have trained so many steps more."""
+    """Wait until so many hosts have trained so many more steps."""
     seen: list[int] = []
 
     def have_trained() -> bool:
@@ -190,8 +193,10 @@ def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
 
 @pytest.mark.parametrize("numbers", [(signal.SIGKILL,), full((signal.SIGKILL, signal.SIGTERM))], ids=len)
 def test_hosts_join_are_lost_and_are_replaced(numbers, tmp_path, project_copy):
-    """One host trains, a second joins and is killed; a third joins and is told to stop. Each sample comes
-    once, in the uninterrupted run's order, and the losses differ by rounding only."""
+    """Train on one host while a second joins and is killed, and a third joins and is told to stop.
+
+    Each sample is trained once, in the order of the uninterrupted run, and losses differ only by rounding.
+    """
     insert_in_loop(project_copy, "train_hello.py", SLOW_STEP)
     train = [*LONG, "--max_steps", "3000", "--log_samples"]
     env = {"STEP_S": "0.02", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_NNODES": "1:2"}
@@ -209,11 +214,11 @@ def test_hosts_join_are_lost_and_are_replaced(numbers, tmp_path, project_copy):
         wait_for_steps(folder, 30, 1, hosts[0])
     hosts[0].process.send_signal(signal.SIGTERM)
     hosts[0].wait()
-    found, straight = result(folder), tmp_path / "straight"
-    assert (found["status"], found["hosts"]) == ("preempted", 1)
-    alone = [*python(), *train, "--per_device_batch_size", "32", "--output_dir", straight]
-    run([*alone, "--max_steps", found["steps"]])
+    final, straight = result(folder), tmp_path / "straight"
+    assert (final["status"], final["hosts"]) == ("preempted", 1)
+    reference_words = [*python(), *train, "--per_device_batch_size", "32", "--output_dir", straight]
+    run([*reference_words, "--max_steps", final["steps"]])
     assert lines(folder / "samples.jsonl") == lines(straight / "samples.jsonl")
-    ours = [line for line in metrics(folder) if line["step"] < found["steps"]]
-    assert_same_losses(ours, [line for line in metrics(straight) if line["step"] < found["steps"]])
-    assert len(ours) > 5
+    log = [line for line in metrics(folder) if line["step"] < final["steps"]]
+    assert_same_losses(log, [line for line in metrics(straight) if line["step"] < final["steps"]])
+    assert len(log) > 5

@@ -1,4 +1,4 @@
-"""--deterministic: the same bits on any number of processes, through any interruption; mutants of the sum."""
+"""Tests that --deterministic gives the same bits on any number of processes and through any interruption."""
 
 import copy
 import functools
@@ -36,24 +36,24 @@ from tests.conftest import (
 )
 from tests.models.test_timm_models import Operators
 
-STEPS = 16  # two more than an epoch has
+STEPS = 16  # two more steps than an epoch
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "8", "--max_steps", str(STEPS), "--log_every", "5"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0", "--deterministic"]
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
     "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # fused AdamW
-    # BatchNorm; weights of one pixel on inputs of one
+    # BatchNorm, and 1x1 convolutions on inputs of one pixel
     "cnn_b": [*RESNET, "--image_size", "8", "--data", "digits", *FLAGS, "--clip_norm", "0.5"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
-WAYS = {
+LAUNCHERS = {
     "ddp 2": STRATEGIES["ddp"],
     "ddp 3": torchrun(3),
     "ddp 4": torchrun(4),
     "fsdp 2": STRATEGIES["fsdp"],
     "fsdp 4": accelerate("fsdp_4gpu"),
 }
-# hello on 4 and on 3 processes is what is killed below; CNN-B under FSDP2 is in scripts/test_any_model.py.
+# A test below kills hello on 4 and on 3 processes. scripts/test_any_model.py trains CNN-B under FSDP2.
 QUICK = ("cnn_a", "ddp 2")
 TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
 
@@ -63,7 +63,7 @@ def words(script: str, cache: list) -> list:
 
 
 def bits(folder: Path) -> dict:
-    """The hash of each file of tensors in the last checkpoint, and the log without times."""
+    """Return the hashes of the tensor files in the last checkpoint, and the log without times."""
     assert latest(folder).name == f"step_{STEPS:08d}"
     files = sorted(latest(folder).glob("*.safetensors"))
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -73,7 +73,7 @@ def bits(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
-    """The bits of a script's run in one process, which is told nothing of threads."""
+    """Return a function that returns the bits of a script's run in one process, without thread settings."""
 
     @functools.cache
     def bits_of(script: str) -> dict:
@@ -84,42 +84,42 @@ def one_process(tmp_path_factory, cache):
     return bits_of
 
 
-PAIRS = [pair if pair == QUICK else full(*pair) for pair in itertools.product(SCRIPTS, WAYS)]
+PAIRS = [pair if pair == QUICK else full(*pair) for pair in itertools.product(SCRIPTS, LAUNCHERS)]
 SCRIPTS["vit, 4 micro-batches"] = [*SCRIPTS["vit"], "--per_device_batch_size", "24"]
 SCRIPTS["cnn_b compiled"] = [*SCRIPTS["cnn_b"], "--compile", "default"]
 PAIRS.append(("vit, 4 micro-batches", "fsdp 2"))
 SCRIPTS["vit, 1 micro-batch"] = [*SCRIPTS["vit"], "--per_device_batch_size", "96"]
-WAYS["fsdp 1"] = [*STRATEGIES["fsdp"], "--num_processes", "1"]
+LAUNCHERS["fsdp 1"] = [*STRATEGIES["fsdp"], "--num_processes", "1"]
 PAIRS.append(full("vit, 1 micro-batch", "fsdp 1"))
 PAIRS.append(pytest.param("cnn_b compiled", "fsdp 2", marks=[pytest.mark.full, pytest.mark.needs("g++")]))
 
 
-@pytest.mark.parametrize(("script", "way"), PAIRS)
-def test_the_bits_of_one_process(script, way, one_process, tmp_path, cache):
-    output = run([*WAYS[way], *words(script, cache), "--output_dir", tmp_path / "run"])
+@pytest.mark.parametrize(("script", "launcher"), PAIRS)
+def test_bits_equal_those_of_one_process(script, launcher, one_process, tmp_path, cache):
+    output = run([*LAUNCHERS[launcher], *words(script, cache), "--output_dir", tmp_path / "run"])
     assert ", deterministic" in output
-    assert ("gradients in float64" in output) == (way != "fsdp 1"), "one gradient is no sum"
+    assert ("gradients in float64" in output) == (launcher != "fsdp 1"), "a single gradient needs no sum"
     assert bits(tmp_path / "run") == one_process(script)
 
 
 @pytest.mark.parametrize(
-    ("launcher", "own"),
+    ("launcher", "user_env"),
     [
         (accelerate("cpu"), {}),
-        full(torchrun(2), {}),  # torchrun itself sets 1
+        full(torchrun(2), {}),  # torchrun sets 1
         full(accelerate("cpu"), {"OMP_NUM_THREADS": "2"}),
         (torchrun(2), {"OMP_NUM_THREADS": "2"}),
     ],
 )
-def test_a_process_has_one_thread_or_as_many_as_the_user_says(launcher, own, monkeypatch, tmp_path):
-    """accelerate launch itself sets OMP_NUM_THREADS, with cpu.yaml to the number of cores."""
+def test_a_process_has_one_thread_or_the_users_number(launcher, user_env, monkeypatch, tmp_path):
+    """Override accelerate launch, which with cpu.yaml sets OMP_NUM_THREADS to the number of cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     words = [*SCRIPTS["hello"], "--max_steps", "1", "--output_dir", tmp_path / "run"]
-    assert f", threads {own.get('OMP_NUM_THREADS', 1)}\n" in run([*launcher, *words], env=own)
+    assert f", threads {user_env.get('OMP_NUM_THREADS', 1)}\n" in run([*launcher, *words], env=user_env)
 
 
-def test_killed_on_four_and_on_three_processes_finished_on_one(one_process, project_copy, tmp_path, cache):
-    """The kills come in the middle of the steps whose mean loss is logged."""
+def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, project_copy, tmp_path, cache):
+    """Kill between two log lines, which contain the mean loss of the steps."""
     call = "            run.checkpoint(step)\n"
     kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
     kill += "                run.ranks.saver.wait() if run.ranks.record else None\n"
@@ -135,22 +135,22 @@ def test_killed_on_four_and_on_three_processes_finished_on_one(one_process, proj
 
 
 @pytest.mark.full
-def test_a_block_that_each_micro_batch_may_leave_out(project_copy, tmp_path):
-    """In some steps no micro-batch of a process has a gradient of it."""
+def test_a_block_that_each_micro_batch_may_skip(project_copy, tmp_path):
+    """In some steps, none of a process's micro-batches has a gradient for this block."""
     drop = "x = self.blocks[0](x)\n        is_left_out = self.training and torch.rand(()) < 0.5\n"
     drop += "        return self.head(x if is_left_out else x + self.blocks[1](x))"
     mutate(project_copy, "train_hello.py", "return self.head(self.blocks(x))", drop)
-    for name, way in (("one", python()), ("four", WAYS["ddp 4"])):
-        run([*way, *SCRIPTS["hello"], "--output_dir", tmp_path / name], cwd=project_copy)
+    for name, launcher in (("one", python()), ("four", LAUNCHERS["ddp 4"])):
+        run([*launcher, *SCRIPTS["hello"], "--output_dir", tmp_path / name], cwd=project_copy)
     assert bits(tmp_path / "one") == bits(tmp_path / "four")
 
 
-# --- What breaks it
+# --- Changes that break exact sums
 
 BACKWARD = "accelerator.backward(loss)"
 
 
-def test_fused_steps_of_shards_are_found(project_copy, tmp_path, cache):
+def test_fused_steps_of_shards_are_refused(project_copy, tmp_path, cache):
     mutate(project_copy, "onecurve/distributed/exact_sum.py", '{"fused": False, "foreach": True}', "{}")
     command = [*STRATEGIES["fsdp"], *words("cnn_a", cache), "--output_dir", tmp_path / "run"]
     status, output = Job(command, cwd=project_copy).wait()
@@ -183,7 +183,7 @@ MISTAKES = {  # launcher, file, code and its replacement, message
 
 
 @pytest.mark.parametrize("mistake", [full(name) if name == "infinite" else name for name in MISTAKES])
-def test_what_can_not_be_exact_ends_all_processes(mistake, project_copy, tmp_path):
+def test_sums_that_cannot_be_exact_end_all_processes(mistake, project_copy, tmp_path):
     launcher, *code, message = MISTAKES[mistake]
     mutate(project_copy, *code)
     command = [*launcher, *SCRIPTS["hello"], "--output_dir", tmp_path / "run"]
@@ -201,7 +201,7 @@ def test_gradients_in_bf16_are_refused():
 
 
 def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
-    """An accelerator, as far as a sum asks it."""
+    """Return a fake accelerator with the attributes that a sum reads."""
     return SimpleNamespace(
         device=torch.device("cpu"), num_processes=processes, scaler=None, sync_gradients=sync_gradients,
         gradient_accumulation_steps=accumulations, distributed_type=DistributedType.NO,
@@ -210,15 +210,16 @@ def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
 
 
 def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> torch.Tensor:
-    """The gradient of the last of so many processes, of which each has a part: [micro-batches, n] -> [n].
+    """Return the summed gradient of the last process: [micro-batches, n] -> [n].
 
-    They compute one after another, and what one sends is added to what came before.
+    The micro-batches are divided among the processes, which compute one after another. What a process sends
+    is added to the sum of the earlier processes.
     """
     sent, sums = torch.zeros((), dtype=torch.float64), dist.ReduceOp.SUM
 
-    def all_reduce(tensor, how=sums, async_op=False):
+    def all_reduce(tensor, operation=sums, async_op=False):
         nonlocal sent
-        if how == sums:
+        if operation == sums:
             sent = tensor.add_(sent).clone()
         return SimpleNamespace(wait=lambda: None)
 
@@ -235,7 +236,7 @@ def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> to
 
 
 def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
-    """The module with another piece of code."""
+    """Return the module with a piece of its code replaced."""
     text = Path(module.__file__).read_text()
     assert text.count(old) == 1
     changed = ModuleType("mutant")
@@ -244,8 +245,10 @@ def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 def gradients_of(seed: int, drawn: list[float]) -> torch.Tensor:
-    """[35, 501]: those drawn, and random ones, of which one is left where the others cancel, and some lie
-    beyond the bits of float64."""
+    """Return gradients of shape [35, 501]: the drawn values and random ones.
+
+    In each random column all values but one cancel, and some lie beyond the precision of float64.
+    """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(18, 500, generator=generator)
     values *= 2.0 ** torch.randint(-60, 5, values.shape, generator=generator)
@@ -253,10 +256,10 @@ def gradients_of(seed: int, drawn: list[float]) -> torch.Tensor:
 
 
 FLOATS = st.lists(st.floats(-117, 117, width=32), min_size=35, max_size=35)
-SUMS = st.tuples(  # gradients of 35 micro-batches, an order of them, and how many processes share them
+SUMS = st.tuples(  # gradients of 35 micro-batches, their order, and the number of processes
     st.builds(gradients_of, st.integers(0, 2**32), FLOATS),
     st.permutations(range(35)),
-    st.sampled_from([1, 5, 7, 35]),  # in fp32 a fifth of a seventh is not a 35th,
+    st.sampled_from([1, 5, 7, 35]),  # in fp32, 1/5 of 1/7 is not 1/35
 )
 
 
@@ -268,8 +271,8 @@ def differs(module: ModuleType, case: tuple) -> bool:
 @given(SUMS)
 def test_any_order_on_any_number_of_processes_gives_the_same_bits(case):
     assert not differs(exact_sum, case)
-    wrong = (added(exact_sum, case[0]) - case[0].double().mean(0)).abs()
-    assert (wrong <= case[0].double().abs().mean(0) * 2**-23 + 35 / exact_sum.UNIT).all()
+    errors = (added(exact_sum, case[0]) - case[0].double().mean(0)).abs()
+    assert (errors <= case[0].double().abs().mean(0) * 2**-23 + 35 / exact_sum.UNIT).all()
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_any_order_on_any_number_of_processes_gives_the_same_bits(case):
     ],
     ids=["not rounded", "in fp32", "divided twice"],
 )
-def test_a_mutant_of_the_sum_is_found(old, new):
+def test_a_mutant_of_the_sum_is_detected(old, new):
     find(SUMS, partial(differs, mutant(exact_sum, old, new)), settings=settings(phases=[Phase.generate]))
 
 
@@ -295,9 +298,9 @@ def test_a_gradient_that_is_too_large_is_refused():
         added(exact_sum, gradients_of(0, [0.0] * 35) * 1e6)
 
 
-def test_a_bucket_without_gradients_in_a_step_adds_none_of_the_last_one(monkeypatch):
-    def all_reduce(tensor, how=dist.ReduceOp.SUM, async_op=False):
-        tensor += exact_sum.UNIT  # the other process has 1 everywhere
+def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
+    def all_reduce(tensor, operation=dist.ReduceOp.SUM, async_op=False):
+        tensor += exact_sum.UNIT  # the gradient of the other process is 1 everywhere
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -310,32 +313,32 @@ def test_a_bucket_without_gradients_in_a_step_adds_none_of_the_last_one(monkeypa
     assert [p.grad.tolist() for p in model] == [[3.0] * 3, [1.0] * 3]
 
 
-def test_gradients_are_those_of_torch_and_none_where_it_has_none():
-    """The heads of a model take turns, in channels_last: both in a step, one alone, and then the other."""
+def test_gradients_equal_torchs_and_are_none_where_torchs_are():
+    """Alternate between the heads of a channels_last model: both in a step, then one head, then the other."""
     layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Linear(4, 2), nn.Linear(4, 2)])
-    ours, theirs = (copy.deepcopy(layers).to(memory_format=torch.channels_last) for _ in range(2))
+    model, reference = (copy.deepcopy(layers).to(memory_format=torch.channels_last) for _ in range(2))
     accelerator = fake(accumulations=2)
-    summed = exact_sum.ExactSum(accelerator, ours)
+    summed = exact_sum.ExactSum(accelerator, model)
     generator = torch.Generator().manual_seed(0)
     for turns in ((1, 2), (1, 1), (2, 2)):
         for number, head in enumerate(turns, 1):
             accelerator.sync_gradients = number == 2
             x = torch.randn(5, 3, 6, 6, generator=generator)
-            mine, other = (m[head](m[0](x).mean((2, 3))).square().mean() for m in (ours, theirs))
-            summed.backward(mine)
-            (other / 2).backward()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            loss, reference_loss = (m[head](m[0](x).mean((2, 3))).square().mean() for m in (model, reference))
+            summed.backward(loss)
+            (reference_loss / 2).backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), turns
             if q.grad is not None:
                 assert torch.allclose(p.grad, q.grad), turns
                 assert p.grad.stride() == q.grad.stride()
-        ours.zero_grad()
-        theirs.zero_grad()
+        model.zero_grad()
+        reference.zero_grad()
     summed.check(step=3)
 
 
-def test_many_tensors_take_as_few_operators_as_one():
-    """Each is a launch on a GPU."""
+def test_many_tensors_need_as_few_operators_as_one():
+    """Count operators, because each is a kernel launch on a GPU."""
     counts = []
     for tensors in (1, 300):
         model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
@@ -344,11 +347,11 @@ def test_many_tensors_take_as_few_operators_as_one():
         with Operators() as operators:
             summed.backward(loss)
             summed.clip_grad_norm_(model, 0.5)
-        skipped = ("empty", "split")  # allocations, and views that are none by their schema
+        skipped = ("empty", "split")  # allocations, and views that their schema does not mark as views
         names = [func.name() for func in operators.called if not func.is_view]
         counts.append(sum(not any(word in name for word in skipped) for name in names))
     assert counts[0] < 50
-    assert counts[1] - counts[0] < 300, "beside autograd's copy of each part"
+    assert counts[1] - counts[0] < 300, "more than autograd's copy of each part"
 
 
 def test_the_norm():

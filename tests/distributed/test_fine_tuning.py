@@ -1,7 +1,7 @@
-"""Layer decay, frozen layers, a hold-out: the same training under every strategy, and from one to another.
+"""Tests of layer decay, frozen layers and a hold-out under every strategy and across strategies.
 
-Both begin with weights of 48 pixels and 5 classes, and train at 32 pixels for 10. test_parity.py, too, has a
-parameter group for each layer.
+The runs start from weights for 48 pixels and 5 classes, and train at 32 pixels for 10 classes. test_parity.py
+also trains with a parameter group for each layer.
 """
 
 import functools
@@ -38,44 +38,44 @@ def weights(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache, stoppable, weights):
-    """The folder of an uninterrupted run in one process."""
+    """Return a function that returns the folder of an uninterrupted run in one process."""
 
     @functools.cache
-    def folder_of(kind: str) -> Path:
-        folder = tmp_path_factory.mktemp(kind) / "run"
-        training(kind, folder, cache, stoppable, weights).go("single")
+    def folder_of(setting: str) -> Path:
+        folder = tmp_path_factory.mktemp(setting) / "run"
+        training(setting, folder, cache, stoppable, weights).start("single")
         return folder
 
     return folder_of
 
 
-def training(kind: str, folder: Path, cache: list, project: Path, weights: Path) -> Training:
-    return Training("vit", folder, cache, project, *SHORT, "--weights", weights, *FLAGS[kind])
+def training(setting: str, folder: Path, cache: list, project: Path, weights: Path) -> Training:
+    return Training("vit", folder, cache, project, *SHORT, "--weights", weights, *FLAGS[setting])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "ring"),
-    [*((kind, RING) for kind in FLAGS), *(("frozen", (strategy,)) for strategy in STRATEGIES)],
+    ("setting", "ring"),
+    [*((setting, RING) for setting in FLAGS), *(("frozen", (strategy,)) for strategy in STRATEGIES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_each_strategy_continues_the_other(kind, ring, alone, tmp_path, cache, stoppable, weights):
-    run_of = training(kind, tmp_path / "run", cache, stoppable, weights)
+def test_each_strategy_resumes_each_other(setting, ring, alone, tmp_path, cache, stoppable, weights):
+    resumed_run = training(setting, tmp_path / "run", cache, stoppable, weights)
     for leg, launcher in enumerate(ring, 1):
-        run_of.go(launcher, 2 + (leg - 1) * (STEPS - 2) // len(ring) if leg < len(ring) else None)
-    assert_same_training(tmp_path / "run", alone(kind))
-    if kind == "frozen":
+        resumed_run.start(launcher, 2 + (leg - 1) * (STEPS - 2) // len(ring) if leg < len(ring) else None)
+    assert_same_training(tmp_path / "run", alone(setting))
+    if setting == "frozen":
         assert_only_the_head_was_trained(tmp_path / "run", load_file(weights))
 
 
-def test_only_the_head_of_a_frozen_model_is_trained_and_that_costs_less(alone, weights):
-    """The backward pass is that of the head alone: MFU counts no other."""
-    frozen, trained = (result(alone(kind))["flops_per_image"] for kind in ("frozen", "layers"))
+def test_only_the_head_of_a_frozen_model_is_trained_at_a_lower_cost(alone, weights):
+    """Check that MFU counts only the head's backward pass."""
+    frozen, trained = (result(alone(setting))["flops_per_image"] for setting in ("frozen", "layers"))
     assert 0.3 * trained < frozen < 0.4 * trained
     assert_only_the_head_was_trained(alone("frozen"), load_file(weights))
 
 
-def test_a_frozen_model_is_validated_without_the_weights_it_began_with(alone, tmp_path, cache):
+def test_a_frozen_model_is_validated_without_its_initial_weights(alone, tmp_path, cache):
     words = [*python(), "validate.py", alone("frozen"), *cache, "--mixed_precision", "no"]
     run([*words, "--output_dir", tmp_path])
     report = json.loads((tmp_path / "report.json").read_text())
@@ -84,30 +84,30 @@ def test_a_frozen_model_is_validated_without_the_weights_it_began_with(alone, tm
 
 
 def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tensor]) -> None:
-    """No other tensor has changed a bit, and the optimizer has no state of one."""
+    """Check that all other tensors are bit-equal to the source and have no optimizer state."""
     checkpoint = latest(folder)
     model, ema, state = (load_file(checkpoint / f"{f}.safetensors") for f in ("model", "ema", "optimizer"))
     head = {"head.weight", "head.bias"}
     assert {name.rpartition("/")[0] for name in state} == head
     assert json.loads((checkpoint / "state.json").read_text())["optimizer"]["scalars"].keys() == head
     assert model.keys() == ema.keys() == source.keys()
-    assert (model["head.bias"] != 0).all()  # it begins with 0
+    assert (model["head.bias"] != 0).all()  # the initial bias is 0
     for name in source.keys() - head - {"pos_embed"}:
         assert torch.equal(model[name], source[name]), name
         assert torch.equal(ema[name], source[name]), name
 
 
-def test_each_layer_moves_by_its_own_learning_rate(alone, weights):
-    """AdamW's first steps move the elements with steady gradients by the sum of the learning rates."""
-    begun, ended = load_file(weights), load_file(latest(alone("layers")) / "model.safetensors")
+def test_each_layer_moves_by_its_learning_rate(alone, weights):
+    """Use AdamW's first steps, which move elements with steady gradients by the sum of the learning rates."""
+    initial, final = load_file(weights), load_file(latest(alone("layers")) / "model.safetensors")
     total = sum(line.get("train/lr", 0) for line in lines(alone("layers") / "metrics.jsonl"))
-    depth = len({name.split(".")[1] for name in begun if name.startswith("blocks.")})
+    depth = len({name.split(".")[1] for name in initial if name.startswith("blocks.")})
     layers = {"cls_token": 0, "patch_embed.proj.bias": 0, "norm.bias": depth}
     layers |= {f"blocks.{i}.mlp.fc1.bias": i + 1 for i in range(depth)}  # without weight decay
     for name, layer in layers.items():
-        moved = (ended[name] - begun[name]).abs().max() / total
+        change = (final[name] - initial[name]).abs().max() / total
         scale = DECAY ** (depth + 1 - layer)
-        assert 0.5 * scale < moved < 1.1 * scale, name
+        assert 0.5 * scale < change < 1.1 * scale, name
 
 
 MUTANTS = {
@@ -121,11 +121,11 @@ MUTANTS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_parity_finds(mutant, alone, tmp_path, cache, stoppable, project_copy, weights):
-    kind, launcher, file, old, new = MUTANTS[mutant]
+def test_parity_detects_a_mutant(mutant, alone, tmp_path, cache, stoppable, project_copy, weights):
+    setting, launcher, file, old, new = MUTANTS[mutant]
     mutate(project_copy, file, old, new)
-    begun = training(kind, tmp_path / "run", cache, stoppable, weights)
-    begun.go(launcher, 3)
-    run([*LAUNCHERS[launcher], *begun.words], cwd=project_copy)
+    stopped_run = training(setting, tmp_path / "run", cache, stoppable, weights)
+    stopped_run.start(launcher, 3)
+    run([*LAUNCHERS[launcher], *stopped_run.words], cwd=project_copy)
     with pytest.raises(AssertionError):
-        assert_same_training(tmp_path / "run", alone(kind))
+        assert_same_training(tmp_path / "run", alone(setting))

@@ -1,6 +1,6 @@
-"""A job that hangs says which rank the others wait for, and where each one is.
+"""Tests that a hanging job reports the awaited rank and the position of each rank.
 
-A rank that fails ends the others, also those that hang in a collective, as all do under NCCL.
+A rank that fails ends the other ranks, also if they hang in a collective, as they do under NCCL.
 """
 
 import json
@@ -20,7 +20,7 @@ from tools.launch.job import JobRunner, LaunchPlan
 HELLO, RUN = "train_hello.py", "onecurve/run/run.py"
 CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"
 ON_RANK_1 = "            if step == 5 and accelerator.process_index == 1:\n                "
-# torchrun would wait 30 s for the end of a process that is stopped.
+# Kills the stopped process after 12 s, because torchrun would wait 30 s for it to end.
 STOP_ON_RANK_1 = f"""{ON_RANK_1}import os, signal, subprocess
                 subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {{os.getpid()}}"], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -36,14 +36,14 @@ WAITS = ("training", "all_reduce", 7, False)
 
 
 def evidence(rank, phase, op, number, is_done):
-    one = {"op": f"gloo:{op}", "group": "0", "number": number, "age_s": 4.0, "is_done": is_done}
-    where = {"rank": rank, "host": "node1", "hosts": ["node1", "node1", "node2"], "where": "train.py:7 main"}
-    collective = {"waits": [] if is_done else [one], "last": one, "sequence": {"0": number}}
-    return where | collective | {"phase": phase, "step": 1200, "silent_s": {"2": 9.2}}
+    latest = {"op": f"gloo:{op}", "group": "0", "number": number, "age_s": 4.0, "is_done": is_done}
+    report = {"rank": rank, "host": "node1", "hosts": ["node1", "node1", "node2"], "where": "train.py:7 main"}
+    collective = {"waits": [] if is_done else [latest], "last": latest, "sequence": {"0": number}}
+    return report | collective | {"phase": phase, "step": 1200, "silent_s": {"2": 9.2}}
 
 
 @pytest.mark.parametrize(
-    ("second", "third", "said"),
+    ("second", "third", "message"),
     [
         (WAITS, None, "rank 2 (node2) is silent"),
         (("saving", "broadcast", 6, False), WAITS, f"{AWAITED}: saving at train.py:7"),
@@ -52,10 +52,10 @@ def evidence(rank, phase, op, number, is_done):
         (WAITS, WAITS, "all ranks are in the same collective"),
     ],
 )
-def test_the_table_names_who_is_awaited(second, third, said):
-    found = [row for row in (WAITS, second, third) if row]
-    first, *lines = hang_table([evidence(rank, *row) for rank, row in enumerate(found)])
-    assert said in first
+def test_the_table_names_the_awaited_rank(second, third, message):
+    ranks = [row for row in (WAITS, second, third) if row]
+    first, *lines = hang_table([evidence(rank, *row) for rank, row in enumerate(ranks)])
+    assert message in first
     assert len(lines) == 4  # a header, a row per rank
     assert "gloo:all_reduce 7 of group 0, waits for 4 s" in lines[1]
     if third is None:
@@ -64,7 +64,7 @@ def test_the_table_names_who_is_awaited(second, third, said):
 
 
 @pytest.mark.parametrize(
-    ("file", "after", "said"),
+    ("file", "code", "message"),
     [
         full(HELLO, STOP_ON_RANK_1, r"rank 1 \(.*\) is silent: stopped by a signal"),
         full(HELLO, STOP_ON_RANK_0, r"rank 0 \(.*\) is silent: stopped by a signal"),
@@ -73,44 +73,44 @@ def test_the_table_names_who_is_awaited(second, third, said):
         full(RUN, SLEEP, rf"{RANK_1_AWAITED}.*: reading data at onecurve/run/"),
     ],
 )
-def test_a_job_that_hangs_names_the_rank(file, after, said, tmp_path, project_copy, cache):
-    mutate(project_copy, file, CALL if file == HELLO else READ, after)
+def test_a_job_that_hangs_names_the_rank(file, code, message, tmp_path, project_copy, cache):
+    mutate(project_copy, file, CALL if file == HELLO else READ, code)
     script = HELLO if file == HELLO else CNN[0]
     flags = [*CNN[1:], "--data", "digits", *cache] if script == CNN[0] else []
     words = [*torchrun(2), script, *flags, "--trackers", "none", "--timeout_s", "10"]
-    # Rank 0 keeps the store, as it does on several hosts; stopped, it does not answer.
+    # Rank 0 hosts the store, as it does on several hosts. A stopped rank 0 does not answer.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy, env=env).wait(90)
     assert status != 0
-    assert re.search(rf"^the job hangs: {said}", output, re.MULTILINE), output
-    waiting = 1 if "rank 0" in said else 0
+    assert re.search(rf"^the job hangs: {message}", output, re.MULTILINE), output
+    waiting = 1 if "rank 0" in message else 0
     row = rf"^{waiting} +\S+ +\w[\w ]+ +\d+ .*gloo:\w+ \d+ of group \S+, waits for ([789]|10) s"
     assert re.search(row, output, re.MULTILINE), output
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "message"),
     [
         ((7, 7), "all ranks are in the same collective"),
-        ((9, 7), "all ranks are in the same collective"),  # rank 0's host has launched more
+        ((9, 7), "all ranks are in the same collective"),  # rank 0's host has launched more replays
         ((7, None), "rank 1 (node1) has not reached replay, where other ranks wait: training at train.py:7"),
     ],
 )
-def test_the_table_names_replays(numbers, said, monkeypatch):
+def test_the_table_names_replays(numbers, message, monkeypatch):
     rows = []
     for rank, number in enumerate(numbers):
         monkeypatch.setattr(now, "replay", Replay(number or 6, launched=number or 6))
         if number is None:
             now.replay.ended = lambda: True
-        waits = [one for one in collectives() if not one["is_done"]]
+        waits = [call for call in collectives() if not call["is_done"]]
         replay = {"waits": waits, "last": collectives()[-1], "sequence": {"graph": number or 6}}
         rows.append(evidence(rank, *WAITS) | {"hosts": ["node1", "node1"]} | replay)
     first, _, *lines = hang_table(rows)
-    assert said in first
+    assert message in first
     assert f"replay {numbers[0]} of group graph, waits for 0 s" in lines[0]
 
 
-# In the third replay rank 1 stops or dies, and rank 0 waits for ever, as for a device.
+# In the third replay, rank 1 stops or dies, and rank 0 waits for ever, as if for a device.
 REPLAYS = "        if not self.on_gpu:\n            return run\n"
 HANGING = """        if not self.on_gpu:
             return lambda: hang() if self.replays == 3 else run()
@@ -127,26 +127,26 @@ HANG = f"""def hang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said", "error"),
+    ("signal_name", "message", "error"),
     [
         ("STOP", r"rank 1 \(.*\) is silent", "replay 3 of the step's graph, at step 13, has waited"),
         ("KILL", "", r"rank 1 \(host .*\) died without a message"),
     ],
 )
 @pytest.mark.full
-def test_a_replay_that_does_not_end(number, said, error, tmp_path, project_copy, cache):
+def test_a_replay_that_does_not_end(signal_name, message, error, tmp_path, project_copy, cache):
     mutate(project_copy, "onecurve/distributed/step_graph.py", REPLAYS, HANGING)
-    mutate(project_copy, "onecurve/distributed/step_graph.py", SHAPE, HANG.replace("NUMBER", number))
+    mutate(project_copy, "onecurve/distributed/step_graph.py", SHAPE, HANG.replace("NUMBER", signal_name))
     words = [*torchrun(2), *CNN, "--data", "digits", *cache, "--trackers", "none", "--step_graph"]
     words += ["--timeout_s", "10", "--batch_size", "96", "--output_dir", tmp_path / "run"]
-    began = time.monotonic()
+    started = time.monotonic()
     status, output = Job(words, cwd=project_copy).wait(90)
     assert status == 1
     assert re.search(f"^error: {error}", output, re.MULTILINE), output
-    assert error in result(tmp_path / "run")["error"] or number == "KILL"
-    assert time.monotonic() - began < 70
-    if said:
-        assert re.search(rf"^the job hangs: {said}", output, re.MULTILINE), output
+    assert error in result(tmp_path / "run")["error"] or signal_name == "KILL"
+    assert time.monotonic() - started < 70
+    if message:
+        assert re.search(rf"^the job hangs: {message}", output, re.MULTILINE), output
         row = r"^0 +\S+ +training +13 .*replay 3 of group graph, waits for ([789]|10) s"
         assert re.search(row, output, re.MULTILINE), output
 
@@ -179,11 +179,11 @@ def test_launch_py_waits_for_reports(tmp_path, capsys):
 
 # --- A rank that fails
 
-# NCCL on CPUs: a child of rank 1 keeps its connections open, so that gloo's collectives wait for ever.
+# Simulates NCCL: a child of rank 1 keeps its connections open, so that gloo's collectives wait for ever.
 HOLD_CONNECTIONS = f"""{ON_RANK_1}import os, signal, time
                 launcher = os.getppid()
                 if os.fork() == 0:
-                    os.closerange(0, 3)  # or who reads the job's output would wait for this process
+                    os.closerange(0, 3)  # or the reader of the job's output would wait for this process
                     while os.path.exists(f"/proc/{{launcher}}"):
                         time.sleep(0.1)
                     os._exit(0)
@@ -198,7 +198,7 @@ HOLD_CONNECTIONS = f"""{ON_RANK_1}import os, signal, time
         ("os.kill(os.getpid(), signal.SIGKILL)", "died without a message: it was killed"),
     ],
 )
-def test_others_end_that_hang_in_a_collective(failure, message, tmp_path, project_copy):
+def test_ranks_that_hang_in_a_collective_end(failure, message, tmp_path, project_copy):
     mutate(project_copy, HELLO, CALL, f"{HOLD_CONNECTIONS}{failure}\n{CALL}")
     events = tmp_path / "events"
     words = [*torchrun(2), HELLO, "--trackers", "none", "--output_dir", tmp_path / "run"]
@@ -206,7 +206,7 @@ def test_others_end_that_hang_in_a_collective(failure, message, tmp_path, projec
     assert status == 1
     assert "error: " in output
     assert message in output
-    # Rank 0 ended by itself: a launcher would have killed it, and it would have reported nothing.
+    # Rank 0 exited without help. If a launcher had killed it, it would have reported nothing.
     statuses = [event["status"] for event in EventReader(events).new() if event["event"] == "exit"]
     assert statuses == [1] * (1 if "SIGKILL" in failure else 2), output
     assert result(tmp_path / "run")["status"] == "failed"

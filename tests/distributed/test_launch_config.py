@@ -1,6 +1,7 @@
-"""Each answer of `accelerate config`, and each key of a DeepSpeed JSON, is honoured or refused in one line.
+"""Tests that answers of `accelerate config` and keys of DeepSpeed JSONs are honoured or refused.
 
-The environment of a process is made by accelerate's own launcher from the config file, without a launch.
+A refusal is one line. Accelerate's launcher creates the environment of a process from the config file,
+without a launch.
 """
 
 import json
@@ -24,7 +25,7 @@ from tests.conftest import CNN, RESNET, ROOT, accelerate, deepspeed, free_port, 
 from tools.launch.hosts import Host
 from tools.launch.job import LaunchPlan
 
-QUESTIONNAIRE = {  # as `accelerate config` writes it when every default is taken
+QUESTIONNAIRE = {  # the file that `accelerate config` writes for all defaults
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
     "downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
     "main_training_function": "main", "mixed_precision": "no", "num_machines": 1, "num_processes": 2,
@@ -48,23 +49,23 @@ DYNAMO = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_re
 OFFLOADED = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
 
 
-def fsdp(**changed) -> dict:
-    config = {f"fsdp_{key}": value for key, value in (FSDP | changed).items()}
+def fsdp(**changes) -> dict:
+    config = {f"fsdp_{key}": value for key, value in (FSDP | changes).items()}
     return {"distributed_type": "FSDP", "fsdp_config": config}
 
 
-def sizes(replicate=1, shard=2, tp=1, cp=1, **more) -> dict:
-    named = {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp, "cp_size": cp, **more}
-    return fsdp() | {"parallelism_config": {f"parallelism_config_{key}": n for key, n in named.items()}}
+def sizes(replicate=1, shard=2, tp=1, cp=1, **rest) -> dict:
+    settings = {"dp_replicate_size": replicate, "dp_shard_size": shard, "tp_size": tp, "cp_size": cp, **rest}
+    return fsdp() | {"parallelism_config": {f"parallelism_config_{key}": n for key, n in settings.items()}}
 
 
-def zero(**changed) -> dict:
-    return {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | changed}
+def zero(**changes) -> dict:
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": ZERO | changes}
 
 
 def by_json(file: str, **answers) -> dict:
-    named = {"deepspeed_config_file": file, "zero3_init_flag": False}
-    return {"distributed_type": "DEEPSPEED", "deepspeed_config": named, **answers}
+    settings = {"deepspeed_config_file": file, "zero3_init_flag": False}
+    return {"distributed_type": "DEEPSPEED", "deepspeed_config": settings, **answers}
 
 
 HONOURED = {
@@ -89,7 +90,7 @@ HONOURED = {
     "ZeRO-3": zero(zero_stage=3, zero3_save_16bit_model=True),
     "ZeRO-3, offload": zero(zero_stage=3, **OFFLOADED),
 }
-REFUSED = [  # answers; a pattern of the message: the key and its value, and what to choose
+REFUSED = [  # answers, and a pattern of the message: the key, its value, and the advice
     (fsdp(**FSDP_1), "fsdp_version: 1, .*choose fsdp_version: 2"),
     (fsdp(sharding_strategy="SHARD_GRAD_OP"), "strategy: SHARD_GRAD_OP, .*choose fsdp_reshard_after_forward"),
     (fsdp(reshard_after_forward="FULL_SHARD"), "reshard_after_forward: full_shard, .*choose true or false"),
@@ -122,7 +123,7 @@ REFUSED = [  # answers; a pattern of the message: the key and its value, and wha
 ON = {"enabled": True}
 AUTO = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
 ON_CPU = {"device": "cpu"}
-JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with a dot is in zero_optimization
+JSONS = [  # additions to ds_configs/zero2.json; keys with a dot belong to zero_optimization
     ({"optimizer": {"type": "AdamW"}}, "optimizer .the script creates"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler .the script sets the learning rate"),
     ({"compile": {"deepcompile": True}}, "compile .choose --compile"),
@@ -142,7 +143,7 @@ JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with 
     ({".stage": 0}, r"zero_optimization\.stage 0 .choose 1, 2 or 3"),
     ({"optimizer": {"type": "OneBitAdam", "params": AUTO}}, "optimizer .the script creates"),
     ({"optimizer": {"type": "AdamW", "params": AUTO | {"lr": 1e-3}}}, "optimizer .the script creates"),
-    (  # all at once
+    (  # all problems are reported together
         {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, ".stage": 0, "pipeline": 1},
         "optimizer .*, scheduler .*, pipeline .*, zero_optimization.stage 0 .* it equals a ddp_",
     ),
@@ -154,7 +155,7 @@ JSONS = [  # what a DeepSpeed JSON has beside ds_configs/zero2.json; a key with 
     ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, ""),
     ({".offload_optimizer": ON_CPU | {"nvme_path": "/nvme"}}, ""),
 ]
-HIDDEN_SIZE = {  # what Accelerate computes from it
+HIDDEN_SIZE = {  # settings that Accelerate would compute from the model's hidden size
     "reduce_bucket_size": 20000000,
     "stage3_prefetch_bucket_size": 20000000,
     "stage3_param_persistence_threshold": 10000,
@@ -163,15 +164,15 @@ HIDDEN_SIZE = {  # what Accelerate computes from it
 
 @pytest.fixture
 def env(monkeypatch):
-    """The environment, without what another test or launcher has left there."""
-    ours = re.compile("ACCELERATE_|FSDP_|PARALLELISM_|MEGATRON_|MASTER_|LOCAL_|WORLD_SIZE|RANK|OMPI_|PMI_")
-    for name in filter(ours.match, dict(launch.os.environ)):
+    """Remove variables that another test or launcher has left in the environment."""
+    names = re.compile("ACCELERATE_|FSDP_|PARALLELISM_|MEGATRON_|MASTER_|LOCAL_|WORLD_SIZE|RANK|OMPI_|PMI_")
+    for name in filter(names.match, dict(launch.os.environ)):
         monkeypatch.delenv(name)
     return monkeypatch
 
 
 def launched(config: dict, folder: Path) -> dict[str, str]:
-    """The environment that the launcher gives to rank 0 of this config."""
+    """Return the environment that the launcher gives to rank 0 of this config."""
     file = folder / "config.yaml"
     config = QUESTIONNAIRE | {"main_process_port": free_port()} | config
     if "deepspeed_config_file" in config.get("deepspeed_config", {}) and config["mixed_precision"] == "no":
@@ -195,7 +196,7 @@ def check(env: dict[str, str], **flags) -> dict | None:
 
 
 def assert_refused(message: str, env: dict[str, str], **flags) -> None:
-    """In one line, on which this pattern matches."""
+    """Check that the error is one line that matches this pattern."""
     with pytest.raises(ValueError, match=rf"\A[^\n]*{message}[^\n]*\Z"):
         check(env, **flags)
 
@@ -216,16 +217,16 @@ def test_refused_from_the_environment(variables, message):
     check({"ACCELERATE_MIXED_PRECISION": "fp8"}, precision="bf16")  # the flag wins
 
 
-@pytest.mark.parametrize(("changed", "message"), JSONS, ids=[message or "off" for _, message in JSONS])
-@pytest.mark.parametrize("by", ["flag", "config"])
-def test_deepspeed_json(changed, message, by, env, tmp_path):
+@pytest.mark.parametrize(("changes", "message"), JSONS, ids=[message or "off" for _, message in JSONS])
+@pytest.mark.parametrize("source", ["flag", "config"])
+def test_deepspeed_json(changes, message, source, env, tmp_path):
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
-    for name, value in changed.items():
+    for name, value in changes.items():
         (config["zero_optimization"] if name.startswith(".") else config)[name.lstrip(".")] = value
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config))
-    variables = {"LOCAL_RANK": "0"} if by == "flag" else launched(by_json(str(file)), tmp_path)
-    flags = {"deepspeed_config": str(file)} if by == "flag" else {}
+    variables = {"LOCAL_RANK": "0"} if source == "flag" else launched(by_json(str(file)), tmp_path)
+    flags = {"deepspeed_config": str(file)} if source == "flag" else {}
     if message:
         assert_refused(f"^{re.escape(str(file))} .*{message}", variables, **flags)
     else:
@@ -240,19 +241,19 @@ def test_deepspeed_json(changed, message, by, env, tmp_path):
         (b'{"zero_optimization" 2}', "line 1, is no JSON: Expecting ':' delimiter"),
     ],
 )
-def test_a_deepspeed_json_that_is_none(content, message, tmp_path):
+def test_an_invalid_deepspeed_json(content, message, tmp_path):
     file = tmp_path / "ds.json"
     file.write_bytes(content)
     assert_refused(message, {"LOCAL_RANK": "0"}, deepspeed_config=str(file))
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda file: file.stem)
-def test_own_jsons_are_honoured(file):
+def test_the_projects_jsons_are_honoured(file):
     config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="fp16")
     assert launch_config.enabled_precision(config) is None
 
 
-OPEN = {  # as Accelerate's templates have it
+OPEN = {  # settings of Accelerate's templates
     "optimizer": {"type": "AdamW", "params": AUTO},
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     "zero_optimization": {
@@ -262,7 +263,7 @@ OPEN = {  # as Accelerate's templates have it
 }
 
 
-def test_what_a_json_leaves_open(tmp_path):
+def test_auto_settings_of_a_json_are_replaced(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(OPEN))
     config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
@@ -276,7 +277,7 @@ def test_what_a_json_leaves_open(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", [torchrun(2), deepspeed("--num_gpus=2")], ids=["torchrun", "deepspeed"])
-def test_what_a_json_leaves_open_trains(launcher, tmp_path, cache):
+def test_a_json_with_auto_settings_trains(launcher, tmp_path, cache):
     (tmp_path / "ds.json").write_text(json.dumps(OPEN))
     words = [*launcher, *CNN, "--data", "digits", "--max_steps", "2", "--trackers", "none", *cache]
     output = run([*words, "--deepspeed_config", tmp_path / "ds.json", "--output_dir", tmp_path / "run"])
@@ -284,7 +285,7 @@ def test_what_a_json_leaves_open_trains(launcher, tmp_path, cache):
     assert output.count("DeepSpeed's optimizer and scheduler, all") == 1
 
 
-def test_a_precision_of_the_json(tmp_path):
+def test_the_precision_of_a_json(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
     config = check({"LOCAL_RANK": "0"}, deepspeed_config=str(file))
@@ -297,8 +298,8 @@ def test_a_precision_of_the_json(tmp_path):
         check({"LOCAL_RANK": "0"}, deepspeed_config=str(file), precision="no")
 
 
-def test_the_table_has_every_variable_of_the_launcher():
-    """A later accelerate that passes on another answer fails here."""
+def test_the_table_contains_every_variable_of_the_launcher():
+    """Fail if a later accelerate passes on another answer."""
     source = Path(launch_env.__file__).read_text()
     simple = set(re.findall(r'current_env\["([A-Z0-9_]+)"\]', source))
     sizes = re.findall(r'prefix \+ "((?:DP|TP|CP|SP)_[A-Z_]+SIZE)"', source)
@@ -306,7 +307,7 @@ def test_the_table_has_every_variable_of_the_launcher():
     table = launch_config.supported()["answers"]
     known = {variable for group in table.values() for variable, *_ in group.values()} | set(table)
     not_answers = {"PYTHONPATH", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS"}
-    not_answers |= {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"}  # of TPUs, which are refused
+    not_answers |= {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"}  # TPUs are refused
     other_devices = {name for name in simple if "VISIBLE" in name or name == "ZE_AFFINITY_MASK"}
     assert simple | sized <= known | not_answers | other_devices
     assert {"FSDP_VERSION", "ACCELERATE_DEEPSPEED_ZERO_STAGE"} <= simple
@@ -321,8 +322,8 @@ def test_start_refuses_before_anything_else(env):
     assert PartialState._shared_state == {}
 
 
-def test_another_kind_of_device(monkeypatch):
-    """torch's answer on such a host is replaced: there is none here."""
+def test_an_unsupported_device_is_refused(monkeypatch):
+    """Replace torch's answer, because this host has no such device."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     with pytest.raises(ValueError, match="distributed_type: XPU, which is not supported: choose multi-GPU"):
         check_devices()
@@ -332,7 +333,7 @@ def test_another_kind_of_device(monkeypatch):
         check_devices()
 
 
-def test_the_gpus_that_launch_py_chooses_win_over_the_files(tmp_path):
+def test_launch_pys_gpus_override_the_config(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"gpu_ids": "0,1"}))
     plan = LaunchPlan([Host("a", (2, 3))], ["--config_file", str(file)], ["x.py"], {}, None, 0, tmp_path)
@@ -340,7 +341,7 @@ def test_the_gpus_that_launch_py_chooses_win_over_the_files(tmp_path):
     assert launch._validate_launch_command(args)[0].gpu_ids == "all"
 
 
-def test_answers_without_a_meaning_here_are_changed_and_named(env):
+def test_answers_without_a_meaning_are_changed_and_reported(env):
     env.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     env.setenv("FSDP_OFFLOAD_PARAMS", "true")
     env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
@@ -349,10 +350,10 @@ def test_answers_without_a_meaning_here_are_changed_and_named(env):
     (remark,) = launch_config.disable_meaningless(rehearsal=True)
     assert remark.startswith("fsdp_offload_params is off: in a rehearsal")
     assert launch_config.disable_meaningless(rehearsal=True) == []
-    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # no class has no name
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # an empty class name matches nothing
 
 
-def test_a_class_to_wrap_that_the_model_does_not_have(env):
+def test_a_class_to_wrap_that_the_model_lacks(env):
     env.setenv("ACCELERATE_USE_FSDP", "true")
     env.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "Linear,BertLayer")
     with pytest.raises(ValueError, match="fsdp_transformer_layer_cls_to_wrap: BertLayer"):
@@ -361,7 +362,7 @@ def test_a_class_to_wrap_that_the_model_does_not_have(env):
     launch_config.check_wrapped_classes(nn.Sequential(nn.Linear(1, 1)))
 
 
-TRAINED = {  # honoured in a way of our own: they failed before
+TRAINED = {  # answers that need this project's support: training failed without it
     "FSDP, offload, BatchNorm": (fsdp(fsdp_offload_params=True), [*RESNET, "--mixed_precision", "no"]),
     "ZeRO-3, offload": (HONOURED["ZeRO-3, offload"], CNN),
     "ZeRO-2, offload, SGD": (HONOURED["ZeRO-2, offload"], RESNET),
@@ -373,7 +374,7 @@ TRAINED = {  # honoured in a way of our own: they failed before
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained(name, tmp_path, cache):
-    """The answers, a launch, two steps."""
+    """Launch two steps with these answers."""
     config, script = TRAINED[name]
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"main_process_port": free_port()} | config))

@@ -1,7 +1,7 @@
-"""The same training everywhere: each strategy on 2 processes against one process; broken code must fail.
+"""Tests that each strategy on 2 processes trains the same as one process, and that broken code is detected.
 
-Batch 96 of 1,437 digits: an epoch has 14 steps, with --holdout 11, so 16 steps cross its end, and the data of
-the second epoch.
+With batch 96 of 1,437 digits and --holdout 11, an epoch has 14 steps. 16 steps therefore include the end of
+an epoch and data of the second epoch.
 """
 
 import functools
@@ -29,7 +29,7 @@ from tests.conftest import (
 )
 from tests.support.compare import assert_same_training
 
-STEPS = 16  # two more than an epoch has
+STEPS = 16  # two more steps than an epoch
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2", "--max_steps", str(STEPS)]
 FLAGS += ["--log_every", "1", "--log_samples", "--mixed_precision", "no", "--trackers", "none"]
 SCRIPTS = {
@@ -38,20 +38,20 @@ SCRIPTS = {
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],  # SGD, momentum, BatchNorm
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
-# Other scripts train what their recipe for the tests says: docs/add_a_model.md.
+# Other scripts train with their recipe for tests, which docs/add_a_model.md describes.
 for path in sorted(ROOT.glob("train_*.py")):
     name = path.stem.removeprefix("train_")
     SCRIPTS.setdefault(name, [path.name, "--config", f"recipes/{name}_digits.yaml", *FLAGS])
 TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
 TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
-# `make test` has two, DDP and CNN-A in test_exact_sum.py, CNN-B in scripts/test_any_model.py; `make test-all`
-# has all pairs.
+# `make test` runs two pairs here, DDP with CNN-A in test_exact_sum.py and CNN-B in scripts/test_any_model.py.
+# `make test-all` runs all pairs.
 RING = {("hello", "zero3"), ("vit", "zero2")}
 
 
-def rows(quick, every) -> list:
-    """The rows of a table of tests; those that are not quick are for `make test-all`."""
-    return [row if row in quick else full(*row) for row in every]
+def rows(quick, all_rows) -> list:
+    """Return the rows of a parameter table. Only the quick ones run outside `make test-all`."""
+    return [row if row in quick else full(*row) for row in all_rows]
 
 
 def command(script: str, cache: list) -> list:
@@ -60,7 +60,10 @@ def command(script: str, cache: list) -> list:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
-    """The folder of a script's run in one process, with 2 accumulations, or as the further flags say."""
+    """Return a function that returns the folder of a script's run in one process.
+
+    The run uses 2 accumulations, unless the flags say otherwise.
+    """
 
     @functools.cache
     def folder_of(script: str, *flags: str) -> Path:
@@ -73,7 +76,7 @@ def one_process(tmp_path_factory, cache):
 
 
 @pytest.mark.parametrize(("script", "strategy"), rows(RING, product(SCRIPTS, TWO_PROCESSES)))
-def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one_process, tmp_path, cache):
+def test_two_processes_match_one_with_two_accumulations(script, strategy, one_process, tmp_path, cache):
     launcher, flags = TWO_PROCESSES[strategy]
     run([*launcher, *command(script, cache), *flags, "--output_dir", tmp_path / "run"])
     assert_same_training(tmp_path / "run", one_process(script))
@@ -81,13 +84,16 @@ def test_two_processes_train_as_one_with_two_accumulations(script, strategy, one
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_precision_typed_for_the_launcher_counts(strategy, one_process, project_copy, tmp_path, cache):
-    """Also for a DeepSpeed file, for which accelerate passes "no" without being told. The CPU says bf16."""
-    asked = "return has_bf16_instructions()"
-    mutate(project_copy, "onecurve/distributed/precision.py", asked, "return True")
-    words, at = command("cnn_a", cache), SCRIPTS["cnn_a"].index("--mixed_precision")
+def test_a_precision_given_to_the_launcher_is_used(strategy, one_process, project_copy, tmp_path, cache):
+    """Check this also for a DeepSpeed file, for which accelerate passes "no" by default.
+
+    The CPU claims to support bf16.
+    """
+    query = "return has_bf16_instructions()"
+    mutate(project_copy, "onecurve/distributed/precision.py", query, "return True")
+    words, position = command("cnn_a", cache), SCRIPTS["cnn_a"].index("--mixed_precision")
     launcher = accelerate("single_gpu") if strategy == "single" else STRATEGIES[strategy]
-    words = [*launcher, "--mixed_precision", "no", *words[:at], *words[at + 2 :]]
+    words = [*launcher, "--mixed_precision", "no", *words[:position], *words[position + 2 :]]
     output = run([*words, "--output_dir", tmp_path / "run"], cwd=project_copy)
     assert "mixed precision no" in output, output
     assert_same_training(tmp_path / "run", one_process("cnn_a"))
@@ -107,9 +113,11 @@ RECORDED = {CHECKPOINTED: True, COMPILED: "default"}
 
 
 @pytest.mark.parametrize(("script", "strategy", "settings"), rows(QUICK, SETTINGS))
-def test_a_setting_of_the_machine_changes_no_number(script, strategy, settings, one_process, tmp_path, cache):
-    """As an answer of the launcher's, where there is one, or as a flag. With smaller micro-batches two
-    processes with two accumulations train as one with four."""
+def test_a_machine_setting_changes_no_numbers(script, strategy, settings, one_process, tmp_path, cache):
+    """Set it in the launcher's config if possible, or by a flag.
+
+    With smaller micro-batches, two processes with two accumulations match one with four.
+    """
     launcher, flags = (*TWO_PROCESSES.get(strategy, (python(), [])),)
     smaller = ["--per_device_batch_size", "24"] if SMALLER in settings else []
     if COMPILED in settings:
@@ -132,7 +140,7 @@ def test_a_setting_of_the_machine_changes_no_number(script, strategy, settings, 
 
 
 def compiling(strategy: str, tmp_path: Path) -> list:
-    """The launcher with a config file that asks for compilation."""
+    """Return the launcher with a config file that enables compilation."""
     name = {"zero1": "zero1_4gpu"}.get(strategy, f"{strategy}_2gpu")
     config = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
     config.pop("dynamo_backend", None)
@@ -162,7 +170,7 @@ MUTANTS = {  # script, strategy, file, code and its replacement
 
 
 @pytest.mark.parametrize("mutant", [m if "dropped" in m else full(m) for m in MUTANTS])
-def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
+def test_parity_detects_a_mutant(mutant, one_process, project_copy, tmp_path, cache):
     script, strategy, file, old, new = MUTANTS[mutant]
     mutate(project_copy, file, old, new)
     launcher, flags = TWO_PROCESSES[strategy]
@@ -172,8 +180,8 @@ def test_parity_finds(mutant, one_process, project_copy, tmp_path, cache):
         assert_same_training(tmp_path / "run", one_process(script))
 
 
-def test_the_default_recipes_are_what_is_compared():
-    """The flags above must not switch off what makes parity hard."""
+def test_the_default_recipes_are_compared():
+    """Check that the flags above do not switch off the parts of a recipe that make parity hard."""
     text = (ROOT / "train_vit.py").read_text()
     for name in ("drop_path", "mixup", "cutmix", "ema_decay"):
         assert f"--{name}" not in SCRIPTS["vit"]

@@ -1,6 +1,6 @@
-"""One precision under every strategy: bf16 by autocast, with an fp32 residual stream and fp32 reductions.
+"""Tests that all strategies use one precision: bf16 autocast, fp32 residual stream and fp32 reductions.
 
-The CPU needs no native bf16 for it: it computes in bf16 all the same, and slower without.
+A CPU without native bf16 also computes in bf16, only more slowly.
 """
 
 import gzip
@@ -36,8 +36,8 @@ from tests.conftest import (
 )
 
 STEPS = 6
-# Measured over 20 steps on 2 CPU cores: 0 under DDP, 0.00007 under FSDP2, 0.00009 under ZeRO-2, 0.00016 under
-# ZeRO-3, whose linear layers round otherwise. The losses are about 2.3.
+# Differences measured over 20 steps on 2 CPU cores: 0 under DDP, 0.00007 under FSDP2, 0.00009 under ZeRO-2
+# and 0.00016 under ZeRO-3, whose linear layers round differently. The losses are about 2.3.
 LOSS_GAP = 5e-4
 FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2"]
 FLAGS += ["--max_steps", str(STEPS), "--log_every", "1", "--trackers", "none", "--clip_norm", "0.1"]
@@ -46,7 +46,7 @@ ONE_PRECISION = {"mixed_precision": "bf16", "half_precision": "autocast", "gradi
 
 @pytest.fixture(scope="module")
 def spied(tmp_path_factory) -> Path:
-    """The project's code, which writes the types of its steps."""
+    """Copy the project with a hook that writes the types used in its steps."""
     project = copy_project(tmp_path_factory.mktemp("spied") / "project")
     shutil.copy(ROOT / "tests" / "support" / "precision_spy.py", project)
     watch = "    __import__('precision_spy').watch(accelerator, prepared)\n"
@@ -57,14 +57,14 @@ def spied(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(spied, tmp_path_factory, cache):
-    """A function that trains in bf16. Returns the run's folder and the types that each rank has seen."""
+    """Return a function that trains in bf16 and returns the run's folder and each rank's recorded types."""
 
     def launch(launcher: list, *flags: str, env: dict[str, str] | None = None):
         folder = tmp_path_factory.mktemp("bf16")
         words = [*launcher, *VIT, *FLAGS, *cache, *flags, "--output_dir", folder / "run"]
         run(words, cwd=spied, env={"SPY": str(folder)} | (env or {}))
-        found = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9].json"))]
-        return folder / "run", found
+        types_of_ranks = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9].json"))]
+        return folder / "run", types_of_ranks
 
     return launch
 
@@ -79,51 +79,51 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", *map(full, ("ddp", "zero1", "zero2", "zero3"))])
-def test_bf16_is_computed_alike_under_every_strategy(strategy, one_process, train):
-    reference, [alone] = one_process
-    assert alone == {"residual": ["float32"], "outputs": ["float32"], "reduced": []}
-    folder, found = train(STRATEGIES[strategy], "--mixed_precision", "bf16")
-    assert found == [alone | {"reduced": ["float"]}] * 2
-    ours, theirs = losses(folder), losses(reference)
-    assert len(ours) == len(theirs) == STEPS
-    assert ours[0] == theirs[0], "the same forward of the same weights"
-    assert ours == pytest.approx(theirs, abs=LOSS_GAP)
+def test_bf16_computes_the_same_under_every_strategy(strategy, one_process, train):
+    reference, [expected_types] = one_process
+    assert expected_types == {"residual": ["float32"], "outputs": ["float32"], "reduced": []}
+    folder, types_of_ranks = train(STRATEGIES[strategy], "--mixed_precision", "bf16")
+    assert types_of_ranks == [expected_types | {"reduced": ["float"]}] * 2
+    actual, expected = losses(folder), losses(reference)
+    assert len(actual) == len(expected) == STEPS
+    assert actual[0] == expected[0], "the first forward pass differs"
+    assert actual == pytest.approx(expected, abs=LOSS_GAP)
     for run_folder in (folder, reference):
-        about = json.loads((run_folder / "recipe.json").read_text())
+        recipe = json.loads((run_folder / "recipe.json").read_text())
         manifest = json.loads(next(run_folder.glob("checkpoints/*/manifest.json")).read_text())
-        for recorded in (about, result(run_folder), manifest["written_by"]):
+        for recorded in (recipe, result(run_folder), manifest["written_by"]):
             assert {name: recorded[name] for name in ONE_PRECISION} == ONE_PRECISION
 
 
 @pytest.mark.full
-def test_a_json_that_enables_bf16_means_deepspeeds_own(train, tmp_path):
-    """All in half precision but the reduction, and recorded as that."""
+def test_a_json_that_enables_bf16_selects_deepspeeds_bf16(train, tmp_path):
+    """Check that all but the reduction is in half precision, and is recorded so."""
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | {"bf16": {"enabled": True}}
     (tmp_path / "own.json").write_text(json.dumps(config))
     launcher = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2"]
-    folder, found = train(launcher, "--deepspeed_config", str(tmp_path / "own.json"))
-    own = {"residual": ["bfloat16"], "outputs": ["bfloat16"], "reduced": ["float"]}
-    assert found == [own] * 2
+    folder, types_of_ranks = train(launcher, "--deepspeed_config", str(tmp_path / "own.json"))
+    half_types = {"residual": ["bfloat16"], "outputs": ["bfloat16"], "reduced": ["float"]}
+    assert types_of_ranks == [half_types] * 2
     assert result(folder)["half_precision"] == "weights"
     assert result(folder)["gradient_reduction"] == "fp32"
 
 
-def test_a_step_that_deepspeed_leaves_out_is_an_error():
-    """DeepSpeed's optimizer says so to its loss scaler, here one that counts."""
-    told = []
-    zero = SimpleNamespace(_update_scale=told.append, param_groups=[{"lr": 0.5}])
+def test_a_step_that_deepspeed_skips_is_an_error():
+    """Replace the loss scaler to which DeepSpeed's optimizer reports skipped steps."""
+    reported = []
+    zero = SimpleNamespace(_update_scale=reported.append, param_groups=[{"lr": 0.5}])
     refuse_skipped_steps(zero)
     zero._update_scale(False)
     with pytest.raises(FloatingPointError, match=r"a gradient is not finite with learning rate 0\.5"):
         zero._update_scale(True)
-    assert told == [False]
+    assert reported == [False]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @pytest.mark.parametrize("precision", ["bf16", "no"])
-def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, tmp_path, cache):
-    """Gradients of one rank that are not finite, with finite losses, end the job."""
+def test_zero_does_not_skip_a_step_silently(strategy, precision, project_copy, tmp_path, cache):
+    """Check that infinite gradients on one rank end the job, even if all losses are finite."""
     infinite = "loss * (1 if accelerator.is_main_process or step < 2 else float('inf'))"
     mutate(project_copy, "train_cnn_a.py", "accelerator.backward(loss)", f"accelerator.backward({infinite})")
     words = [*STRATEGIES[strategy], *CNN, *FLAGS, "--mixed_precision", precision, *cache]
@@ -134,11 +134,11 @@ def test_zero_leaves_no_step_out_in_silence(strategy, precision, project_copy, t
     assert result(tmp_path / "run")["steps"] == 2
 
 
-def test_a_resume_in_other_types_says_what_changes():
+def test_a_resume_in_another_precision_reports_the_change():
     types = vars(Precision("bf16", "autocast", "fp32"))
     writer = {"mixed_precision": "bf16", "half_precision": "weights", "gradient_reduction": "bf16"}
-    said = "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
-    assert changed_types(writer, types) == said
+    message = "half_precision autocast (it was weights), gradient_reduction fp32 (it was bf16)"
+    assert changed_types(writer, types) == message
     assert changed_types(types, types) == changed_types({}, types) == ""
 
 
@@ -152,17 +152,17 @@ SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
 @pytest.mark.full
 @pytest.mark.parametrize(("script", "strategy"), [*product(SCRIPTS, STRATEGIES)])
 def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
-    """Mixup, drop path, clipping and the EMA of the ViT included."""
+    """Train with all features, including the ViT's mixup, drop path, clipping and EMA."""
     words = [*STRATEGIES[strategy], *SCRIPTS[script], *FP16, *cache]
-    seen = {}
+    logged = {}
     for precision in ("no", "fp16"):
         folder = tmp_path / precision
         output = run([*words, "--mixed_precision", precision, "--output_dir", folder])
         assert result(folder)["mixed_precision"] == precision
         assert ("fp16 is slow on a CPU" in output) == (precision == "fp16")
-        seen[precision] = [line.get("train/loss", line.get("val/loss")) for line in metrics(folder)]
-    assert seen["fp16"] == pytest.approx(seen["no"], rel=0.02)
-    assert seen["fp16"] != seen["no"]
+        logged[precision] = [line.get("train/loss", line.get("val/loss")) for line in metrics(folder)]
+    assert logged["fp16"] == pytest.approx(logged["no"], rel=0.02)
+    assert logged["fp16"] != logged["no"]
 
 
 SCALER = ("onecurve/upstream/accelerate_.py", 'GradScaler("cpu")', 'GradScaler("cpu", init_scale=2.0**60)')
@@ -176,12 +176,12 @@ ON_ONE_RANK = (
 @pytest.mark.parametrize(
     ("strategy", "overflow"),
     [
-        ("single", SCALER),  # every gradient is infinite, by a loss scale beyond fp16
+        ("single", SCALER),  # a loss scale beyond fp16 makes every gradient infinite
         full("fsdp", SCALER),
         *(full(strategy, ON_ONE_RANK) for strategy in ("ddp", "fsdp", "zero2", "zero3")),
     ],
 )
-def test_a_step_that_overflows_is_left_out_on_all_ranks(strategy, overflow, project_copy, tmp_path, cache):
+def test_a_step_that_overflows_is_skipped_on_all_ranks(strategy, overflow, project_copy, tmp_path, cache):
     def trained(name: str, *flags) -> dict[str, torch.Tensor]:
         words = [*STRATEGIES[strategy], *CNN, *FP16, "--mixed_precision", "fp16", *flags, *cache]
         run([*words, "--output_dir", tmp_path / name], cwd=project_copy)
@@ -202,19 +202,19 @@ COMPRESSED = ["--data", "digits", "--batch_size", "96", "--max_steps", "12", "--
 COMPRESSED += ["--trackers", "none", "--mixed_precision", "no", "--telemetry_s", "0", "--profile", "8"]
 
 
-def test_ddp_exchanges_gradients_in_bf16_and_once_a_step(cache, tmp_path):
+def test_ddp_exchanges_gradients_in_bf16_once_per_step(cache, tmp_path):
     def trained(name: str, *flags) -> tuple[list[float], list[int]]:
-        """The losses, and the number of exchanges in each of the profiled steps."""
+        """Return the losses and the number of exchanges in each profiled step."""
         run([*STRATEGIES["ddp"], *CNN, *COMPRESSED, *flags, *cache, "--output_dir", tmp_path / name])
         trace = json.loads(gzip.decompress((tmp_path / name / FOLDER / TRACE).read_bytes()))["traceEvents"]
         steps = [e for e in trace if e["name"].startswith("ProfilerStep") and "dur" in e]
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in steps)
-        begun = [e["ts"] for e in trace if e["name"] == "c10d::allreduce_"]
-        return losses(tmp_path / name), [sum(start <= at < end for at in begun) for start, end in spans]
+        times = [e["ts"] for e in trace if e["name"] == "c10d::allreduce_"]
+        return losses(tmp_path / name), [sum(start <= t < end for t in times) for start, end in spans]
 
     plain, exchanges = trained("plain")
     rounded, _ = trained("rounded", "--grad_compression", "bf16")
-    assert rounded[0] == plain[0]  # it knows no gradient
+    assert rounded[0] == plain[0]  # the first loss precedes the first gradient
     assert rounded[1:] != plain[1:]
     assert rounded == pytest.approx(plain, abs=0.02)
     assert result(tmp_path / "rounded")["gradient_reduction"] == "bf16"

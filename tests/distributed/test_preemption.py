@@ -1,4 +1,4 @@
-"""A job that is told to stop saves once, on all ranks, says so, and goes on when it is started again."""
+"""Tests that a job that is told to stop saves once on all ranks, reports it, and can be resumed."""
 
 import os
 import re
@@ -46,16 +46,16 @@ SINGLE_NODE = [*python(), "launch.py", "--mode", "single-node", "--gpus", "2"]
 
 def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process]) -> None:
     wait_until(lambda: not any(map(is_alive, ranks)), timeout_s=30)
-    found = result(folder)
-    assert found["status"] == "preempted", output
-    assert latest(folder).name == f"step_{found['steps']:08d}"
-    assert found["checkpoint"] == f"checkpoints/{latest(folder).name}"
+    final = result(folder)
+    assert final["status"] == "preempted", output
+    assert latest(folder).name == f"step_{final['steps']:08d}"
+    assert final["checkpoint"] == f"checkpoints/{latest(folder).name}"
     assert not (folder / "owner.json").exists()
 
 
 @pytest.mark.real_processes
 @pytest.mark.parametrize(
-    ("launcher", "number", "to"),
+    ("launcher", "number", "target"),
     [
         full("torchrun", signal.SIGUSR1, "rank 1"),
         ("deepspeed", signal.SIGTERM, "the launcher"),
@@ -71,19 +71,19 @@ def assert_preempted(folder, output: str, job: Job, ranks: list[psutil.Process])
         *(full(launcher, signal.SIGHUP, "the launcher") for launcher in LAUNCHERS),
     ],
 )
-def test_told_to_stop(launcher, number, to, tmp_path):
+def test_told_to_stop(launcher, number, target, tmp_path):
     zero = ["--deepspeed_config", "ds_configs/zero2.json"] if launcher == "deepspeed" else []
     words = [*LAUNCHERS[launcher], *SLOW, *zero]
     job = start_and_wait(words, tmp_path / "run")
     ranks = ranks_of(job, "train_hello.py", 1 if "one process" in launcher else 2)
-    victim = psutil.Process(job.process.pid) if to == "the launcher" else ranks[int(to[-1])]
+    victim = psutil.Process(job.process.pid) if target == "the launcher" else ranks[int(target[-1])]
     victim.send_signal(number)
-    if to == "the launcher":
-        job.process.wait(60)  # some end at once, and their processes a little later
+    if target == "the launcher":
+        job.process.wait(60)  # some launchers exit at once, and their processes a little later
         psutil.wait_procs(ranks, timeout=30)
     status, output = job.wait(60)
     assert_preempted(tmp_path / "run", output, job, ranks)
-    if launcher == "torchrun" and to != "the launcher":
+    if launcher == "torchrun" and target != "the launcher":
         assert status == 1
         assert output.count("exitcode  : 75") == 2, output
         assert output.count("preempted: the same command continues") == 1
@@ -98,7 +98,7 @@ def test_told_to_stop(launcher, number, to, tmp_path):
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("launcher", ["torchrun", full("accelerate"), full("launch.py")])
 def test_the_launcher_is_process_1(launcher, tmp_path):
-    """As in a container without an init: `docker run IMAGE torchrun ...`, Kubernetes."""
+    """Simulate a container without an init, as with `docker run IMAGE torchrun ...` and Kubernetes."""
     words = AS_PROCESS_1 + LAUNCHERS.get(launcher, [*SINGLE_NODE, "--log_dir", tmp_path / "logs"])
     job = start_and_wait([*words, *SLOW], tmp_path / "run")
     ranks = ranks_of(job, "train_hello.py")
@@ -113,20 +113,20 @@ def test_the_launcher_is_process_1(launcher, tmp_path):
 @pytest.mark.real_processes
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("launcher", ["accelerate, one process", "deepspeed"])
-def test_a_process_1_without_a_handler_is_named(launcher, tmp_path):
-    """The kernel drops its SIGTERM."""
+def test_a_process_1_without_a_handler_is_reported(launcher, tmp_path):
+    """Warn because the kernel drops SIGTERM to this process."""
     words = [*AS_PROCESS_1, *LAUNCHERS[launcher], *LONG, "--max_steps", "2"]
     output = run([*words, "--output_dir", tmp_path / "run"])
     assert "warning: SIGTERM to this container" in output
 
 
-def test_one_process_that_waits_for_ever(tmp_path, cache):
-    """It ends when its data never come, as from a file server that is gone; it can't save any more."""
+def test_a_process_that_waits_for_data_ends_after_sigterm(tmp_path, cache):
+    """Simulate a file server that is gone, so that data never arrives. The process can no longer save."""
     shards = write_shards(tmp_path / "data")
     words = [*VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "2"]
     job = start_and_wait(words, tmp_path / "run")
     for shard in shards.glob("*.tar"):
-        os.mkfifo(tmp_path / "pipe")  # whoever opens it waits
+        os.mkfifo(tmp_path / "pipe")  # opening the pipe blocks
         os.replace(tmp_path / "pipe", shard)
     steps = -1
     while steps != (steps := len(metrics(tmp_path / "run"))):
@@ -137,8 +137,8 @@ def test_one_process_that_waits_for_ever(tmp_path, cache):
     assert "Received SIGTERM, but no step finished within 2 s; still waiting for data or another" in output
 
 
-def test_while_data_is_prepared(cifar10, tmp_path):
-    """Rank 0 decodes, rank 1 waits and is told to stop: both end, the cache is not half made."""
+def test_told_to_stop_while_data_is_prepared(cifar10, tmp_path):
+    """Stop rank 1 while it waits for rank 0 to decode: both exit and leave no partial cache."""
     words = [*torchrun(2), *CNN, "--data", cifar10, "--cache_dir", tmp_path / "cache", "--trackers", "none"]
     words += ["--output_dir", tmp_path / "run"]
     job = Job(words)
@@ -154,8 +154,8 @@ def test_while_data_is_prepared(cifar10, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [[], ["--step_graph"]])
-def test_an_evaluation_that_was_cut_off_is_made_up_for(flags, tmp_path, cache, stoppable):
-    """Rank 0 is told in an epoch's last step, all agree a step later: they stop while they evaluate."""
+def test_an_interrupted_evaluation_is_repeated(flags, tmp_path, cache, stoppable):
+    """Signal rank 0 in the last step of an epoch. All ranks agree a step later, during the evaluation."""
     words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache, *flags]
     words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
     Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()
@@ -166,23 +166,23 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(flags, tmp_path, cache, s
     assert [line["step"] for line in metrics(tmp_path / "run") if "val/loss" in line] == [14, 28]
 
 
-def test_a_shell_that_ends_does_not_end_what_it_started(stoppable, tmp_path):
-    """nohup python train_hello.py & in a terminal that is then closed."""
+def test_a_shell_that_ends_does_not_end_its_background_job(stoppable, tmp_path):
+    """Simulate `nohup python train_hello.py &` in a terminal that is then closed."""
     words = [*python(), *LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"]
-    started = 'nohup "$@" > "$0/log" 2>&1 & echo $!'
-    trains = 'until ls "$0"/run/checkpoints/step_*; do sleep 0.1; done >&2'
-    shell = ["sh", "-c", f"{started}; {trains}", tmp_path, *map(str, words)]
+    start_command = 'nohup "$@" > "$0/log" 2>&1 & echo $!'
+    wait_command = 'until ls "$0"/run/checkpoints/step_*; do sleep 0.1; done >&2'
+    shell = ["sh", "-c", f"{start_command}; {wait_command}", tmp_path, *map(str, words)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "STEP_S": "0.02"}
     pid = int(subprocess.check_output(shell, cwd=stoppable, env=env, timeout=240))
     os.kill(pid, signal.SIGHUP)
-    assert not (tmp_path / "run" / "result.json").exists()  # it trains
+    assert not (tmp_path / "run" / "result.json").exists()  # the training continues
     wait_until((tmp_path / "run" / "result.json").exists)
     assert result(tmp_path / "run")["status"] == "finished"
     assert steps_in(tmp_path / "run" / "checkpoints")[0] == 300
 
 
 def test_a_terminal_that_is_closed(tmp_path):
-    """The kernel sends SIGHUP to what runs in it; there is nothing to print to any more."""
+    """Check that the run saves after SIGHUP, although it can no longer print."""
     import pexpect
 
     words = [str(word) for word in [*SLOW, "--output_dir", tmp_path / "run"]]
@@ -195,14 +195,14 @@ def test_a_terminal_that_is_closed(tmp_path):
     wait_until(lambda: not is_alive(process), timeout_s=60)
     _, status = os.waitpid(child.pid, 0)
     assert os.waitstatus_to_exitcode(status) == 75
-    found = result(tmp_path / "run")
-    assert found["status"] == "preempted"
-    assert latest(tmp_path / "run").name == f"step_{found['steps']:08d}"
+    final = result(tmp_path / "run")
+    assert final["status"] == "preempted"
+    assert latest(tmp_path / "run").name == f"step_{final['steps']:08d}"
 
 
 @pytest.mark.full
 @pytest.mark.real_processes
-def test_ctrl_c_beside_decoders_prints_no_warning_of_python(tmp_path, cache):
+def test_ctrl_c_with_decoding_workers_prints_no_python_warning(tmp_path, cache):
     words = [*VIT, *cache, "--data", write_shards(tmp_path / "data"), "--epochs", "100000", "--workers", "2"]
     job = start_and_wait(words, tmp_path / "run")
     job.process.send_signal(signal.SIGINT)
@@ -210,7 +210,7 @@ def test_ctrl_c_beside_decoders_prints_no_warning_of_python(tmp_path, cache):
     assert (status, "semaphore" in output) == (130, False), output
 
 
-def test_ctrl_c_says_at_which_step_the_same_command_goes_on(tmp_path):
+def test_ctrl_c_reports_the_step_at_which_the_run_resumes(tmp_path):
     long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps each
     words = [*SLOW, *long_epochs, "--output_dir", tmp_path / "early"]
     job = Job(words)

@@ -1,6 +1,6 @@
-"""What ranks have in common once they have started: rank 0's weights, and --timeout_s in every process group.
+"""Tests of the state that ranks share after their start: rank 0's weights, and --timeout_s in every group.
 
-A process that falls silent ends the job within --timeout_s, whatever made the group in which others wait.
+A process that falls silent ends the job within --timeout_s, no matter which process group the others wait in.
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.test_resume import LAUNCHERS
 from tests.conftest import STRATEGIES, Job, full
 
-# On rank 1 the change stands for a CPU with another instruction set.
+# The change on rank 1 simulates a CPU with another instruction set.
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     run_process(main)
 """
 LAST_DIGITS = "for p in model.parameters(): p.mul_(1 + 2e-7)"
-HYBRID = LAUNCHERS["hybrid"]  # of four processes
+HYBRID = LAUNCHERS["hybrid"]  # four processes
 
 
 def start(launcher: list, change: str, project) -> tuple[int, str]:
@@ -59,7 +59,7 @@ def start(launcher: list, change: str, project) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "groups"),  # of all processes: the world's, and those of DeepSpeed or of the mesh
+    ("launcher", "groups"),  # of all processes: the world group, and the groups of DeepSpeed or of the mesh
     [
         (STRATEGIES["ddp"], 2),
         full(HYBRID, 4 * 3),
@@ -67,12 +67,12 @@ def start(launcher: list, change: str, project) -> tuple[int, str]:
         *(full(STRATEGIES[name], 2) for name in ("fsdp", "zero1", "zero3")),
     ],
 )
-def test_all_ranks_begin_alike(launcher, groups, project_copy):
+def test_all_ranks_start_with_the_same_weights_and_timeout(launcher, groups, project_copy):
     status, output = start(launcher, LAST_DIGITS, project_copy)
     assert status == 0, output
-    drew = dict(re.findall(r"rank (\d) trains what it drew: (True|False)", output))
-    assert drew == {rank: str(rank != "1") for rank in drew}, output
-    assert len(drew) == (4 if launcher is HYBRID else 2), output
+    kept_weights = dict(re.findall(r"rank (\d) trains what it drew: (True|False)", output))
+    assert kept_weights == {rank: str(rank != "1") for rank in kept_weights}, output
+    assert len(kept_weights) == (4 if launcher is HYBRID else 2), output
     assert output.count("the ranks drew different initial weights") == 1, output
     timeouts = re.findall(r"a group waits (\d+) s", output)
     assert len(timeouts) >= groups, output
@@ -86,7 +86,7 @@ def test_all_ranks_begin_alike(launcher, groups, project_copy):
         full("model[0].register_buffer('extra', torch.zeros(5))", "0.extra=[[5]"),
     ],
 )
-def test_another_model(change, difference, project_copy):
+def test_a_different_model_on_one_rank_is_refused(change, difference, project_copy):
     status, output = start(STRATEGIES["ddp"], change, project_copy)
     assert status != 0
     assert output.count(f"error: the processes do not agree: the model is {difference}") == 1, output
@@ -104,9 +104,9 @@ COMPRESSED = ("--grad_compression", "bf16")
         full("zero3", ("--compile", "default"), "--compile default (dynamo_backend): ZeRO-3 gathers param"),
     ],
 )
-def test_what_a_strategy_refuses(strategy, flags, refusal, tmp_path):
+def test_flags_that_a_strategy_refuses(strategy, flags, refusal, tmp_path):
     words = [*STRATEGIES[strategy], "train_hello.py", *flags, "--output_dir", tmp_path / "run"]
     status, output = Job(words).wait()
     assert status != 0
-    (said,) = {line for line in output.splitlines() if line.startswith("error: ")}
-    assert refusal in said
+    (message,) = {line for line in output.splitlines() if line.startswith("error: ")}
+    assert refusal in message

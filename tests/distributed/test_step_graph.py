@@ -1,4 +1,4 @@
-"""--step_graph as far as a CPU goes: tests/support/recorded_graph.py stands for the graph."""
+"""Tests of --step_graph on a CPU, where tests/support/recorded_graph.py replaces the CUDA graph."""
 
 import json
 import os
@@ -45,8 +45,8 @@ from train_cnn_a import CnnA
 
 FLAGS = ["--data", "digits", "--batch_size", 256, "--log_every", 1, "--warmup", 0.3, "--clip_norm", 1.0]
 FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--max_val_images", 64]
-SIZES = ["--train_sizes", "16,24", "--epochs", 2, "--optimizer", "adamw"]  # its SGD is fused on GPUs alone
-USUAL = dict(
+SIZES = ["--train_sizes", "16,24", "--epochs", 2, "--optimizer", "adamw"]  # its SGD is fused only on GPUs
+DEFAULTS = dict(
     distributed_type=DistributedType.NO,
     gradient_accumulation_steps=1,
     num_processes=1,
@@ -81,12 +81,16 @@ ZERO = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_
 
 
 def train(
-    way: str, words: list, folder: Path, *stops: int, **environment: str
+    strategy: str, words: list, folder: Path, *stops: int, **environment: str
 ) -> tuple[list, dict, dict, str]:
-    """What the log, the last checkpoint and result.json hold, and the output. stops: it is resumed there."""
-    for steps in (*stops, 16 if way == "ddp" else 10):
-        there = [*words, "--max_steps", steps, "--output_dir", folder]
-        output = run([*STRATEGIES[way], *there], env=os.environ | environment)
+    """Train, resuming at each of the `stops`.
+
+    Returns:
+        The log, the tensors of the last checkpoint, result.json, and the output.
+    """
+    for steps in (*stops, 16 if strategy == "ddp" else 10):
+        flags = [*words, "--max_steps", steps, "--output_dir", folder]
+        output = run([*STRATEGIES[strategy], *flags], env=os.environ | environment)
     log = [[line.get(k) for k in ("step", "train/loss", "train/lr", "val/loss")] for line in metrics(folder)]
     assert len({line[2] for line in log} - {None}) > WARM_UP
     return log, tensors(latest(folder)), result(folder), output
@@ -107,48 +111,54 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize(("way", "script", "stops", "fails"), SCRIPTS.values(), ids=SCRIPTS)
-def test_it_trains_the_same(way, script, stops, fails, tmp_path, cache):
+@pytest.mark.parametrize(("strategy", "script", "stops", "fails"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_graph_trains_the_same(strategy, script, stops, fails, tmp_path, cache):
     words = [*script, *FLAGS, *cache]
-    plain, weights, about, _ = train(way, words, tmp_path / "plain", *stops)
+    plain, weights, plain_result, _ = train(strategy, words, tmp_path / "plain", *stops)
     graphed = ["-m", "tests.support.recorded_graph", *words, "--step_graph"]
-    lines, others, outcome, output = train(way, graphed, tmp_path / "graphed", *stops, CAPTURE_FAILS=fails)
-    assert lines == plain
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-    assert (about["step_graph"], outcome["step_graph"]) == (False, not fails)
+    folder = tmp_path / "graphed"
+    log, graphed_weights, graphed_result, output = train(
+        strategy, graphed, folder, *stops, CAPTURE_FAILS=fails
+    )
+    assert log == plain
+    assert weights.keys() == graphed_weights.keys()
+    assert all(torch.equal(weights[name], graphed_weights[name]) for name in weights)
+    assert (plain_result["step_graph"], graphed_result["step_graph"]) == (False, not fails)
     assert ", a CUDA graph for each step" in output
-    gives_up = re.search(
+    warning = re.search(
         r"the step can't be captured as a CUDA graph( on rank 0)? \(operation not permitted", output
     )
-    assert bool(gives_up) == bool(fails)
+    assert bool(warning) == bool(fails)
 
 
-@pytest.mark.parametrize("way", [full("single"), "ddp", full("fsdp")])
-def test_ranks_train_the_same_and_mutants_are_found(way, tmp_path):
-    """The bits of losses, evaluations and weights, with the step recorded, and with a step that is called."""
-    mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if way == "fsdp" else {})
-    if way == "single":
+@pytest.mark.parametrize("strategy", [full("single"), "ddp", full("fsdp")])
+def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
+    """Compare the bits of losses, evaluations and weights between a recorded step and a called step."""
+    mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if strategy == "fsdp" else {})
+    if strategy == "single":
         mutants.pop("a rank that replays the graph of the last size")
     cases = graphed_ranks.CASES
-    if way == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):  # torch before 2.15 can't continue
+    # torch before 2.15 can't continue after a failed capture
+    if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
         cases = {name: case for name, case in cases.items() if not case.fails_at}
     (tmp_path / "cases").write_text(json.dumps([*cases, *mutants]))
-    launcher = torchrun(2) if way == "ddp" else STRATEGIES[way]
+    launcher = torchrun(2) if strategy == "ddp" else STRATEGIES[strategy]
     output = run([*launcher, "-m", "tests.support.graphed_ranks", tmp_path / "cases"])
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-    ranks = 1 if way == "single" else 2
+    ranks = 1 if strategy == "single" else 2
     if ranks == 2:
         assert rows.pop() == ["graphs at the end", 0]
-    kept = {name: [not case.fails_at] * ranks for name, case in cases.items()}
-    assert rows[: len(kept)] == [[name, True, kept[name]] for name in kept]
-    assert [(name, is_same) for name, is_same, _ in rows[len(kept) :]] == [(name, False) for name in mutants]
+    expected = {name: [not case.fails_at] * ranks for name, case in cases.items()}
+    assert rows[: len(expected)] == [[name, True, expected[name]] for name in expected]
+    mutant_rows = rows[len(expected) :]
+    assert [(name, is_same) for name, is_same, _ in mutant_rows] == [(name, False) for name in mutants]
     line = "the step can't be captured as a CUDA graph{} (operation not permitted when stream is capturing)"
-    assert output.count(line.format(" on rank 1" * (ranks - 1))) == sum(not all(of) for of in kept.values())
+    failures = sum(not all(captured) for captured in expected.values())
+    assert output.count(line.format(" on rank 1" * (ranks - 1))) == failures
 
 
-def test_the_model_is_wrapped_on_the_stream_of_the_captures(monkeypatch):
-    """DDP keeps the stream. Streams are names here: on a CPU there are none."""
+def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
+    """Check this because DDP keeps the stream. A CPU has no streams, so names replace them."""
     streams, used = ["default"], {}
 
     @contextmanager
@@ -163,7 +173,7 @@ def test_the_model_is_wrapped_on_the_stream_of_the_captures(monkeypatch):
         accelerators, "_wrap", lambda *_: used.setdefault("DDP", streams[-1]) and (None, None)
     )
     side = Mock(__str__=lambda _: "side")
-    accelerator = SimpleNamespace(**USUAL | {"step_stream": side})
+    accelerator = SimpleNamespace(**DEFAULTS | {"step_stream": side})
     accelerators.wrap(accelerator, nn.Linear(1, 1), None)
 
     def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -180,18 +190,22 @@ def test_the_model_is_wrapped_on_the_stream_of_the_captures(monkeypatch):
 
 
 def losses(graph: type | None = None, inside: str = "", capture: Callable = record) -> list[float]:
-    """Of STEPS steps of a small network with dropout and BatchNorm. graph: StepGraph, or a mutant of it.
+    """Return the losses of STEPS steps of a small network with dropout and BatchNorm.
 
-    inside: the "seed", or a "factor" of the inputs that the host draws, is set in the step, not before it.
+    Args:
+        graph: StepGraph, or a mutant of it.
+        inside: The value that is set inside the step instead of before it: the "seed", or a "factor" of the
+            inputs that the host draws.
+        capture: The function that captures a step.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
-    optimizer, at = torch.optim.AdamW(model.parameters(), fused=True), 0
+    optimizer, index = torch.optim.AdamW(model.parameters(), fused=True), 0
 
     def step(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if inside == "seed":
-            reseed(0, at, 0)
-        loss = (model(inputs * (at + 1 if inside == "factor" else 1)) - labels).square().mean()
+            reseed(0, index, 0)
+        loss = (model(inputs * (index + 1 if inside == "factor" else 1)) - labels).square().mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -199,47 +213,46 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
         return loss
 
     if graph:
-        step = graph(SimpleNamespace(**USUAL), optimizer, step)
+        step = graph(SimpleNamespace(**DEFAULTS), optimizer, step)
         step.capture = partial(capture, step)
-    found = []
+    values = []
     images = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    for at in range(STEPS):  # the step reads it
-        optimizer.param_groups[0]["lr"] = 0.1 / (at + 1)
+    for index in range(STEPS):  # the step reads the index
+        optimizer.param_groups[0]["lr"] = 0.1 / (index + 1)
         if inside != "seed":
-            reseed(0, at, 0)
-        factor = 1 if inside == "factor" else at + 1
-        found.append(step(images * factor, torch.full((16, 1), at - 2.0)).item())
-    return found
+            reseed(0, index, 0)
+        factor = 1 if inside == "factor" else index + 1
+        values.append(step(images * factor, torch.full((16, 1), index - 2.0)).item())
+    return values
 
 
-def test_what_is_frozen_into_the_graph_is_seen():
+def test_numbers_that_the_graph_freezes_are_detected():
     plain = losses()
     assert losses(StepGraph) == plain
-    frozen = [mutant(step_graph, 'group["lr"] = rate\n', "pass\n")]
-    for each in frozen:
-        seen = losses(each.StepGraph)
-        assert seen[: WARM_UP + 1] == plain[: WARM_UP + 1]
-        assert seen != plain
+    frozen_rate = losses(mutant(step_graph, 'group["lr"] = rate\n', "pass\n").StepGraph)
+    assert frozen_rate[: WARM_UP + 1] == plain[: WARM_UP + 1]
+    assert frozen_rate != plain
     for inside in ("seed", "factor"):
         assert losses(None, inside) == plain
         assert losses(StepGraph, inside) != plain
 
 
 @pytest.mark.parametrize("fails_at", [aten.native_batch_norm.default, aten._fused_adamw_.tensor_lr])
-def test_a_capture_that_fails_leaves_the_plain_step(fails_at, capsys):
-    """In the forward pass, and when there are gradients already, which nothing has computed."""
+def test_a_failed_capture_leaves_the_plain_step(fails_at, capsys):
+    """Fail in the forward pass, and when gradients already exist that no step has computed."""
     assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
     line = "the step can't be captured as a CUDA graph (operation not permitted when stream is capturing)"
     assert capsys.readouterr().out.count(line) == 1
-    kept = mutant(step_graph, "parameter.grad = None", "pass").StepGraph
-    assert (losses(kept, capture=partial(record, fails_at=fails_at)) == losses()) == ("norm" in str(fails_at))
+    mutant_graph = mutant(step_graph, "parameter.grad = None", "pass").StepGraph
+    is_same = losses(mutant_graph, capture=partial(record, fails_at=fails_at)) == losses()
+    assert is_same == ("norm" in str(fails_at))
 
 
-def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
+def test_the_memory_of_a_failed_capture_is_freed_before_the_plain_step():
     graphs = []
 
     def capture(run: Callable[[], None], pool: None) -> Callable[[], None]:
-        graph = nn.Linear(1, 1)  # a local variable, which the error's traceback holds
+        graph = nn.Linear(1, 1)  # the error's traceback would keep this local variable
         graphs.append(weakref.ref(graph))
         raise MemoryError
 
@@ -247,7 +260,7 @@ def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
         assert not graphs or graphs[0]() is None
         return inputs.sum()
 
-    graph = StepGraph(SimpleNamespace(**USUAL), torch.optim.SGD(nn.Linear(1, 1).parameters()), step)
+    graph = StepGraph(SimpleNamespace(**DEFAULTS), torch.optim.SGD(nn.Linear(1, 1).parameters()), step)
     graph.capture = capture
     for _ in range(WARM_UP + 2):
         graph(torch.ones(1), torch.ones(1))
@@ -255,14 +268,14 @@ def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
 
 
 @pytest.mark.parametrize(
-    ("other", "fits"),
+    ("changes", "fits"),
     [
         ({}, True),
         ({"compilation": Compilation("inductor")}, True),
         ({"compilation": Compilation("inductor", "reduce-overhead")}, False),
         ({"distributed_type": DistributedType.MULTI_GPU}, True),
         ({"distributed_type": DistributedType.MULTI_GPU, "ddp_handler": Mock(comm_hook="bf16")}, False),
-        ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),  # over gloo
+        ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),  # gloo
         (FSDP, True),
         (FSDP | {"state": fsdp(offload=True)}, False),
         (FSDP | {"parallelism_config": HYBRID}, False),
@@ -272,19 +285,19 @@ def test_the_plain_step_begins_without_the_memory_of_the_capture_that_failed():
         ({"precision": SimpleNamespace(mixed_precision="fp16")}, False),
     ],
 )
-def test_where_it_is_on_by_itself_and_where_it_is_refused(other, fits, capsys):
+def test_where_the_graph_is_the_default_and_where_it_is_refused(changes, fits, capsys):
     def chosen(*flags: str, **more: Any) -> bool:
         recipe = parse(CnnA, [*flags])
-        return chosen_step_graph(SimpleNamespace(**USUAL | other | more), recipe.step_graph)
+        return chosen_step_graph(SimpleNamespace(**DEFAULTS | changes | more), recipe.step_graph)
 
     assert chosen(device=torch.device("cuda")) == fits
     assert not chosen("--no_step_graph", device=torch.device("cuda"))
-    assert not chosen()  # on a CPU it is a rehearsal
+    assert not chosen()  # on a CPU, a graph is only a rehearsal
     if fits:
         assert chosen("--step_graph")
     else:
         assert capsys.readouterr().out.count("steps run without CUDA graphs: ") == 1
-        if "num_processes" not in other:  # a rehearsal over gloo is none on a GPU
+        if "num_processes" not in changes:  # over gloo, a GPU refuses what a rehearsal accepts
             with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove the flag\.$"):
                 chosen("--step_graph")
 
@@ -294,23 +307,25 @@ ADAMW, FUSED_SGD = torch.optim.AdamW([MATRIX], fused=True), torch.optim.SGD([MAT
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "other", "on_gpu", "on_cpu"),
+    ("optimizer", "changes", "on_gpu", "on_cpu"),
     [
         (ADAMW, {}, True, True),
-        (torch.optim.Adam([MATRIX]), {}, False, True),  # on a GPU `capturable` rounds differently
+        (torch.optim.Adam([MATRIX]), {}, False, True),  # on a GPU, `capturable` rounds differently
         (FUSED_SGD, {}, True, True),
         (torch.optim.SGD([MATRIX]), {}, False, True),
         (ADAMW, FSDP, True, True),
         (torch.optim.SGD([MATRIX]), FSDP, False, False),
-        (Muon([MATRIX]), {}, False, False),  # rounds a rate that is a tensor differently
+        (Muon([MATRIX]), {}, False, False),  # rounds differently if the rate is a tensor
         (torch.optim.NAdam([MATRIX]), {}, False, False),
         (Lamb([MATRIX]), {}, False, False),
-        (Lookahead(ADAMW), {}, False, False),  # a graph would never take its slow steps
+        (Lookahead(ADAMW), {}, False, False),  # a graph would never run its slow steps
     ],
 )
-def test_an_optimizer_that_reads_numbers_on_the_host_is_in_no_graph(optimizer, other, on_gpu, on_cpu, capsys):
+def test_an_optimizer_that_reads_numbers_on_the_host_gets_no_graph(
+    optimizer, changes, on_gpu, on_cpu, capsys
+):
     for device, fits in (("cuda", on_gpu), ("cpu", on_cpu)):
-        accelerator = SimpleNamespace(**USUAL | other | {"device": torch.device(device)})
+        accelerator = SimpleNamespace(**DEFAULTS | changes | {"device": torch.device(device)})
         step_graph.step_graph(accelerator, SimpleNamespace(optimizer=optimizer))
         assert accelerator.step_graph == fits
         line = f"steps run without CUDA graphs: {type(optimizer).__name__} may read numbers on the host\n"
@@ -318,21 +333,21 @@ def test_an_optimizer_that_reads_numbers_on_the_host_is_in_no_graph(optimizer, o
 
 
 def test_muon_rounds_differently_with_a_rate_on_the_device():
-    """The reason why it is in no graph."""
-    ends = []
+    """Check the reason why Muon gets no graph."""
+    final_weights = []
     for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
         weights = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
         optimizer = Muon([weights], lr=rate)
         for _ in range(3):
             weights.sin().sum().backward()
             optimizer.step()
-        ends.append(weights.detach())
-    assert not torch.equal(*ends)
+        final_weights.append(weights.detach())
+    assert not torch.equal(*final_weights)
 
 
 @pytest.mark.parametrize("shape", [(2,), ()])
 def test_a_restored_count_of_steps_moves_to_the_device(shape):
-    """`meta` stands for a GPU: the checkpoint of NAdam had its step on the CPU."""
+    """Use the device `meta` instead of a GPU. NAdam's checkpoint has its step count on the CPU."""
     parameter = torch.zeros(shape, device="meta", requires_grad=True)
     optimizer = torch.optim.NAdam([parameter])
     moments = {name: torch.zeros(shape, device="meta") for name in ("exp_avg", "exp_avg_sq")}

@@ -1,4 +1,4 @@
-"""Flags, config files and the arithmetic of the batch."""
+"""Tests of flags, config files and batch arithmetic."""
 
 import dataclasses
 import json
@@ -44,12 +44,12 @@ TWICE = "are two names of one setting. Give one of them"
         (["--s3", "none"], "s3", None),
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
-        (["--pretrained=True"], "pretrained", True),  # as sweeps of W&B and SageMaker write it
+        (["--pretrained=True"], "pretrained", True),  # the form that sweeps of W&B and SageMaker use
         (["--pretrained", "True", "--epochs", "2"], "pretrained", True),
         (["--pretrained", "true", "--pretrained=False"], "pretrained", False),
         (["--pretrained", "--epochs", "2"], "epochs", 2),
         (["--local_rank=1", "--epochs", "2"], "epochs", 2),  # the deepspeed launcher's first argument
-        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values stay
+        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values are kept
     ],
 )
 def test_flags(words, field, value):
@@ -66,7 +66,7 @@ def test_flags(words, field, value):
     ],
 )
 def test_the_command_deepspeed_trains_with_deepspeed(env, words, expected, monkeypatch):
-    """DeepSpeed's launcher sets CROSS_SIZE. An accelerate config brings its own file."""
+    """Set CROSS_SIZE like DeepSpeed's launcher. An accelerate config names another DeepSpeed file."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert parse(Sample, words).deepspeed_config == expected
@@ -81,9 +81,9 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
         '"checkpoint_every": "500"}',
     }[name]
     (tmp_path / name).write_text(text)
-    found = parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"])
+    recipe = parse(Sample, ["--config", str(tmp_path / name), "--epochs", "5"])
     expected = {"epochs": 5, "lr": 1e-3, "widths": (1, 2), "pretrained": True, "compile": "no"}
-    assert found == Sample(**expected, checkpoint_every=500)
+    assert recipe == Sample(**expected, checkpoint_every=500)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
-    assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)  # its own
+    assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)  # CNN-A's
     two_folds = ["--holdout", "0.2", "--fold", "2/5"]
     assert f"--holdout and --fold {TWICE}" in refusal(two_folds, capsys, CnnA)
     assert "8 is too small for --no_padding" in refusal(["--no_padding", "--image_size=8"], capsys, CnnA)
@@ -164,8 +164,8 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
     assert message in refusal(["--config", str(tmp_path / name)], capsys)
 
 
-def test_a_flag_that_is_given_several_times(tmp_path):
-    """The last one counts, also after the flags of an earlier run; a list in a file is taken as it is."""
+def test_the_last_of_several_values_wins(tmp_path):
+    """Check this also after the flags of an earlier run. A list in a file is one value."""
     assert not parse(Sample, ["--no_pretrained", "--learning_rate=2"], ["--pretrained", "--lr=1"]).pretrained
     assert parse(CnnA, ["--widths", "4,8,32", "--widths", "8,8,8"]).widths == (8, 8, 8)
     (tmp_path / "a.yaml").write_text("widths: [4, 8, 32]\n")
@@ -194,53 +194,53 @@ def test_one_process_per_host_prints(monkeypatch, capsys):
     monkeypatch.setattr("onecurve.flags.fields.time.sleep", slept.append)
     with pytest.raises(SystemExit):
         parse(Sample, ["--epoch", "3"])
-    assert (capsys.readouterr().err, slept) == ("", [5])  # a launcher kills all when one ends
+    assert (capsys.readouterr().err, slept) == ("", [5])  # a launcher kills all processes when one exits
 
 
-def test_the_recipe_is_what_is_trained_not_where():
-    where = ("output_dir", "per_device_batch_size", "max_steps", "mixed_precision", "timeout_s", "log_every")
-    assert not set(where) & recipe_part(CnnA()).keys()
+def test_the_recipe_does_not_contain_machine_settings():
+    names = ("output_dir", "per_device_batch_size", "max_steps", "mixed_precision", "timeout_s", "log_every")
+    assert not set(names) & recipe_part(CnnA()).keys()
     assert {"data", "epochs", "batch_size", "lr", "seed", "widths"} <= recipe_part(CnnA()).keys()
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
-def test_each_flag_answers_each_question(script):
-    """A new flag has the safe answers without declaring any. Its answers do not contradict each other."""
+def test_the_facts_of_each_flag_are_consistent(script):
+    """Check that a new flag gets safe defaults without declarations, and that its facts do not conflict."""
     recipe = recipe_class(load_script(ROOT / f"{script}.py"))
     facts, fields = facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
     assert facts.keys() == fields.keys()
-    for name, one in facts.items():
+    for name, stated in facts.items():
         for fact in dataclasses.fields(Facts):
-            assert type(getattr(one, fact.name)) is type(fact.default), (name, fact.name)
-        trained, text = one.part_of_recipe, str(fields[name].type)
-        assert not (trained and (one.per_host or one.locates or one.replayed)), name
-        assert trained or not (one.measures_best or one.training_only or one.drawn_on_device), name
-        assert trained or not (one.initial_weights or one.decides_defaults or one.in_names), name
-        assert one.locates in ("", "results", "cache"), name
-        assert "str" in text or not (one.is_path or one.locates), name
-        assert one.training_only or not one.initial_weights, name
-        assert not one.training_only or text == "<class 'bool'>" or "None" in text, name
-    positions = [one.in_names for one in facts.values() if one.in_names]
+            assert type(getattr(stated, fact.name)) is type(fact.default), (name, fact.name)
+        trained, text = stated.part_of_recipe, str(fields[name].type)
+        assert not (trained and (stated.per_host or stated.locates or stated.replayed)), name
+        assert trained or not (stated.measures_best or stated.training_only or stated.drawn_on_device), name
+        assert trained or not (stated.initial_weights or stated.decides_defaults or stated.in_names), name
+        assert stated.locates in ("", "results", "cache"), name
+        assert "str" in text or not (stated.is_path or stated.locates), name
+        assert stated.training_only or not stated.initial_weights, name
+        assert not stated.training_only or text == "<class 'bool'>" or "None" in text, name
+    positions = [stated.in_names for stated in facts.values() if stated.in_names]
     assert len({*positions}) == len(positions)
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 @pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(Facts) if not fact.default])
-def test_the_text_of_the_scripts_declares_what_their_recipes_do(script, fact):
-    """The log book reads the text, as it must not import the script of a recorded run."""
+def test_facts_read_from_a_scripts_text_equal_its_recipes(script, fact):
+    """Compare them because the log book reads the text: it must not import the script of a recorded run."""
     facts = facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
-    answers = {name: value for name, one in facts.items() if (value := getattr(one, fact))}
+    answers = {name: value for name, flag_facts in facts.items() if (value := getattr(flag_facts, fact))}
     assert answers == {name: value for name, value in declared(fact).items() if name in facts}
 
 
-def test_a_flag_that_is_declared_again_keeps_its_facts():
+def test_a_redeclared_flag_keeps_its_facts():
     @dataclass(frozen=True, kw_only=True)
-    class Again(Tuned):
+    class Redeclared(Tuned):
         batch_size: int = flag(32, "images")
         cache_dir: str | None = setting(None, "a folder")
         weights: str | None = flag(None, "a file", is_path=False)
 
-    facts = facts_of(Again)
+    facts = facts_of(Redeclared)
     assert facts["batch_size"] == Facts(decides_defaults=True, changes_memory=False, in_names=4)
     assert facts["cache_dir"] == Facts(part_of_recipe=False, is_path=True, locates="cache", per_host=True)
     assert facts["weights"] == Facts()
@@ -248,7 +248,7 @@ def test_a_flag_that_is_declared_again_keeps_its_facts():
         flag(None, "a file", is_paht=True)
 
 
-def test_the_printed_recipe_is_a_config_file_of_itself(tmp_path, capsys):
+def test_the_printed_recipe_is_an_equal_config_file(tmp_path, capsys):
     words = ["--widths", "1,2", "--lr", "1e-5", "--pretrained", "--epochs", "3"]
     words += ["--trackers", "tensorboard,wandb"]
     with pytest.raises(SystemExit) as stop:
@@ -281,15 +281,15 @@ def test_batch_arithmetic():
     ("batch_size", "streams"), [(64, 64), (1024, 64), (1, 1), (24, 24), (96, 48), (100, 20), (127, 1)]
 )
 def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
-    """They do not depend on the number of processes, which must not change the order of the images."""
+    """Check that they do not depend on the number of processes, which must not change the order of images."""
     assert ImageRecipe(batch_size=batch_size).streams == streams
-    assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams  # it is recorded
+    assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams  # stored
     assert ImageRecipe(batch_size=batch_size, streams=4).streams == 4
 
 
-def test_streams_that_were_derived_differ_only_with_the_batch_size():
-    def differing(theirs: dict, *words: str) -> str:
-        recorded = json.loads(json.dumps(recipe_part(CnnA()))) | theirs
+def test_derived_streams_differ_only_with_the_batch_size():
+    def differing(changes: dict, *words: str) -> str:
+        recorded = json.loads(json.dumps(recipe_part(CnnA()))) | changes
         return "; ".join(recipe_differences(recorded, parse(CnnA, list(words))))
 
     assert differing({}) == ""
@@ -299,7 +299,7 @@ def test_streams_that_were_derived_differ_only_with_the_batch_size():
     assert differing({"streams": 32}) == "--streams was 32, now 64"
 
 
-def test_a_flag_that_has_left_stays_without_effect_in_old_recipes(tmp_path):
+def test_a_removed_flag_has_no_effect_in_old_recipes(tmp_path):
     (tmp_path / "old.yaml").write_text("half_residual: false\nepochs: 3\n")
     recipe = parse(CnnA, ["--config", str(tmp_path / "old.yaml")])
     assert recipe.epochs == 3
@@ -325,7 +325,7 @@ def test_a_recipe_older_than_a_flag_has_the_default():
         ("D/pets", f"{Path.cwd()}/D/pets", True),
         ("~/pets", f"{Path.home()}/pets", True),
         ("D/pets", "D/cats", False),
-        ("s3://bucket/pets", "s3://bucket//pets", False),  # another place there
+        ("s3://bucket/pets", "s3://bucket//pets", False),  # another key in S3
     ],
 )
 @pytest.mark.parametrize("name", ["data", "weights"])

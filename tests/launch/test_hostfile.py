@@ -1,4 +1,7 @@
-"""The hostfile is read as DeepSpeed reads it; mistakes that DeepSpeed ignores are refused."""
+"""Tests that the hostfile is parsed like DeepSpeed's.
+
+Mistakes that DeepSpeed ignores are refused.
+"""
 
 import json
 from pathlib import Path
@@ -21,16 +24,16 @@ def hostfile(tmp_path):
     return write
 
 
-def test_it_is_read_as_deepspeed_reads_it(hostfile):
-    theirs = _parse_hostfile(GOOD.splitlines(keepends=True))
-    assert {host.name: len(host.devices) for host in read_hostfile(hostfile(GOOD))} == dict(theirs)
-    assert [host.name for host in read_hostfile(hostfile(GOOD))] == list(theirs)
+def test_the_hostfile_is_parsed_like_deepspeeds(hostfile):
+    expected = _parse_hostfile(GOOD.splitlines(keepends=True))
+    assert {host.name: len(host.devices) for host in read_hostfile(hostfile(GOOD))} == dict(expected)
+    assert [host.name for host in read_hostfile(hostfile(GOOD))] == list(expected)
 
 
 @pytest.mark.parametrize(
     ("encoding", "mark", "is_read"),
     [
-        ("utf-8", "\ufeff", True),  # as Windows' editors and PowerShell save it
+        ("utf-8", "\ufeff", True),  # written by Windows' editors and PowerShell
         ("utf-16-le", "\ufeff", True),
         ("utf-16-be", "\ufeff", True),
         ("utf-16-le", "", False),
@@ -54,10 +57,10 @@ def test_a_mistake_is_refused_with_its_line(text, message, hostfile):
 
 
 @pytest.mark.parametrize(("include", "exclude"), rows_of("hostfile filters"))
-def test_filters_are_deepspeeds(include, exclude, hostfile):
-    theirs = parse_inclusion_exclusion(_parse_hostfile(GOOD.splitlines()), include, exclude)
-    ours = select(read_hostfile(hostfile(GOOD)), include, exclude)
-    assert [(host.name, list(host.devices)) for host in ours] == [(n, list(d)) for n, d in theirs.items()]
+def test_filters_select_the_same_hosts_as_deepspeed(include, exclude, hostfile):
+    expected = parse_inclusion_exclusion(_parse_hostfile(GOOD.splitlines()), include, exclude)
+    hosts = select(read_hostfile(hostfile(GOOD)), include, exclude)
+    assert [(host.name, list(host.devices)) for host in hosts] == [(n, list(d)) for n, d in expected.items()]
 
 
 @pytest.mark.parametrize(("include", "exclude", "message"), rows_of("hostfile wrong filters"))
@@ -67,8 +70,8 @@ def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
     assert message in str(error.value)
 
 
-def test_how_one_reached_this_host_says_nothing_of_the_hosts_network(monkeypatch):
-    """From a laptop, by another address than the hosts use."""
+def test_the_users_ssh_connection_does_not_define_the_hosts_network(monkeypatch):
+    """Connect from a laptop through an address that the hosts do not use."""
     monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
     with start_on("localhost", "tools.launch.agent") as agent:
         hello = json.loads(agent.stdout.readline().removeprefix(EVENT))
@@ -76,5 +79,5 @@ def test_how_one_reached_this_host_says_nothing_of_the_hosts_network(monkeypatch
     assert (hello["reached_at"], hello["asked_from"]) == (None, None)
 
 
-def test_the_committed_one_is_this_host():
+def test_the_committed_hostfile_names_this_host():
     assert [(host.name, host.devices) for host in read_hostfile(ROOT / "hostfile")] == [("localhost", (0, 1))]
