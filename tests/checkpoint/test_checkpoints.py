@@ -87,11 +87,11 @@ def test_killed_in_a_commit(parts, straight, tmp_path):
 
 # 100 steps per epoch leave time to kill the run between two checkpoints.
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
-SLOW = {"STEP_S": "0.05"}  # for scripts of `stoppable`: keeps LONG from ending before the test acts
+SLOW = {"STEP_S": "0.05"}  # slows the scripts of `stoppable`, so that LONG does not end before the test acts
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
-    """Start a run and return once it has written so many checkpoints."""
+    """Start a run and return after it has written the given number of checkpoints."""
     newest_before = max(steps_in(folder / "checkpoints"), default=0)
     job = Job([*words, "--output_dir", folder], **options)
     parent = folder / "checkpoints"
@@ -257,7 +257,7 @@ def disk(tmp_path):
 def test_a_full_disk(launcher, operation, disk, tmp_path):
     """Check that only the first problem is reported.
 
-    The next save begins before all ranks know of the problem.
+    The next save starts before all ranks know of the problem.
     """
     words = [*HELLO, "--checkpoint_every", "1", "--output_dir", disk / "run"]
     run([*words, "--max_steps", "4"])
@@ -305,32 +305,32 @@ def test_a_full_disk_in_the_log(disk, tmp_path):
 # --- Damage
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path: Path, form: str) -> None:
     content = path.read_bytes()
-    if how in ("deleted", "a folder", "a pipe", "a link"):
+    if form in ("deleted", "a folder", "a pipe", "a link"):
         path.rename(path.parent.parent / "elsewhere")
         replace = {"a folder": Path.mkdir, "a pipe": os.mkfifo, "deleted": lambda _: None}
-        replace.get(how, lambda path: path.symlink_to(path.parent.parent / "elsewhere"))(path)
-    elif how == "one bit flipped":
+        replace.get(form, lambda path: path.symlink_to(path.parent.parent / "elsewhere"))(path)
+    elif form == "one bit flipped":
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     else:
-        path.write_bytes(content[: {"truncated": len(content) - 1, "emptied": 0}[how]])
+        path.write_bytes(content[: {"truncated": len(content) - 1, "emptied": 0}[form]])
 
 
-HOW = ("truncated", "emptied", "one bit flipped", "deleted", "a folder", "a pipe", "a link")
+DAMAGE_FORMS = ("truncated", "emptied", "one bit flipped", "deleted", "a folder", "a pipe", "a link")
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("form", DAMAGE_FORMS)
 @pytest.mark.parametrize("file", FILES)
-def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, how, straight, tmp_path, capsys):
+def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, form, straight, tmp_path, capsys):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     last = tmp_path / "checkpoints" / LAST
     shutil.copy(last / "model.safetensors", last / "ema.safetensors")  # adds the EMA that other recipes have
     files = json.loads((last / MANIFEST_FILE).read_text())["files"]
     forge(last, files=files | {"ema.safetensors": files["model.safetensors"]})
     assert newest(tmp_path / "checkpoints").step == 24
-    damage(last / file, how)
+    damage(last / file, form)
     assert newest(tmp_path / "checkpoints").step == 20
     messages = capsys.readouterr().out.splitlines()
     assert len(messages) == 1
@@ -482,12 +482,12 @@ def test_the_best_the_last_two_and_every_nth_checkpoint_are_kept(saves, data):
     The test keeps only the checkpoints that `to_keep` returns.
     """
     kept, best, saved = set(), None, sorted(saves)
-    every = data.draw(st.none() | st.integers(1, 9))
+    interval = data.draw(st.none() | st.integers(1, 9))
     for position, step in enumerate(saved):
         kept.add(step)
         best = data.draw(st.sampled_from([step, best])) if best else step
-        kept = checkpoints.to_keep(data.draw(st.permutations(sorted(kept))), best, every)
-        multiples = {s for s in saved[:position] if every and s % every == 0}
+        kept = checkpoints.to_keep(data.draw(st.permutations(sorted(kept))), best, interval)
+        multiples = {s for s in saved[:position] if interval and s % interval == 0}
         assert kept == {*saved[max(0, position - 1) : position + 1], best} | multiples
 
 

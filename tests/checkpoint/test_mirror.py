@@ -85,7 +85,7 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
 
 
 def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
-    """Check this also if a later checkpoint becomes the best during the upload."""
+    """Check this for an upload during which a later checkpoint may become the best."""
     needed = []
     bucket.proxy.on("PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.needs()))
     send(mirror, 16, best=14)
@@ -338,14 +338,14 @@ def test_a_suspended_run_leaves_its_successors_files(bucket, stoppable, tmp_path
     assert json.loads(bucket.store.read("checkpoints/index.json")) == index
 
 
-@pytest.mark.parametrize("how", ["truncated", "one bit flipped", "deleted"])
-def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
+@pytest.mark.parametrize("form", ["truncated", "one bit flipped", "deleted"])
+def test_damage_in_the_bucket_is_detected(form, bucket, mirror, tmp_path):
     send(mirror, 16)
     send(mirror, 20)
     name = "checkpoints/step_00000020/optimizer.safetensors"
-    damage(tmp_path / "run" / name, how)
+    damage(tmp_path / "run" / name, form)
     bucket.store.delete([name])
-    if how != "deleted":
+    if form != "deleted":
         bucket.store.write(name, (tmp_path / "run" / name).read_bytes())
     for name, lost in (("theirs", None), ("taken over", lambda: "by another run")):
         mirror.messages.clear()
@@ -364,7 +364,7 @@ def test_damage_in_the_bucket_is_found(how, bucket, mirror, tmp_path):
 
 
 def test_the_target_of_a_link_is_not_uploaded(mirror, tmp_path):
-    """Use links because a run's folder may have been received from an untrusted user."""
+    """Use links, because a run folder may come from an untrusted user."""
     (tmp_path / "id_rsa").write_text("SECRET")
     names = ["nvidia-smi-h.txt", "telemetry-h.jsonl", "confusion.json", "checkpoints/step_00000020/more"]
     for name in names:
@@ -439,20 +439,20 @@ def test_no_secret_is_written_anywhere(bucket, tmp_path):
     env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
     flags = ["--trackers", "tensorboard,wandb", "--epochs", "15", "--checkpoint_every", "10"]
     job = Job([*torchrun(2), *bucket.words(tmp_path / "run", *flags)], env=env)
-    seen = 0
+    sightings = 0
     while job.process.poll() is None:
         for process in psutil.process_iter():
             try:
                 line = " ".join(process.cmdline())
             except psutil.Error:
                 continue
-            seen += "train_hello.py" in line
+            sightings += "train_hello.py" in line
             assert SECRET not in line
             assert canary not in line
         time.sleep(0.2)
     status, output = job.wait()
     assert status == 0, output
-    assert seen > 3
+    assert sightings > 3
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any("wandb" in str(path) for path in files)
     contents = [output.encode(), *(path.read_bytes() for path in files)]

@@ -134,10 +134,10 @@ def test_compiled_and_eager_training_resume_each_other(launcher, uninterrupted, 
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )
 def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
-    """Use three processes, because few of the model's sizes divide by three: shards are uneven and ZeRO pads.
+    """Use three processes, because few sizes divide by three: shards are uneven and ZeRO pads.
 
     DDP rebuilds its buckets after the first step, so a resumed run adds the three ranks' gradients in another
-    order. The gradient of the bias of attention's keys is only rounding error, which AdamW scales like any
+    order. The gradient of the bias of attention's keys is only rounding error, which AdamW scales up like any
     other gradient.
     """
     flags = ("--per_device_batch_size", "32")
@@ -225,7 +225,7 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
 
 
 def test_a_run_started_from_anothers_checkpoint(tmp_path, cache, stoppable):
-    """Check that its best checkpoint is in its folder, also after a stop at its first step."""
+    """Check that the new run's best checkpoint is in its folder, also after a stop at its first step."""
     Training("cnn_a", tmp_path / "first", cache, stoppable).start("single", 14)
     new = Training("cnn_a", tmp_path / "new", cache, stoppable, "--resume", tmp_path / "first")
     for stop in (14, 15):

@@ -45,7 +45,7 @@ def cudart(monkeypatch):
 
 
 def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tmp_path):
-    """torch's allocator would take 512 KiB for these 392 KiB, and 4 GiB for 2.1 GiB."""
+    """Check the size: torch's allocator would take 512 KiB for these 392 KiB, and 4 GiB for 2.1 GiB."""
     snapshots = [Snapshot(SPECS, pinned=True) for _ in range(3)]
     for snapshot in snapshots:
         start, size = snapshot.buffer.data_ptr(), cudart.locked[snapshot.buffer.data_ptr()]
@@ -77,7 +77,7 @@ def test_memory_is_not_locked_without_cuda_or_without_state(cudart):
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
 def test_the_saver_thread_uses_its_processs_gpu(device, number, monkeypatch):
-    """Use a device without an index, as Accelerate's is on one process: torch's set_device refuses it."""
+    """Use a device without an index, such as Accelerate's on one process, which torch.cuda refuses."""
     chosen = []
     monkeypatch.setattr("torch.cuda.set_device", lambda d: chosen.append(torch.cuda._get_device_index(d)))
     accelerator = SimpleNamespace(device=torch.device(device))

@@ -1,4 +1,4 @@
-"""Tests of initial weights for fine-tuning: loaded from a file or a run and adapted like timm adapts them."""
+"""Tests of initial weights for fine-tuning, which are loaded from a file or run and adapted like in timm."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Tests of the fire drill in cluster/virtual_cluster.py: its table must report what happened."""
+"""Tests of the fire drill in cluster/virtual_cluster.py, whose table must report what happened."""
 
 import math
 import sys

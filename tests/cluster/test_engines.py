@@ -166,7 +166,7 @@ def test_the_images_python_is_supported():
 def ignored(path: str) -> bool:
     """Return True if .dockerignore excludes the path from the image.
 
-    Implements only the rules of Docker that the file uses.
+    The function implements only the Docker rules that the file uses.
     """
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
     parts = path.split("/")

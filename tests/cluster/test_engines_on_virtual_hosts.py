@@ -93,8 +93,8 @@ def parse_task(tmp_path_factory):
 
     def parse(file: Path) -> tuple[int, str]:
         words = [python, "-c", PARSE_TASK, file]
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
+        completed = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        return completed.returncode, completed.stdout if completed.returncode == 0 else completed.stderr
 
     return parse
 
@@ -113,8 +113,8 @@ def test_skypilots_parser_accepts_the_task_and_rejects_a_wrong_key(parse_task, t
 def test_kubeflows_models_accept_the_trainjob_and_reject_a_wrong_key():
     def validate(job: dict) -> tuple[int, str]:
         words = [environment("kubeflow-trainer-api", "2.3.0"), "-c", VALIDATE_JOB]
-        done = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, timeout=120)
-        return done.returncode, done.stderr
+        completed = subprocess.run(words, input=json.dumps(job), capture_output=True, text=True, timeout=120)
+        return completed.returncode, completed.stderr
 
     job = load(TRAINJOB)
     assert validate(job) == (0, "")
@@ -161,7 +161,10 @@ def log_of(hosts, host: str, project: Path, run: str) -> Path:
 
 
 def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
-    """Wait until a log contains so many steps. After step 12, the checkpoint of step 10 has been uploaded."""
+    """Wait until a log contains the given number of steps.
+
+    After step 12, the checkpoint of step 10 has been uploaded.
+    """
     wait_until(lambda: sum(log.read_text().count("\n") for log in logs if log.exists()) >= step, jobs[0], 180)
 
 
@@ -199,10 +202,10 @@ def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts,
     hosts.kill("node2")
     assert all(job.wait()[0] != 0 for job in jobs)
 
-    ended = [job.wait() for job in start(["node3", "node4"], {})]
-    assert [status for status, _ in ended] == [0, 0], ended
+    outcomes = [job.wait() for job in start(["node3", "node4"], {})]
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
     logs = [log_of(hosts, name, project, "sky-1") for name in ("node3", "node4")]
-    assert_trained(logs, [output for _, output in ended], one_process(per_device(2)))
+    assert_trained(logs, [output for _, output in outcomes], one_process(per_device(2)))
 
 
 SECRETS = {"train-s3": {name: aws_env(S3)[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}}
@@ -257,6 +260,6 @@ def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project,
     for host in pods:
         assert Job(hosts.inside(host, ["rm", "-rf", f"weights/{name}"], project)).wait()[0] == 0
 
-    ended = [job.wait() for job in start({})]
-    assert [status for status, _ in ended] == [0, 0], ended
-    assert_trained(logs, [output for _, output in ended], one_process(per_device(2)))
+    outcomes = [job.wait() for job in start({})]
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    assert_trained(logs, [output for _, output in outcomes], one_process(per_device(2)))

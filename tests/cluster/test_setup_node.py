@@ -95,12 +95,12 @@ class Sandbox:
         """Run a command that must end with this status and return its output."""
         words = ["nsenter", "--target", str(self.init.process.pid), "--mount", "--uts", "--net", *words]
         env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
-        done = subprocess.run(
+        completed = subprocess.run(
             words, env=env, text=True, timeout=60,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        assert done.returncode == status, done.stdout
-        return done.stdout
+        assert completed.returncode == status, completed.stdout
+        return completed.stdout
 
     def setup(self, *flags, status: int = 0) -> str:
         """Run the script, which must end with this status, and return its output."""

@@ -102,7 +102,7 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
 
     def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
-        """Wait for the job's end, with at most so many restarts, and return its information."""
+        """Wait for the job's end and return its information. Fail if it restarted more often than given."""
         unfinished = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
         wait_until(lambda: self.job_info(job)["JobState"] not in unfinished, timeout_s=240)
         info = self.job_info(job)
@@ -110,7 +110,7 @@ class Slurm:
         return info
 
     def wait_for_steps(self, folder: Path, count: int) -> None:
-        """Wait until the log of the run in `folder` contains so many more lines."""
+        """Wait until the log of the run in `folder` contains `count` more lines."""
         count += lines_of(folder)
         wait_until(lambda: lines_of(folder) >= count, timeout_s=120)
 

@@ -129,12 +129,12 @@ def test_root_is_needed(cluster_tools):
     may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     words = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", *may_read]
     words += [sys.executable, "-m", "cluster.virtual_cluster", "down"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: hosts are namespaces: this needs root\n")
+    completed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (completed.returncode, completed.stderr) == (1, "error: hosts are namespaces: this needs root\n")
 
 
 def test_down_leaves_nothing(cluster_tools):
-    """Check that `down` also removes running processes. The next test starts the module's hosts again."""
+    """Check that `down` also removes running processes. The test removes the module's hosts."""
     hosts.down()
     before = run(["ip", "-brief", "link"])
     run([*SCRIPT, "up", "--hosts", "2"])

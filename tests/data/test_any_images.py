@@ -77,7 +77,7 @@ def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path
 
 @pytest.mark.parametrize("name", ["train", "Valid", "val", "test"])
 def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
-    """Check a folder that contains images itself, next to other class folders."""
+    """Check a folder that directly contains images and is next to other class folders."""
     names = sorted((name, "bus", "car"))
     root = put(tmp_path / "vehicles", *(f"{c}/{k}.png" for c in names for k in range(4)))
     images = open_images(Path(prepare_with(root, tmp_path / "cache", holdout=0.25).folder))

@@ -32,9 +32,9 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 
 def header_alone(side: int, options: dict) -> bytes:
     """Return a JPEG whose header claims side x side pixels, with an end marker instead of its scan."""
     data = encode(Image.new("RGB", (16, 16)), **options)
-    at = next(i for i in range(len(data)) if data[i] == 0xFF and data[i + 1] in (0xC0, 0xC2))
+    offset = next(i for i in range(len(data)) if data[i] == 0xFF and data[i + 1] in (0xC0, 0xC2))
     edges = side.to_bytes(2) * 2
-    return data[: at + 5] + edges + data[at + 9 : data.index(b"\xff\xda") + 14] + b"\xff\xd9"
+    return data[: offset + 5] + edges + data[offset + 9 : data.index(b"\xff\xda") + 14] + b"\xff\xd9"
 
 
 def half(jpeg: bytes) -> bytes:
@@ -57,7 +57,7 @@ def pictures(root: Path, count: int, broken: str = "") -> Path:
     "opener", [decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))]
 )
 def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
-    """Check EPS bytes under any file name, because PIL passes them to the `gs` on the PATH when asked to."""
+    """Decode EPS bytes, which PIL would pass to the `gs` on the PATH, under any file name."""
     marker = tmp_path / "started"
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
     (tmp_path / "gs").chmod(0o755)
@@ -184,7 +184,10 @@ def test_evaluation_crops_equal_timms(crop_mode, interpolation, crop_pct, size):
 
 
 def test_photographs_are_resized_like_pil(photographs):
-    """Training crops are within 1 of 255, except for a few values in ten million, which are within 2."""
+    """Check that resized images are close to PIL's.
+
+    Training crops are within 1 of 255, except for a few values in ten million, which are within 2.
+    """
     different, values = 0, 0
     for file in sorted(photographs.glob("*.JPEG"))[:20]:
         image = decode_image(file.read_bytes())

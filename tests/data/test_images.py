@@ -275,7 +275,7 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     os.utime(path, (1, 1))
     second = prepare_data(str(root), cache)
     assert second != first
-    assert open_images(second).source == open_images(first).source  # hosts compare data without times
+    assert open_images(second).source == open_images(first).source  # hosts compare `source`, without times
     size = path.stat().st_size
     path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))  # decoders ignore the rest
     os.utime(path, (1, 1))
@@ -344,11 +344,11 @@ def test_an_exception_in_the_heartbeat_ends_the_threads_and_leaves_no_files(tmp_
 
     with pytest.raises(SystemExit):
         prepare_data(str(root), tmp_path / "cache", beat)
-    done = len(decoded)
-    assert 0 < done <= 4 * image_cache.allowed_cores()  # of 60 images
+    count = len(decoded)
+    assert 0 < count <= 4 * image_cache.allowed_cores()  # of 60 images
     assert not in_cache(tmp_path / "cache")
     time.sleep(0.3)
-    assert len(decoded) == done
+    assert len(decoded) == count
 
 
 def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
@@ -423,19 +423,19 @@ def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp
     assert (len(images.train), len(images.val)) == (80, 20)
     ids = np.random.RandomState(0).permutation(80)[:30]
     plan = [(0, ids[:7]), (0, ids[7:8]), (1, ids[8:20]), (1, ids[20:])]
-    here = read(images.train, plan)
-    assert here[0].shape == (30, 48, 48, 3)
-    assert here[1].tolist() == images.train.labels[ids].tolist()
-    there = read(images.train, plan, workers=2)
-    assert (here[0] == there[0]).all()
-    assert (here[1] == there[1]).all()
+    in_process = read(images.train, plan)
+    assert in_process[0].shape == (30, 48, 48, 3)
+    assert in_process[1].tolist() == images.train.labels[ids].tolist()
+    in_workers = read(images.train, plan, workers=2)
+    assert (in_process[0] == in_workers[0]).all()
+    assert (in_process[1] == in_workers[1]).all()
     assert not [p for p in multiprocessing.active_children() if p.is_alive()]
 
     # a crop depends only on seed, epoch and sample
-    alone, _ = read(images.train, [(0, ids[3:4])])
-    assert (alone[0] == here[0][3]).all()
+    single, _ = read(images.train, [(0, ids[3:4])])
+    assert (single[0] == in_process[0][3]).all()
     for other in (read(images.train, [(1, ids[3:4])]), read(images.train, [(0, ids[3:4])], seed=6)):
-        assert (other[0] != here[0][3]).any()
+        assert (other[0] != in_process[0][3]).any()
 
     val = [(0, np.arange(20))], [(3, np.arange(20))]
     one, two = (read(images.val, plan, train=False, seed=s)[0] for s, plan in enumerate(val))
@@ -580,14 +580,14 @@ def test_workers_end_with_the_trainer(tmp_path, end):
 class Flaky(CachedImages):
     """Images on a network mount, where the first read of each file 1.png fails."""
 
-    def __init__(self, number: int, *place):
-        super().__init__(*place)
+    def __init__(self, number: int, *arguments):
+        super().__init__(*arguments)
         self.number, self.seen = number, set[str]()
         decode_module.open = self.open  # a worker has no monkeypatch
 
-    def open(self, file: str, *options, **more):
+    def open(self, file: str, *options, **keywords):
         if file in self.seen or not file.endswith("1.png"):
-            return open(file, *options, **more)
+            return open(file, *options, **keywords)
         self.seen.add(file)
         raise OSError(self.number, os.strerror(self.number), file)
 

@@ -70,7 +70,7 @@ def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
 
 
 def training_split(data: str | Path, cache: Path, **changes) -> ShardSplit:
-    """Open the training split with RECIPE and these changes to it."""
+    """Open the training split with RECIPE and the given changes."""
     return open_images(prepare_data(str(data), cache), replace(RECIPE, **changes)).train
 
 
@@ -131,7 +131,7 @@ def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, 
 
 
 def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_path):
-    """Use a cache for two thirds of the shards. It must not evict a shard that its stream still needs."""
+    """Use a cache for two thirds of the shards. No shard may be evicted that its stream still needs."""
     read_epoch(training_split(url, tmp_path))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
@@ -153,15 +153,15 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
     images.train.check(batch)
     options = {"device": "cpu", "size": 32, "seed": 0, "workers": 2}
     plan = training_plan(images.train, batch, 0, 0, 0, 2 * STEPS)
-    seen = []
+    trained_ids = []
     for _, ids, _, _ in images.train.batches(plan, train=True, **options):
-        seen.append(ids.tolist())
-        if len(seen) % 36 == 34:
+        trained_ids.append(ids.tolist())
+        if len(trained_ids) % 36 == 34:
             part = [(0, ids) for ids, _ in evaluation_plan(32, 6, 1, 0)]
             for _ in images.val.batches(part, train=False, **options):
                 # the limit holds for both splits together
                 assert images.val.cache.reserved_bytes <= images.val.cache.limit_bytes
-    assert seen == expected().reshape(-1, 6).tolist()
+    assert trained_ids == expected().reshape(-1, 6).tolist()
     assert images.val.cache.reserved_bytes == 0
 
 
@@ -237,7 +237,7 @@ def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_
 
 
 def test_shards_are_prefetched(url, through_proxy, tmp_path):
-    """Check that as many shards are prefetched as fit.
+    """Check that the prefetcher fills the cache.
 
     The first micro-batch needs one shard, and the second is never requested.
     """
@@ -348,8 +348,8 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
     words = [*TRAINING, *cache_of(ROOM), *NO_WORKERS, "--data", url, "--epochs", "1"]
     caches = [["--cache_dir", tmp_path / f"cache{node}"] for node in (0, 1)]
     envs = [aws_env(proxy.endpoint) for proxy in proxies]
-    ended = two_hosts(tmp_path, [], words, flags=caches, envs=envs)
-    assert [status for status, _ in ended] == [0, 0], ended
+    outcomes = two_hosts(tmp_path, [], words, flags=caches, envs=envs)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
     assert samples(tmp_path / "run0") == expected(1).tolist()
     per_step = expected(1).reshape(STEPS, 2, 12)
     for node, proxy in enumerate(proxies):

@@ -311,7 +311,7 @@ def index_of(folder: Path, file: str) -> Path:
 
 
 def test_no_message_quotes_a_file_that_is_not_a_tar(tmp_path):
-    """Check this because an index, like a link in a class folder, may name any file of this host."""
+    """Use an index that names another file of this host, as a link in a class folder could."""
     (tmp_path / "shadow").write_text(SECRET)
     folder = prepare_data(str(index_of(tmp_path / "index", str(tmp_path / "shadow"))), tmp_path / "cache")
     with pytest.raises(ValueError, match="offset 600") as error:

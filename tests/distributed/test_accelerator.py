@@ -138,7 +138,7 @@ def test_out_of_memory_errors_are_recognised(error, expected):
 
 
 def test_an_error_that_does_not_mention_memory_is_quoted():
-    """Quote it because it may have another cause, such as a convolution in a type that the GPU lacks."""
+    """Quote the error, because its cause may be another one, such as a convolution in an unsupported type."""
     batch, on_cpu = share_out(64, 32, 1), Accelerator(cpu=True)
     error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
     message = out_of_memory(on_cpu, batch, error)

@@ -185,7 +185,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_wait_for_the_process_that_prepares_data(project_copy):
-    """Check that other ranks get its result or its error, or notice that it is silent."""
+    """Check that the other ranks get the result or the error, or notice that the process is silent."""
     (project_copy / "once.py").write_text(ONCE)
     status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
     assert status != 0, output

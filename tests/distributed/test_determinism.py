@@ -62,9 +62,9 @@ def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache
     output = run(words, env=called_first(tmp_path, partial(record, tmp_path / "operations")))
     assert ", deterministic" in output
     assert result(tmp_path / "run")["deterministic"] is True
-    seen = set((tmp_path / "operations").read_text().split())
-    assert "_log_softmax_backward_data" in seen, seen  # the training loop was recorded
-    assert not seen & NONE_ON_CUDA
+    operations = set((tmp_path / "operations").read_text().split())
+    assert "_log_softmax_backward_data" in operations, operations  # the training loop was recorded
+    assert not operations & NONE_ON_CUDA
 
 
 def test_the_switches(monkeypatch):

@@ -23,7 +23,7 @@ from tests.distributed.test_accelerator import simulate_gpus
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Return driver(count, cuda), which simulates a host with so many T4 and a driver for this CUDA."""
+    """Return driver(count, cuda), which simulates a host with `count` T4 GPUs and a driver for this CUDA."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

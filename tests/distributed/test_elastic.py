@@ -149,9 +149,9 @@ def test_each_attempt_gets_a_new_name_in_a_used_store():
 
 
 def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monkeypatch):
-    """Ignore each agent's count.
+    """Check that each agent's count is ignored.
 
-    A start that was told to stop, or that has another agent, does not count.
+    A start that was told to stop, or that has another agent, is not counted.
     """
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
@@ -177,16 +177,16 @@ def elastic_agent(port: int) -> list:
 
 
 def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
-    """Wait until so many hosts have trained so many more steps."""
-    seen: list[int] = []
+    """Wait until the given number of hosts has trained the given number of additional steps."""
+    steps_seen: list[int] = []
 
     def have_trained() -> bool:
         with contextlib.suppress(OSError, ValueError, IndexError):
             if len(json.loads((folder / "recipe.json").read_text())["devices"]) == hosts:
-                seen.append(metrics(folder)[-1]["step"])
+                steps_seen.append(metrics(folder)[-1]["step"])
             else:
-                seen.clear()
-        return bool(seen) and seen[-1] >= seen[0] + steps
+                steps_seen.clear()
+        return bool(steps_seen) and steps_seen[-1] >= steps_seen[0] + steps
 
     wait_until(have_trained, job, 240)
 

@@ -119,7 +119,7 @@ def test_a_process_has_one_thread_or_the_users_number(launcher, user_env, monkey
 
 
 def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, project_copy, tmp_path, cache):
-    """Kill between two log lines, which contain the mean loss of the steps."""
+    """Kill between two log lines, so that a logged mean loss includes steps before and after a kill."""
     call = "            run.checkpoint(step)\n"
     kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
     kill += "                run.ranks.saver.wait() if run.ranks.record else None\n"
@@ -136,7 +136,7 @@ def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, p
 
 @pytest.mark.full
 def test_a_block_that_each_micro_batch_may_skip(project_copy, tmp_path):
-    """In some steps, none of a process's micro-batches has a gradient for this block."""
+    """Include steps in which no micro-batch of a process has a gradient for this block."""
     drop = "x = self.blocks[0](x)\n        is_left_out = self.training and torch.rand(()) < 0.5\n"
     drop += "        return self.head(x if is_left_out else x + self.blocks[1](x))"
     mutate(project_copy, "train_hello.py", "return self.head(self.blocks(x))", drop)

@@ -37,7 +37,7 @@ def weights(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, cache, stoppable, weights):
+def uninterrupted(tmp_path_factory, cache, stoppable, weights):
     """Return a function that returns the folder of an uninterrupted run in one process."""
 
     @functools.cache
@@ -59,28 +59,28 @@ def training(setting: str, folder: Path, cache: list, project: Path, weights: Pa
     [*((setting, RING) for setting in FLAGS), *(("frozen", (strategy,)) for strategy in STRATEGIES)],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_each_strategy_resumes_each_other(setting, ring, alone, tmp_path, cache, stoppable, weights):
+def test_each_strategy_resumes_each_other(setting, ring, uninterrupted, tmp_path, cache, stoppable, weights):
     resumed_run = training(setting, tmp_path / "run", cache, stoppable, weights)
     for leg, launcher in enumerate(ring, 1):
         resumed_run.start(launcher, 2 + (leg - 1) * (STEPS - 2) // len(ring) if leg < len(ring) else None)
-    assert_same_training(tmp_path / "run", alone(setting))
+    assert_same_training(tmp_path / "run", uninterrupted(setting))
     if setting == "frozen":
         assert_only_the_head_was_trained(tmp_path / "run", load_file(weights))
 
 
-def test_only_the_head_of_a_frozen_model_is_trained_at_a_lower_cost(alone, weights):
+def test_only_the_head_of_a_frozen_model_is_trained_at_a_lower_cost(uninterrupted, weights):
     """Check that MFU counts only the head's backward pass."""
-    frozen, trained = (result(alone(setting))["flops_per_image"] for setting in ("frozen", "layers"))
+    frozen, trained = (result(uninterrupted(setting))["flops_per_image"] for setting in ("frozen", "layers"))
     assert 0.3 * trained < frozen < 0.4 * trained
-    assert_only_the_head_was_trained(alone("frozen"), load_file(weights))
+    assert_only_the_head_was_trained(uninterrupted("frozen"), load_file(weights))
 
 
-def test_a_frozen_model_is_validated_without_its_initial_weights(alone, tmp_path, cache):
-    words = [*python(), "validate.py", alone("frozen"), *cache, "--mixed_precision", "no"]
+def test_a_frozen_model_is_validated_without_its_initial_weights(uninterrupted, tmp_path, cache):
+    words = [*python(), "validate.py", uninterrupted("frozen"), *cache, "--mixed_precision", "no"]
     run([*words, "--output_dir", tmp_path])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["split"] == "test"
-    assert report["top1"] == pytest.approx(result(alone("frozen"))["test_accuracy"])
+    assert report["top1"] == pytest.approx(result(uninterrupted("frozen"))["test_accuracy"])
 
 
 def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tensor]) -> None:
@@ -97,10 +97,10 @@ def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tenso
         assert torch.equal(ema[name], source[name]), name
 
 
-def test_each_layer_moves_by_its_learning_rate(alone, weights):
+def test_each_layer_moves_by_its_learning_rate(uninterrupted, weights):
     """Use AdamW's first steps, which move elements with steady gradients by the sum of the learning rates."""
-    initial, final = load_file(weights), load_file(latest(alone("layers")) / "model.safetensors")
-    total = sum(line.get("train/lr", 0) for line in lines(alone("layers") / "metrics.jsonl"))
+    initial, final = load_file(weights), load_file(latest(uninterrupted("layers")) / "model.safetensors")
+    total = sum(line.get("train/lr", 0) for line in lines(uninterrupted("layers") / "metrics.jsonl"))
     depth = len({name.split(".")[1] for name in initial if name.startswith("blocks.")})
     layers = {"cls_token": 0, "patch_embed.proj.bias": 0, "norm.bias": depth}
     layers |= {f"blocks.{i}.mlp.fc1.bias": i + 1 for i in range(depth)}  # without weight decay
@@ -121,11 +121,11 @@ MUTANTS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_parity_detects_a_mutant(mutant, alone, tmp_path, cache, stoppable, project_copy, weights):
+def test_parity_detects_a_mutant(mutant, uninterrupted, tmp_path, cache, stoppable, project_copy, weights):
     setting, launcher, file, old, new = MUTANTS[mutant]
     mutate(project_copy, file, old, new)
     stopped_run = training(setting, tmp_path / "run", cache, stoppable, weights)
     stopped_run.start(launcher, 3)
     run([*LAUNCHERS[launcher], *stopped_run.words], cwd=project_copy)
     with pytest.raises(AssertionError):
-        assert_same_training(tmp_path / "run", alone(setting))
+        assert_same_training(tmp_path / "run", uninterrupted(setting))

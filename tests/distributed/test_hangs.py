@@ -206,7 +206,7 @@ def test_ranks_that_hang_in_a_collective_end(failure, message, tmp_path, project
     assert status == 1
     assert "error: " in output
     assert message in output
-    # Rank 0 exited without help. If a launcher had killed it, it would have reported nothing.
+    # Rank 0 exited on its own. If a launcher had killed it, it would have reported nothing.
     statuses = [event["status"] for event in EventReader(events).new() if event["event"] == "exit"]
     assert statuses == [1] * (1 if "SIGKILL" in failure else 2), output
     assert result(tmp_path / "run")["status"] == "failed"

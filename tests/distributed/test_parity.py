@@ -114,9 +114,9 @@ RECORDED = {CHECKPOINTED: True, COMPILED: "default"}
 
 @pytest.mark.parametrize(("script", "strategy", "settings"), rows(QUICK, SETTINGS))
 def test_a_machine_setting_changes_no_numbers(script, strategy, settings, one_process, tmp_path, cache):
-    """Set it in the launcher's config if possible, or by a flag.
+    """Pass the setting in the launcher's config if possible, or by a flag.
 
-    With smaller micro-batches, two processes with two accumulations match one with four.
+    With smaller micro-batches, two processes with two accumulations match one process with four.
     """
     launcher, flags = (*TWO_PROCESSES.get(strategy, (python(), [])),)
     smaller = ["--per_device_batch_size", "24"] if SMALLER in settings else []

@@ -239,7 +239,7 @@ def test_numbers_that_the_graph_freezes_are_detected():
 
 @pytest.mark.parametrize("fails_at", [aten.native_batch_norm.default, aten._fused_adamw_.tensor_lr])
 def test_a_failed_capture_leaves_the_plain_step(fails_at, capsys):
-    """Fail in the forward pass, and when gradients already exist that no step has computed."""
+    """Fail in the forward pass, and later, when gradients exist that were recorded but not computed."""
     assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
     line = "the step can't be captured as a CUDA graph (operation not permitted when stream is capturing)"
     assert capsys.readouterr().out.count(line) == 1

@@ -124,7 +124,8 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
-    assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)  # CNN-A's
+    # checks of CNN-A's recipe
+    assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)
     two_folds = ["--holdout", "0.2", "--fold", "2/5"]
     assert f"--holdout and --fold {TWICE}" in refusal(two_folds, capsys, CnnA)
     assert "8 is too small for --no_padding" in refusal(["--no_padding", "--image_size=8"], capsys, CnnA)
@@ -281,9 +282,12 @@ def test_batch_arithmetic():
     ("batch_size", "streams"), [(64, 64), (1024, 64), (1, 1), (24, 24), (96, 48), (100, 20), (127, 1)]
 )
 def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
-    """Check that they do not depend on the number of processes, which must not change the order of images."""
+    """Check that streams do not depend on the number of processes.
+
+    The number of processes must not change the order of the images.
+    """
     assert ImageRecipe(batch_size=batch_size).streams == streams
-    assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams  # stored
+    assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams
     assert ImageRecipe(batch_size=batch_size, streams=4).streams == 4
 
 

@@ -62,7 +62,7 @@ class Hosts:
         self.job.on_event(self.job.members[0], began)
 
     def train(self, *names: str) -> None:
-        """Run a round on these hosts that has trained, and was then told to save and exit."""
+        """Run a round on these hosts that trains, and is then told to save and exit."""
         self.start(*names)
         self.job.on_event(self.job.members[0], {"event": "step", "step": 11})
         assert self.end(**dict.fromkeys(names, PREEMPTED)) is None
@@ -108,7 +108,7 @@ def test_the_largest_number_of_hosts_that_divides_the_batch_is_chosen(hosts):
 
 
 def test_the_first_host_stays_first(hosts):
-    """Require it because only its disk may contain the checkpoints."""
+    """Keep the first host, because only its disk may contain the checkpoints."""
     cluster = hosts(2)
     cluster.start("node2")
     assert cluster.end(node2=PREEMPTED) is None
@@ -124,12 +124,12 @@ def test_the_first_host_stays_first(hosts):
     assert chosen(cluster.job) == ["node2", "node1"]
 
 
-@pytest.mark.parametrize("how", ["it leaves", "it is left out"])
-@pytest.mark.parametrize("then", ["time passes", "it was away"])
-def test_a_host_rejoins_after_a_delay_or_as_another_machine(how, then, hosts):
+@pytest.mark.parametrize("departure", ["it leaves", "it is left out"])
+@pytest.mark.parametrize("return_reason", ["time passes", "it was away"])
+def test_a_host_rejoins_after_a_delay_or_as_another_machine(departure, return_reason, hosts):
     cluster = hosts(2)
     cluster.train("node1")
-    if how == "it leaves":
+    if departure == "it leaves":
         cluster.start("node1", "node2")
         cluster.job.on_event(cluster.job.members[1], {"event": "leaving", "why": "SIGTERM"})
         assert cluster.end(node1=PREEMPTED, node2=PREEMPTED) is None
@@ -139,7 +139,7 @@ def test_a_host_rejoins_after_a_delay_or_as_another_machine(how, then, hosts):
         assert cluster.end(node1=1, node2=1) is None
     cluster.job._connect_missing()
     assert chosen(cluster.job) == ["node1"]
-    if then == "it was away":
+    if return_reason == "it was away":
         cluster.job.on_end(cluster.job._connection("node2"), SSH_FAILED)
         cluster.reconnect()
     else:
@@ -149,7 +149,10 @@ def test_a_host_rejoins_after_a_delay_or_as_another_machine(how, then, hosts):
 
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_host_that_joins_stops_the_round_once(is_finished, hosts, monkeypatch):
-    """Do not stop a finished round, even if a signal sent just before ends its launcher."""
+    """Check also that a finished round is not stopped.
+
+    The exit of its launcher by a signal that was sent just before does not count.
+    """
     monkeypatch.setattr(elastic, "SETTLE_S", 0)
     cluster = hosts(2)
     cluster.start("node1")
