@@ -107,7 +107,7 @@ def test_skypilots_blocks_use_a_make_target_and_variables_that_exist():
         (SKYPILOT, "secret_access_key: wJalrXUtnFEMI/K7MDENG/bPxRfiCY"),
     ],
 )
-def test_a_secret_with_a_value_is_found(file, text, tmp_path):
+def test_a_secret_with_a_value_is_detected(file, text, tmp_path):
     (tmp_path / "file.yaml").write_text(f"{file.read_text()}\n{text}\n")
     with pytest.raises(AssertionError):
         load(tmp_path / "file.yaml")

@@ -149,7 +149,7 @@ def test_down_leaves_nothing(cluster_tools):
     assert "virtual_cluster" not in Path("/proc/mounts").read_text()
 
 
-def test_all_missing_packages_are_named_at_once(tmp_path, monkeypatch):
+def test_all_missing_packages_are_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(hosts, "STATE", tmp_path / "none")
     monkeypatch.setattr(hosts, "PATH", str(tmp_path))
     with pytest.raises(ValueError, match=r"apt-get install iproute2 nftables openssh-server util-linux$"):

@@ -56,7 +56,7 @@ def test_names_are_printable(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["parquet", "saved"])
-def test_a_table_takes_names_from_its_image_structs(form, tmp_path):
+def test_a_table_gets_names_from_its_image_structs(form, tmp_path):
     structs = [{"bytes": png(k), "path": path} for k, path in enumerate(("b.png", None, "c.png"))]
     if form == "saved":
         import datasets
@@ -73,7 +73,7 @@ def test_a_table_takes_names_from_its_image_structs(form, tmp_path):
     assert names_in(opened(tmp_path / "data", tmp_path / "cache").val) == ["b.png", "", "c.png"]
 
 
-def test_shards_take_names_from_their_members(tmp_path):
+def test_shards_get_names_from_their_members(tmp_path):
     """Read the names from the file next to the index, in the index's order.
 
     In shards of an earlier version, only the tar headers contain the names.

@@ -48,7 +48,7 @@ COLUMNS = {  # the columns of a table, its features, and the expected columns or
 
 
 @pytest.mark.parametrize("case", COLUMNS)
-def test_columns_are_found_by_features_names_and_types(case, tmp_path):
+def test_columns_are_recognised_by_features_names_and_types(case, tmp_path):
     names, features, expected = COLUMNS[case]
     image, label = expected.get("image_column", names[0]), expected.get("label_column", names[1])
     flags = expected if case == "both by flags" else {}
@@ -74,10 +74,10 @@ def test_ambiguous_columns_are_refused_and_can_be_chosen_by_flags(tmp_path):
         opened(tmp_path, cache, label_column="x")
     with pytest.raises(ValueError, match=r"--label_column z: .* has only: a, b, x, y"):
         opened(tmp_path, cache, label_column="z")
-    one, two = (opened(tmp_path, cache, image_column=i, label_column=k) for i, k in ("ax", "by"))
-    assert (one.train.labels.tolist(), two.train.labels.tolist()) == ([0, 1], [1, 0])
-    assert (two.train.images[0] == np.asarray(picture(9))).all()
-    assert one.source != two.source
+    first, second = (opened(tmp_path, cache, image_column=i, label_column=k) for i, k in ("ax", "by"))
+    assert (first.train.labels.tolist(), second.train.labels.tolist()) == ([0, 1], [1, 0])
+    assert (second.train.images[0] == np.asarray(picture(9))).all()
+    assert first.source != second.source
     with pytest.raises(ValueError, match="are for tables: --data digits has no columns"):
         opened("digits", cache, label_column="x")
     pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
