@@ -23,7 +23,8 @@ import numpy as np
 
 from onecurve.data.class_names import refuse_duplicates
 from onecurve.data.conversions import Look, conversion_warnings, sample
-from onecurve.data.decode import FILES, SPLITS, STORED, CachedImages, DamagedImage, Encoded, checks_jpegs
+from onecurve.data.decode import checks_jpegs
+from onecurve.data.encoded import FILES, SPLITS, STORED, CachedImages, DamagedImage, Encoded
 from onecurve.data.equal import EqualImages
 from onecurve.data.sources import Source, find_source
 from onecurve.data.splits import hold_out, part_file

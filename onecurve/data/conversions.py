@@ -6,7 +6,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from onecurve.data.decode import JPEG, Encoded, is_16_bit, open_image
+from onecurve.data.decode import JPEG, is_16_bit, open_image
+from onecurve.data.encoded import Encoded
 from onecurve.system.text import plural
 
 SAMPLE = 64  # images of each split: decoding them takes a fraction of a second

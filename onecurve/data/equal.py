@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from onecurve.data.decode import Encoded
+from onecurve.data.encoded import Encoded
 from onecurve.system.text import printable
 
 

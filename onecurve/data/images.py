@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from onecurve.data.cache import prepare_cache
-from onecurve.data.decode import SPLITS, STORED, torchcodec_decoder
+from onecurve.data.decode import torchcodec_decoder
+from onecurve.data.encoded import SPLITS, STORED
 from onecurve.data.splits import ArraySplit, FileSplit, ShardSplit, Split, SplitPart, part_file
 from onecurve.distributed.agreement import agree, once
 from onecurve.flags.recipe import ImageRecipe

@@ -26,7 +26,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from onecurve.data.decode import SPLITS, Encoded
+from onecurve.data.encoded import SPLITS, Encoded
 from onecurve.system.files import fits, parse_json
 from onecurve.system.s3 import ObjectStore
 from onecurve.system.text import printable

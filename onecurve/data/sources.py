@@ -16,7 +16,7 @@ import numpy as np
 
 from onecurve.data import class_folders
 from onecurve.data.class_folders import VAL_NAMES, LeftOut, check_known, used_splits
-from onecurve.data.decode import SPLITS, save_images, save_labels
+from onecurve.data.encoded import SPLITS, save_images, save_labels
 from onecurve.data.names import save_names
 from onecurve.data.tables import (
     Columns,

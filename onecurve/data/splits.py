@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onecurve.data.crops import CROP_SCALE
-from onecurve.data.decode import ArrayImages, CachedImages, Encoded
+from onecurve.data.encoded import ArrayImages, CachedImages, Encoded
 from onecurve.data.names import NAMES_LIMIT, NameOf, nameless, names_file, open_names, read_names
 from onecurve.data.workers import MicroBatch, decoded, in_flight
 from onecurve.flags.recipe import Batch, ImageRecipe, parse_fold

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from onecurve.data.class_folders import VAL_NAMES, check_known, folder_names, split_folders
-from onecurve.data.decode import save_images, save_labels
+from onecurve.data.encoded import save_images, save_labels
 from onecurve.data.names import save_names_of
 from onecurve.system.env import hub_problem
 from onecurve.system.files import unfetched

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from onecurve.data.crops import CROP_SCALE, evaluation_crop, random_resized_crop
-from onecurve.data.decode import Encoded, decode_image, torchcodec_decoder
+from onecurve.data.decode import decode_image, torchcodec_decoder
+from onecurve.data.encoded import Encoded
 from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import CROP, FLIP, send, send_arrays, to_float
 from onecurve.numerics.order import Plan, uniforms

@@ -25,9 +25,10 @@ from PIL import Image, ImageOps
 from onecurve.checkpoint.format import Checkpoint
 from onecurve.data import cache as image_cache
 from onecurve.data import conversions
-from onecurve.data import decode as decode_module
+from onecurve.data import encoded as encoded_module
 from onecurve.data.cache import prepare_cache, prepare_data
-from onecurve.data.decode import CachedImages, decode_image
+from onecurve.data.decode import decode_image
+from onecurve.data.encoded import CachedImages
 from onecurve.data.images import open_images
 from onecurve.data.sources import find_source
 from onecurve.data.splits import ArraySplit, FileSplit, SplitPart
@@ -583,7 +584,7 @@ class Flaky(CachedImages):
     def __init__(self, number: int, *arguments):
         super().__init__(*arguments)
         self.number, self.seen = number, set[str]()
-        decode_module.open = self.open  # a worker has no monkeypatch
+        encoded_module.open = self.open  # a worker has no monkeypatch
 
     def open(self, file: str, *options, **keywords):
         if file in self.seen or not file.endswith("1.png"):
@@ -604,7 +605,7 @@ def test_transient_errors_of_a_network_mount_are_retried(number, workers, tmp_pa
     split.open = partial(Flaky, number, *split.open.args)
     monkeypatch.setattr(files, "BACKOFF_S", 0.0)
     monkeypatch.setattr(files, "_first_retry", [])
-    monkeypatch.setattr(decode_module, "open", open, raising=False)
+    monkeypatch.setattr(encoded_module, "open", open, raising=False)
     if number == errno.EACCES:
         with pytest.raises(ValueError, match=r"1\.png: Permission denied"):
             read(split, plan)

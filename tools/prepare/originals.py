@@ -24,7 +24,8 @@ from onecurve.data.class_folders import (
     used_splits,
     without_empty,
 )
-from onecurve.data.decode import EXTENSIONS, SPLITS
+from onecurve.data.decode import EXTENSIONS
+from onecurve.data.encoded import SPLITS
 from onecurve.data.tables import BY_TYPE, Table, parquet_files, read_images, read_labels
 from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels

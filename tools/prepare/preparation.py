@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onecurve.data.class_folders import split_folders, used_splits
-from onecurve.data.decode import SPLITS
+from onecurve.data.encoded import SPLITS
 from onecurve.data.names import CollectedNames, names_file
 from onecurve.data.shards import FORMAT, index_name
 from onecurve.system.progress import ReadingProgress

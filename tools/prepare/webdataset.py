@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from onecurve.data.decode import EXTENSIONS, SPLITS
+from onecurve.data.decode import EXTENSIONS
+from onecurve.data.encoded import SPLITS
 from onecurve.system.files import parse_json
 from onecurve.system.s3 import ObjectStore
 from tools.prepare.archives import Member, members, open_stream
