@@ -1,4 +1,4 @@
-"""From encoded images to uint8 pixels."""
+"""Decoding of image files to uint8 pixels, and checks for damaged or oversized files."""
 
 import functools
 import importlib.util
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 JPEG = b"\xff\xd8"
-# Formats by PIL's names, with their files' extensions. PIL opens no other: EPS would start Ghostscript, and
-# documents are no photographs.
+# File extensions by PIL's name of the format. PIL may open only these formats: EPS would start Ghostscript,
+# and documents are not photographs.
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
     "PNG": (".png",),
@@ -34,90 +34,101 @@ FORMATS = {
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
     "AVIF": (".avif",),
 }
-HEIC = (".heic", ".heif")  # of phones; PIL reads them with an optional package
+HEIC = (".heic", ".heif")  # written by phones; PIL needs an optional package to read them
 if importlib.util.find_spec("pillow_heif"):
     FORMATS["HEIF"] = HEIC
 TO_READ_HEIC = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
 TO_READ_NAMED = "to read it, pip install pillow-heif; or convert it: magick heic:FILE NEW.jpg"
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
-MOST_PADDING = 2**16  # bytes before a marker
+MOST_PADDING = 2**16  # bytes allowed before a marker
 _PADDING = re.compile(b"\xff+")
 
 
 def decode_image(data: bytes) -> np.ndarray:
-    """Decodes one image, turned upright by its EXIF tag: uint8 [H, W, 3]. Raises ValueError with the reason.
+    """Decode one image and turn it upright by its EXIF tag.
 
-    Decodes the first frame or page, composites transparency on white, and scales 16-bit values by 1/257,
-    which PIL does not do to images in grey: it turns them white.
+    Only the first frame or page is decoded. Transparent pixels are composited on white. 16-bit values are
+    scaled by 1/257, because PIL would turn 16-bit grey images white.
 
-    The header's size is checked first. torchcodec decodes JPEGs; PIL decodes files that it refuses (a PNG
-    named .jpg) and the other FORMATS. Both refuse a file that is cut short, unless it has an end marker: see
-    damage(). On JPEG they agree within 2 of 255 (both use libjpeg-turbo).
+    The size in the header is checked first. torchcodec decodes JPEGs. PIL decodes the other FORMATS and the
+    files that torchcodec rejects, such as a PNG named .jpg. Both reject a truncated file unless it contains
+    an end marker (see `damage`). Their JPEG pixels differ by at most 2 of 255, because both use
+    libjpeg-turbo.
+
+    Returns:
+        Pixels, uint8 [H, W, 3].
+
+    Raises:
+        ValueError: The image can't be decoded. The message contains the reason.
     """
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
-            # A bytearray: for bytes torchcodec 0.17 changes the filters of warnings, and not thread-safely.
+            # For bytes instead of a bytearray, torchcodec 0.17 changes the warning filters, which is not
+            # thread-safe.
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            with suppress(RuntimeError):  # PIL decodes it, or has the better reason
-                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # [H, W, 3] is how it lies in memory
+            with suppress(RuntimeError):  # PIL decodes the file or reports a better reason
+                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # the memory layout is [H, W, 3]
     return _decode_by_pil(data)
 
 
 @functools.cache
 def torchcodec_decoder() -> Callable[..., Any] | None:
-    """The function that decodes JPEGs; None, which is printed once per process of a training, without
-    torchcodec, or with one that is built for another CUDA than torch. PIL then takes 1.4 times as long."""
+    """Return torchcodec's JPEG decoder, or None if torchcodec is missing or built for another CUDA version.
+
+    PIL then decodes JPEGs and takes 1.4 times as long. Each training process logs this once.
+    """
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
-        if multiprocessing.parent_process() is None:  # a worker's trainer has said it
+        if multiprocessing.parent_process() is None:  # workers stay silent, because the trainer has logged it
             reason = printable(str(error).splitlines()[0])
-            text = f"warning: JPEGs are decoded by PIL, more slowly, as torchcodec can't be used: {reason}"
-            log.warning(text)
+            log.warning(
+                f"warning: PIL decodes JPEGs, more slowly, because torchcodec can't be used: {reason}"
+            )
         return None
     return decode_jpeg
 
 
 def damage(data: bytes) -> str | None:
-    """The error of a broken image, or of a JPEG with missing parts, which decoders fill with grey; else None.
+    """Return the error of a broken image or of a JPEG with missing parts, or None for an intact image.
 
-    torchcodec and PIL accept half a JPEG with an end marker: they hide libjpeg's warnings. For a photograph
-    of 110 kB damage() takes 1.0 ms of one core, decode() 1.4 ms.
+    torchcodec and PIL hide libjpeg's warnings. They accept half a JPEG with an end marker and fill the rest
+    with grey. For a 110 kB photo, this check takes 1.0 ms on one core; decoding takes 1.4 ms.
     """
     try:
         frame = jpeg_frame(data)
     except ValueError as error:
         return str(error)
     if frame is None or len(data) < frame.least_bytes or not checks_jpegs():
-        return _refusal(data)
+        return _decoding_error(data)
     import simplejpeg
 
     try:
         colorspace = "CMYK" if frame.components == 4 else "GRAY"
         simplejpeg.decode_jpeg(data, colorspace, min_factor=8, strict=True)
     except ValueError as error:
-        what = str(error)
-        if "extraneous" in what:  # harmless bytes between two segments
+        message = str(error)
+        if "extraneous" in message:  # harmless bytes between two segments
             return None
-        # decode() may know a file that simplejpeg does not.
-        return what if what.startswith(("Corrupt", "Premature")) else _refusal(data)
+        # decode_image() may read a file that simplejpeg can't read.
+        return message if message.startswith(("Corrupt", "Premature")) else _decoding_error(data)
     return None
 
 
 @functools.cache
 def checks_jpegs() -> bool:
-    """True if simplejpeg is installed, which finds missing parts. Says once if it is not."""
-    is_there = importlib.util.find_spec("simplejpeg") is not None
-    if not is_there:
-        log.warning("warning: simplejpeg is not installed, so JPEGs with missing parts are not found")
-    return is_there
+    """Check whether simplejpeg, which detects missing parts, is installed. Log once if it is not."""
+    is_installed = importlib.util.find_spec("simplejpeg") is not None
+    if not is_installed:
+        log.warning("warning: simplejpeg is not installed, so JPEGs with missing parts are not detected")
+    return is_installed
 
 
-def _refusal(data: bytes) -> str | None:
+def _decoding_error(data: bytes) -> str | None:
     try:
         decode_image(data)
     except ValueError as error:
@@ -126,39 +137,44 @@ def _refusal(data: bytes) -> str | None:
 
 
 class JpegFrame(NamedTuple):
+    """Frame header of a JPEG."""
+
     height: int
     width: int
     components: int
-    least_bytes: int  # at 1 bit for each block of 8 x 8; 0 for arithmetic coding
+    least_bytes: int  # smallest possible file: 1 bit for each block of 8 x 8; 0 for arithmetic coding
 
 
 def jpeg_frame(data: bytes) -> JpegFrame | None:
-    """Reads the frame header of a JPEG; None where there is none (ITU T.81, B.1.1, B.2.2 and A.2.4).
+    """Read the frame header of a JPEG (ITU T.81, B.1.1, B.2.2 and A.2.4). Return None if there is none.
 
-    Raises ValueError for endless padding, which PIL would read byte by byte.
+    Raises:
+        ValueError: The header contains excessive padding, which PIL would read byte by byte.
     """
-    at = 2 if data[:2] == JPEG else len(data)
-    while at + 10 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
+    offset = 2 if data[:2] == JPEG else len(data)
+    while offset + 10 <= len(data) and data[offset] == 0xFF:
+        marker = data[offset + 1]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9])
-            sampling = [(hv >> 4, hv & 15) for hv in data[at + 11 : at + 10 + 3 * data[at + 9] : 3]]
+            height = int.from_bytes(data[offset + 5 : offset + 7])
+            width = int.from_bytes(data[offset + 7 : offset + 9])
+            components = data[offset + 9]
+            sampling = [(hv >> 4, hv & 15) for hv in data[offset + 11 : offset + 10 + 3 * components : 3]]
             widest, highest = (max((s[i] for s in sampling), default=0) for i in (0, 1))
             blocks = sum(
                 math.ceil(width * h / (8 * widest)) * math.ceil(height * v / (8 * highest))
                 for h, v in sampling
                 if widest and highest
             )
-            return JpegFrame(height, width, data[at + 9], blocks // 8 if marker <= 0xC2 else 0)
+            return JpegFrame(height, width, components, blocks // 8 if marker <= 0xC2 else 0)
         if marker == 0xFF:
-            padding = len(_PADDING.match(data, at)[0]) - 1  # type: ignore[index]  # it matches
+            padding = len(_PADDING.match(data, offset)[0]) - 1  # type: ignore[index]  # always matches here
             if padding > MOST_PADDING:
                 raise ValueError(
-                    f"its header has {padding:,} bytes of padding: at most {MOST_PADDING:,} are read"
+                    f"the header has {padding:,} bytes of padding: at most {MOST_PADDING:,} are read"
                 )
-            at += padding
-        else:  # all other segments before the frame have a length, which includes itself
-            at += 2 + int.from_bytes(data[at + 2 : at + 4])
+            offset += padding
+        else:  # each other segment before the frame starts with its length, including the length field
+            offset += 2 + int.from_bytes(data[offset + 2 : offset + 4])
     return None
 
 
@@ -166,8 +182,8 @@ def _check_frame(frame: JpegFrame, size: int) -> None:
     _check_size(frame.width, frame.height)
     if size < frame.least_bytes:
         raise ValueError(
-            f"its header says {frame.width:,} x {frame.height:,} pixels, which {size:,} bytes can't hold: it"
-            " is cut short, or a decompression bomb"
+            f"the header says {frame.width:,} x {frame.height:,} pixels, which {size:,} bytes can't hold. The"
+            " file is truncated or a decompression bomb"
         )
 
 
@@ -186,31 +202,35 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
     has_16_bits = is_16_bit(image)
     try:
         image = ImageOps.exif_transpose(image)
-        if has_16_bits:  # convert("RGB") would clip all above 255 to white
+        if has_16_bits:  # convert("RGB") would clip values above 255 to white
             grey = np.asarray(image)
             is_clear = grey == image.info.get("transparency", -1)
             grey = np.where(is_clear, 255, grey // 257).astype(np.uint8)
             return np.repeat(grey[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
-            raise ValueError(f"its pixels have 32 bits (PIL's mode {image.mode}), not 8 or 16")
+            raise ValueError(f"the pixels have 32 bits (PIL's mode {image.mode}), not 8 or 16")
         if image.has_transparency_data:
             clear = image.convert("RGBA")
             image = Image.new("RGBA", clear.size, "white")
             image.alpha_composite(clear)
-        return np.array(image.convert("RGB"))  # a copy, as torch warns about memory that may not be written
+        return np.array(image.convert("RGB"))  # a copy, because torch warns about read-only memory
     except ValueError:
         raise
-    except Exception as error:  # PIL's errors on broken files have no common class
+    except Exception as error:  # PIL's errors on broken files share no base class
         raise ValueError(f"{error}" or type(error).__name__) from None
 
 
 def is_16_bit(image: "Image.Image") -> bool:
-    """True for a grey image of 16 bits. PIL opens one in colour as an image of 8 bits."""
+    """Check whether an image is 16-bit grey. PIL opens 16-bit colour images with 8 bits."""
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
 
 
 def open_image(data: bytes) -> "Image.Image":
-    """Opens an image lazily with PIL. Raises ValueError for one that is none of FORMATS, or is too large."""
+    """Open an image lazily with PIL.
+
+    Raises:
+        ValueError: The format is not among FORMATS, the image is too large, or its header is broken.
+    """
     from PIL import Image, UnidentifiedImageError
 
     allow_large_texts()
@@ -227,11 +247,11 @@ def open_image(data: bytes) -> "Image.Image":
     try:
         image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
-        known = f"not an image of a known format ({', '.join(FORMATS)})"
-        raise ValueError(unfetched(data) or known) from None
-    except Exception as error:  # twice the limit, or a broken file: PIL's errors have no common class
+        message = f"not an image of a known format ({', '.join(FORMATS)})"
+        raise ValueError(unfetched(data) or message) from None
+    except Exception as error:  # over twice PIL's limit, or broken; PIL's errors share no base class
         raise ValueError(str(error) or type(error).__name__) from None
-    # PIL's warning is no way to do it: changing the filters of warnings is not thread-safe.
+    # Up to twice its limit PIL only warns. Turning warnings into errors would not be thread-safe.
     _check_size(*image.size)
     return image
 

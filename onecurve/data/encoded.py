@@ -1,4 +1,4 @@
-"""The encoded images of a split: files in the cache that name or hold them."""
+"""The encoded images of a split: files in the cache that store their bytes or paths, and their readers."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from onecurve.system.files import read_json, retried
 from onecurve.system.text import printable
 
 SPLITS = ("train", "val")
-STORED = (*SPLITS, "test")  # in a cache folder
+STORED = (*SPLITS, "test")  # splits that a cache folder can contain
 FILES = ("items.bin", "offsets.npy", "items.json")
 
 
@@ -26,11 +26,13 @@ def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) ->
 def save_images(
     folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: list | None = None
 ) -> None:
-    """Writes image bytes, or paths below root, as a cache folder keeps them. Memory: the offsets.
+    """Write the images of a split to a cache folder, as bytes or as paths relative to `root`.
+
+    Only the offsets are held in memory. The files are:
 
     <split>_items.bin    the bytes or paths, one after another
-    <split>_offsets.npy  int64 [N + 1]: where each item begins
-    <split>_items.json   root: the folder of the image files, or null; parts: [table, rows] in their order
+    <split>_offsets.npy  int64 [N + 1], the start of each item and the end of the last one
+    <split>_items.json   "root", the folder of the image files or null; "parts", a list of [table, rows]
     """
     offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as out:
@@ -43,40 +45,46 @@ def save_images(
 
 
 class DamagedImage(ValueError):
-    """A part of an image is missing. Decoders fill it with grey."""
+    """Error for an image with a missing part, which decoders fill with grey."""
 
 
 class Encoded(ABC):
-    """The encoded images of one split, by number: each is bytes of a file, or a whole file."""
+    """Encoded images of one split, by index. Each image is a whole file or a range of bytes in a file.
 
-    def __init__(self, count: int, part: Path | None, kept: io.FileIO | None = None):
-        """part: a file with the ids of those that count, of `count`. kept: the file of all, to stay open."""
-        self.ids, self.kept = range(count) if part is None else np.load(part), kept
+    Args:
+        count: Number of stored images.
+        ids_file: File with the ids of the images to read, int64 [n]. None reads all stored images.
+        open_file: File that contains the bytes of all images and stays open. None opens a file per read.
+    """
+
+    def __init__(self, count: int, ids_file: Path | None, open_file: io.FileIO | None = None):
+        self.ids = range(count) if ids_file is None else np.load(ids_file)
+        self.open_file = open_file
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @abstractmethod
-    def place(self, i: int) -> tuple[str, int, int]:
-        """File, offset and length of image i; -1: the whole file."""
+    def location(self, i: int) -> tuple[str, int, int]:
+        """Return the file, offset and length of image i in bytes. Length -1 means the whole file."""
 
     @abstractmethod
-    def where(self, i: int) -> str:
-        """The name of image i in messages."""
+    def display_name(self, i: int) -> str:
+        """Return the name of image i for messages."""
 
     @retried
     def size(self, i: int) -> int:
-        """The length of content(i)."""
-        file, _, length = self.place(i)
+        """Return the length of `content(i)` in bytes."""
+        file, _, length = self.location(i)
         return os.path.getsize(file) if length < 0 else length
 
     @retried
     def content(self, i: int) -> bytes:
-        """Return the bytes of image i as it is encoded. Raises OSError that names its file."""
-        file, offset, length = self.place(i)
+        """Return the encoded bytes of image i. Raise OSError with the name of its file."""
+        file, offset, length = self.location(i)
         try:
-            if self.kept:
-                return os.pread(self.kept.fileno(), length, offset)
+            if self.open_file:
+                return os.pread(self.open_file.fileno(), length, offset)
             with open(file, "rb", buffering=0) as opened:
                 opened.seek(offset)
                 data = opened.read(length)
@@ -87,31 +95,43 @@ class Encoded(ABC):
         return data
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
-        """uint8 [H, W, 3]. Raises ValueError that names a broken image (strict: Damaged for a JPEG of which a
-        part is missing), OSError where its file can't be read."""
+        """Decode image i.
+
+        Args:
+            i: Index of the image.
+            strict: Whether to reject JPEGs with missing parts.
+
+        Returns:
+            Pixels, uint8 [H, W, 3].
+
+        Raises:
+            DamagedImage: A part of a JPEG is missing (only with `strict`).
+            ValueError: The image can't be decoded. The message names the image.
+            OSError: The file can't be read.
+        """
         data = self.content(i)
         try:
             pixels = decode_image(data)
-            if strict and data[:2] == JPEG and (what := damage(data)):
-                raise DamagedImage(what)
+            if strict and data[:2] == JPEG and (problem := damage(data)):
+                raise DamagedImage(problem)
             return pixels
         except ValueError as error:
-            kind = DamagedImage if isinstance(error, DamagedImage) else ValueError
-            raise kind(f"{self.where(i)}: {error}") from None
+            error_class = DamagedImage if isinstance(error, DamagedImage) else ValueError
+            raise error_class(f"{self.display_name(i)}: {error}") from None
 
 
 class ArrayImages(Encoded):
-    """Images that are decoded already, in a file of a cache folder: uint8 [N, H, W, 3]."""
+    """Decoded images in a file of a cache folder, uint8 [N, H, W, 3]."""
 
     def __init__(self, file: str, rows: np.ndarray | None):
         self.images = np.load(file, mmap_mode="r")
         super().__init__(len(self.images), None)
         self.ids = self.ids if rows is None else rows
 
-    def place(self, i: int) -> tuple[str, int, int]:
+    def location(self, i: int) -> tuple[str, int, int]:
         return str(self.images.filename), 0, -1
 
-    def where(self, i: int) -> str:
+    def display_name(self, i: int) -> str:
         return f"image {self.ids[i]}"
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
@@ -119,28 +139,28 @@ class ArrayImages(Encoded):
 
 
 class CachedImages(Encoded):
-    """Those that save_images has written, named by their paths, or by the rows of their tables."""
+    """Images written by `save_images`. Messages name them by file path or table row."""
 
-    def __init__(self, folder: Path, split: str, part: Path | None = None):
+    def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
         self.items = open(str(folder / f"{split}_items.bin"), "rb", buffering=0)  # noqa: SIM115
         layout = read_json(folder / f"{split}_items.json")
         self.root, self.parts = layout["root"], layout["parts"]
-        super().__init__(len(self.offsets) - 1, part, self.items if self.root is None else None)
+        super().__init__(len(self.offsets) - 1, ids_file, self.items if self.root is None else None)
 
-    def place(self, i: int) -> tuple[str, int, int]:
-        start, end = self.offsets[self.ids[i] :][:2].tolist()  # of its bytes, or of its path
+    def location(self, i: int) -> tuple[str, int, int]:
+        start, end = self.offsets[self.ids[i] :][:2].tolist()  # range of the image's bytes or of its path
         if self.root is None:
             return self.items.name, start, end - start
         path = os.pread(self.items.fileno(), end - start, start)
         return os.path.join(self.root, os.fsdecode(path)), 0, -1
 
-    def where(self, i: int) -> str:
+    def display_name(self, i: int) -> str:
         if self.root is not None:
-            return printable(self.place(i)[0])
+            return printable(self.location(i)[0])
         row = int(self.ids[i])
-        for name, rows in self.parts:
+        for table, rows in self.parts:
             if row < rows:
-                return f"row {row} of {name}"
+                return f"row {row} of {table}"
             row -= rows
-        raise AssertionError("no such image")
+        raise AssertionError(f"image {i} is in no table")

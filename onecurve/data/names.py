@@ -1,6 +1,7 @@
-"""File names of images: a text file beside a split's labels or index, with a line for each stored image.
+"""Files with the names of a split's images: one line of printable text for each stored image.
 
-The lines are printable text. An image without a name has an empty line; a split without names has no file.
+The file lies next to the split's labels or index. An unnamed image has an empty line. A split without names
+has no such file.
 """
 
 from array import array
@@ -15,7 +16,7 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 
 NAMES_LIMIT = 2**32  # bytes
-NameOf = Callable[[int], str]  # from an image's number in its stored split; "" for an image without a name
+NameOf = Callable[[int], str]  # maps an image's number in its stored split to its name, or to "" without one
 
 
 def names_file(split: str) -> str:
@@ -28,7 +29,7 @@ def save_names(folder: Path, split: str, names: Iterable[str]) -> None:
 
 
 def save_names_of(images: Iterable[tuple[bytes, str]], folder: Path, split: str) -> Iterator[bytes]:
-    """Yield the images' contents, and write their names meanwhile."""
+    """Yield the contents of (content, name) pairs, and write each name as its pair is read."""
     with open(folder / names_file(split), "wb") as out:
         for content, name in images:
             out.write(_line(name))
@@ -36,7 +37,7 @@ def save_names_of(images: Iterable[tuple[bytes, str]], folder: Path, split: str)
 
 
 class CollectedNames:
-    """Names in the order in which a split's images are read. Memory: a line of text and 8 bytes a name."""
+    """Names in the order in which a split's images are read. A name takes its line plus 8 bytes."""
 
     def __init__(self) -> None:
         self.lines, self.ends = bytearray(), array("q", [0])
@@ -46,7 +47,7 @@ class CollectedNames:
         self.ends.append(len(self.lines))
 
     def write(self, folder: Path, split: str, order: np.ndarray) -> None:
-        """Write the names in the order of the index: int64 [N]."""
+        """Write the names in the order of the index, int64 [N]."""
         content = BytesIO()
         for k in order.tolist():
             content.write(self.lines[self.ends[k] : self.ends[k + 1]])
@@ -54,14 +55,17 @@ class CollectedNames:
 
 
 def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
-    """Return a function from numbers to names. lines: the content of a file of names, which may be mapped.
+    """Return a function from image numbers to names. It keeps 8 bytes per name in memory.
 
-    Memory: 8 bytes a name. A file that has not `count` lines is not used, and a line says so.
+    Args:
+        lines: Content of a file of names; may be memory-mapped.
+        count: Number of images. A file with another number of lines is ignored with a warning.
+        where: Name of the file, for the warning.
     """
     lines = np.frombuffer(lines, np.uint8) if isinstance(lines, bytes) else lines
     ends = np.flatnonzero(lines == ord("\n"))
     if len(ends) != count:
-        log.info(f"warning: {where} has {len(ends):,} names for {count:,} images. No names are shown")
+        log.warning(f"warning: {where} has {len(ends):,} names for {count:,} images. No names are shown")
         return nameless
 
     def name_of(number: int) -> str:
@@ -72,7 +76,7 @@ def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
 
 
 def open_names(file: Path, count: int) -> NameOf:
-    """Return a function from numbers to the names in a file; without the file no image has a name."""
+    """Return a function from image numbers to the names in a file. Without the file, all names are empty."""
     if not file.exists() or not file.stat().st_size:
         return nameless
     return read_names(np.memmap(file, np.uint8, "r"), count, str(file))

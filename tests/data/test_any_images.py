@@ -354,8 +354,8 @@ def test_images_in_both_splits_are_reported(form, tmp_path, monkeypatch):
     images = opened(root, tmp_path / "cache")
     val_split, both = f"the {len(images.val)} {images.val_name} images", f"{names[0]} and {names[1]}"
     assert images.flaws == (
-        f"1 of {val_split} are training images, too, as {both}: remove them from one split:"
-        " accuracies are too high",
+        f"1 of {val_split} are also training images, for example {both}. Accuracies are too high."
+        " Remove these images from one split",
         *contradictions(2, both_labels),
     )
     monkeypatch.setattr(cache, "SEARCHED_BYTES", 100)
@@ -363,8 +363,8 @@ def test_images_in_both_splits_are_reported(form, tmp_path, monkeypatch):
 
 
 def contradictions(count: int, both: str | None) -> list[str]:
-    text = f"{count} images have contradictory labels: the same bytes are in several classes, as {both}."
-    return [f"{text} Correct the labels, or remove the images"] if both else []
+    text = f"{count} images have contradictory labels: the same bytes appear in several classes, for example"
+    return [f"{text} {both}. Correct the labels, or remove the images"] if both else []
 
 
 @pytest.mark.parametrize("form", ["folders", "several sizes", "links", "holdout"])
@@ -476,7 +476,7 @@ def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
     ]
     counts = f"data {data}: 19 training images, 19 val images, 2 classes"
     counts += "; left out: 1 .txt" if form == "folders" else ""
-    duplicates = "warning: 19 of the 19 val images are training images, too"
+    duplicates = "warning: 19 of the 19 val images are also training images"
     assert [(output.count(f"{counts}\n"), output.count(duplicates)) for output in outputs] == [(1, 1), (1, 1)]
     one, two = (metrics(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4

@@ -140,7 +140,7 @@ def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
     padded = jpeg[:2] + b"\xff" * 1000 + jpeg[2:]  # the format allows padding
     assert decode_image(padded).shape == decode_image(jpeg).shape
     monkeypatch.setattr("onecurve.data.decode._decode_by_pil", None)  # PIL would read for half a minute
-    padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "its header has 20,000,000 bytes of"
+    padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "the header has 20,000,000 bytes of"
     with pytest.raises(ValueError, match=reason):
         decode_image(padded)
     assert damage(padded).startswith(reason)
@@ -244,7 +244,7 @@ def test_without_torchcodec_pil_decodes_and_reports_it_once(photographs, monkeyp
     torchcodec_decoder.cache_clear()
     for image, expected_image in zip(images, expected, strict=True):
         assert np.abs(image.astype(int) - expected_image).max() <= 2
-    assert capsys.readouterr().err.count("JPEGs are decoded by PIL, more slowly, as torchcodec can't") == 1
+    assert capsys.readouterr().err.count("PIL decodes JPEGs, more slowly, because torchcodec can't") == 1
 
 
 def test_without_simplejpeg_images_are_decoded_and_a_warning_appears_once(tmp_path, monkeypatch, capsys):

@@ -352,12 +352,12 @@ def test_a_wrong_list_is_one_line(case, tmp_path):
 
 def test_files_that_are_not_text_are_refused(tmp_path):
     for content, message in {
-        b"file,label\n\xff\xfe\n": "not in UTF-8",
-        b'file,label\n"' + b"a" * 200_000: "no CSV",
-        b"[1]\n": "line 1: it is no JSON object",
-        b'\n{"file": "img/0.png", "label": "a"}\n{"file": "img/1.png"}': "line 3: it has no label",
-        b'{"file": "img/0.png", "label": null}\n{"label": 1}': "line 1: it has no label",
-        b'{"file": 1': "line 1: it is no JSON object",
+        b"file,label\n\xff\xfe\n": "not encoded in UTF-8",
+        b'file,label\n"' + b"a" * 200_000: "not a valid CSV",
+        b"[1]\n": "line 1 is not a JSON object",
+        b'\n{"file": "img/0.png", "label": "a"}\n{"file": "img/1.png"}': "line 3 has no label",
+        b'{"file": "img/0.png", "label": null}\n{"label": 1}': "line 1 has no label",
+        b'{"file": 1': "line 1 is not a JSON object",
     }.items():
         path = write_list(tmp_path, "", "pets.csv" if content.startswith(b"file") else "pets.jsonl")
         path.write_bytes(content)

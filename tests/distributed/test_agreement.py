@@ -99,7 +99,7 @@ def test_a_checkpoint_on_the_other_hosts_disk_is_refused(tmp_path, cache):
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
-    mutate(project_copy, "onecurve/data/decode.py", '"""From', '"""Here: from')
+    mutate(project_copy, "onecurve/data/decode.py", '"""Decoding', '"""Other decoding')
     jobs = two_hosts(tmp_path, cache, [*CNN, *FLAGS], projects=(None, project_copy))
     assert_refused(jobs, "error: the processes do not agree: script and onecurve/ is ")
 
