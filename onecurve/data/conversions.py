@@ -1,4 +1,4 @@
-"""Warnings about conversions and crops that can erase what tells classes apart, from sampled images."""
+"""Warnings about conversions and crops that may hide differences between classes, based on sampled images."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -10,24 +10,32 @@ from onecurve.data.decode import JPEG, is_16_bit, open_image
 from onecurve.data.encoded import Encoded
 from onecurve.system.text import plural
 
-SAMPLE = 64  # images of each split: decoding them takes a fraction of a second
-VALUES = 10_000  # of an image, from which its range is estimated
-KEPT = 1 / 4  # of the range, the contrast or the picture. Less is named: two bits of eight are then lost
-NAMED_SHARE = 1 / 10  # of the sampled images. Fewer hardly change an accuracy, and any data has outliers
-OUTLIERS_PCT = 0.1  # of the values at each end, as hot pixels
-VISIBLE = 16  # standard deviation of 255 levels. Below it colours are a flat background
+SAMPLE = 64  # images per split; decoding them takes a fraction of a second
+VALUES = 10_000  # values per image from which its range is estimated
+KEPT = 1 / 4  # warn if less of the range, contrast or image area remains: two of eight bits are then lost
+NAMED_SHARE = 1 / 10  # share of sampled images that triggers a warning; fewer hardly change an accuracy
+OUTLIERS_PCT = 0.1  # percentage of values ignored at each end, such as hot pixels
+VISIBLE = 16  # standard deviation, of 255 levels, below which colours are a flat background
 
 Value = TypeVar("Value")
 
 
 class Look(NamedTuple):
-    """Facts about the conversion of one image."""
+    """Facts about the conversion of one image.
 
-    shape: tuple[int, ...]  # of the decoded image: [H, W, 3]
-    levels: tuple[int, int]  # range of the decoded values, 0 to 255, without outliers
-    values_16_bit: tuple[int, int] | None  # the same of the file, if it has 16 bits
-    hidden: tuple[float, int, int] | None  # share of transparent pixels and range of colours, if white hides
-    palette: tuple[int, int] | None  # numbers of indices and of their colours, if colours repeat
+    Attributes:
+        shape: Shape of the decoded image, [H, W, 3].
+        levels: Range of the decoded values, 0 to 255, without outliers.
+        values_16_bit: Range of the values in a 16-bit file, without outliers; None for other files.
+        hidden: Share of transparent pixels and range of their colours, if the white background hides them.
+        palette: Numbers of palette indices and of distinct colours, if several indices share a colour.
+    """
+
+    shape: tuple[int, ...]
+    levels: tuple[int, int]
+    values_16_bit: tuple[int, int] | None
+    hidden: tuple[float, int, int] | None
+    palette: tuple[int, int] | None
 
     @property
     def is_long(self) -> bool:
@@ -35,18 +43,23 @@ class Look(NamedTuple):
 
 
 def sample(splits: Iterable[Encoded]) -> list[list[Look]]:
-    """Decode SAMPLE images of each split, spread over it. Images that can't be decoded are left out."""
+    """Decode SAMPLE evenly spaced images of each split. Skip images that can't be decoded."""
     looks = []
     for images in splits:
-        looks.append(of_split := list[Look]())
+        looks.append(split_looks := list[Look]())
         for i in np.unique(np.linspace(0, len(images) - 1, SAMPLE).astype(int)):
             with suppress(ValueError):
-                of_split.append(look_at(images.content(i), images.decode(i)))
+                split_looks.append(look_at(images.content(i), images.decode(i)))
     return looks
 
 
 def look_at(data: bytes, pixels: np.ndarray) -> Look:
-    """pixels: uint8 [H, W, 3], which decode() makes of the data."""
+    """Compare an encoded image with its decoded pixels.
+
+    Args:
+        data: Encoded image.
+        pixels: Result of `decode_image(data)`, uint8 [H, W, 3].
+    """
     if data[:2] == JPEG:
         return Look(pixels.shape, _range(pixels), None, None, None)
     image = open_image(data)
@@ -61,51 +74,57 @@ def look_at(data: bytes, pixels: np.ndarray) -> Look:
 
 
 def conversion_warnings(looks: Sequence[Look], is_cropped: bool) -> list[str]:
-    """Return a line for each kind of conversion that affects NAMED_SHARE of the images."""
+    """Return a warning for each type of conversion that affects at least NAMED_SHARE of the images.
+
+    Args:
+        looks: Facts about the sampled images.
+        is_cropped: Whether the images are cropped for evaluation.
+    """
     if not looks:
         return []
-    lines, seen = [], plural(len(looks), "sampled image")
+    lines, sampled = [], plural(len(looks), "sampled image")
     plain = [look for look in looks if not (look.hidden or look.palette)]
     low, high = _common_range([look.levels for look in plain] or [(0, 255)])
     if high - low < KEPT * 255:
         source, values = "", [look.values_16_bit for look in plain if look.values_16_bit]
         if values:
-            source = ": the files have 16 bits, with values from {:,} to {:,}".format(*_common_range(values))
+            low_16, high_16 = _common_range(values)
+            source = f". The files have 16 bits, with values from {low_16:,} to {high_16:,}"
         lines.append(
-            f"{seen} use only the levels {low} to {high} of 255 after conversion to 8 bits{source}. Scale the"
-            " values to the whole range before training"
+            f"{sampled} use only the levels {low} to {high} of 255 after conversion to 8 bits{source}. Scale"
+            " the values to the whole range before training"
         )
     if hidden := _affected([look.hidden for look in looks]):
         share, low, high = max(hidden)
         lines.append(
-            f"{len(hidden):,} of {seen} lose what transparency hides, as it becomes white: up to {share:.0%}"
-            f" of the pixels, with colours from {low} to {high}. Save them without transparency, as they are"
-            " to be seen"
+            f"{len(hidden):,} of {sampled} have details in transparent areas, which become white: up to"
+            f" {share:.0%} of the pixels, with colours from {low} to {high}. Save the images without"
+            " transparency, as the model should see them"
         )
     if palettes := _affected([look.palette for look in looks]):
         indices, colours = max(palettes, key=lambda pair: pair[0] / pair[1])
         lines.append(
-            f"{len(palettes):,} of {seen} have a palette in which indices share colours, for example"
-            f" {indices} indices with {plural(colours, 'colour')}. Save them in grey if the index matters, as"
-            " in label maps"
+            f"{len(palettes):,} of {sampled} have a palette in which indices share colours, for example"
+            f" {indices} indices with {plural(colours, 'colour')}. Save the indices as grey values if they"
+            " matter, for example in label maps"
         )
     if is_cropped and (shapes := _affected([look.shape if look.is_long else None for look in looks])):
         height, width, _ = max(shapes, key=lambda shape: max(shape) / min(shape[:2]))
         lines.append(
-            f"{len(shapes):,} of {seen} are longer than 4 times their shorter side, for example {width:,} x"
-            f" {height:,} pixels. A central crop shows less than a quarter of them. Pad or divide them"
+            f"{len(shapes):,} of {sampled} are longer than 4 times their shorter side, for example {width:,}"
+            f" x {height:,} pixels. A central crop shows less than a quarter of them. Pad or split the images"
         )
     return lines
 
 
 def _affected(values: Sequence[Value | None]) -> list[Value]:
-    """Return the values that are not None, if they are NAMED_SHARE of all."""
+    """Return the values that are not None, or [] if they are fewer than NAMED_SHARE of all values."""
     affected = [value for value in values if value is not None]
     return affected if len(affected) >= NAMED_SHARE * len(values) else []
 
 
 def _common_range(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the range of all images but NAMED_SHARE of them at each end."""
+    """Return the range that covers all images except NAMED_SHARE of them at each end."""
     lows, highs = zip(*ranges, strict=True)
     low = np.quantile(lows, NAMED_SHARE, method="lower")
     return int(low), int(np.quantile(highs, 1 - NAMED_SHARE, method="higher"))
@@ -118,10 +137,10 @@ def _range(values: np.ndarray) -> tuple[int, int]:
 
 
 def _hidden(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, int] | None:
-    """Return the share of transparent pixels and the range of their colours, where white hides an image.
+    """Return the share of transparent pixels and the range of their colours, or None if no detail is lost.
 
-    That is where completely transparent pixels have visible colours, or the contrast of colours or alpha is
-    lost, as of white drawings with alpha.
+    Detail is lost on a white background if fully transparent pixels have visible colours, or if the contrast
+    of colours or alpha disappears, for example in white drawings with alpha.
     """
     colours, alpha = rgba[..., :3], rgba[..., 3]
     is_clear = alpha < 255
@@ -135,7 +154,10 @@ def _hidden(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, int] | No
 
 
 def _repeated_colours(image) -> tuple[int, int] | None:
-    """Return the numbers of palette indices and of their colours, where these are half as many or fewer."""
+    """Return the numbers of used palette indices and of their distinct colours.
+
+    Return None if the colours are more than half as many as the indices.
+    """
     indices = np.unique(np.asarray(image))
     palette = np.asarray(image.getpalette() or [0, 0, 0], np.uint8).reshape(-1, 3)
     colours = np.unique(palette[indices[indices < len(palette)]], axis=0)

@@ -6,8 +6,8 @@ import numpy as np
 
 from onecurve.models.preprocessing import IMAGENET_CROP, LEGACY, Crop
 
-CROP_SCALE = (0.08, 1.0)  # area of a random crop, as a share of the image's
-LONGEST = 64  # a longer image, as a multiple of its shorter side, is cut before it is scaled
+CROP_SCALE = (0.08, 1.0)  # range of a random crop's area, as a fraction of the image's area
+LONGEST = 64  # largest aspect ratio that is resized as a whole; more elongated images are cut first
 
 
 def random_resized_crop(
@@ -17,11 +17,20 @@ def random_resized_crop(
     interpolation: str = "bilinear",
     scale: tuple[float, ...] = CROP_SCALE,
 ) -> np.ndarray:
-    """Return Inception's random crop (Szegedy et al. 2014), uint8 [size, size, 3].
+    """Return a random crop as used for Inception (Szegedy et al. 2014).
 
-    Equals torchvision's RandomResizedCrop: an aspect ratio of 3/4 to 4/3 and ten attempts, then the largest
-    central crop within these ratios. draws: float64 [40] in [0, 1), four for each attempt. scale: the
-    smallest and the largest area of the crop, as shares of the image's area.
+    The crop equals torchvision's RandomResizedCrop. Ten attempts draw an area and an aspect ratio from 3/4 to
+    4/3. If none fits into the image, the result is the largest central crop within these ratios.
+
+    Args:
+        image: Pixels, uint8 [H, W, 3].
+        size: Height and width of the result.
+        draws: Random numbers in [0, 1), float64 [40], four for each attempt.
+        interpolation: Interpolation mode of torch.
+        scale: Smallest and largest area of the crop, as fractions of the image's area.
+
+    Returns:
+        Pixels, uint8 [size, size, 3].
     """
     height, width = image.shape[:2]
     smallest, largest = scale
@@ -39,9 +48,10 @@ def random_resized_crop(
 
 
 def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) -> np.ndarray:
-    """Return an evaluation's crop, uint8 [size, size, 3], as timm's `transforms_imagenet_eval` makes it.
+    """Return the crop for evaluation, uint8 [size, size, 3], the same as timm's `transforms_imagenet_eval`.
 
-    The default is ImageNet's usual crop: shorter side to size * 256 / 224, then the middle.
+    The default is the usual crop for ImageNet. It resizes the shorter side to size * 256 / 224 and crops the
+    center.
     """
     length = crop.scaled(size)
     if crop.crop_mode == "center":
@@ -51,7 +61,7 @@ def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) ->
         longest = max(image.shape)
         h, w = (max(1, round(side * length / longest)) for side in image.shape[:2])
         h, w = (length, length) if crop.crop_mode == "squash" else (h, w)
-        image = _without_most(image)
+        image = _subsampled(image)
     resize = _resize if crop.interpolation == LEGACY else _resize_by_pil
     scaled = resize(image, h, w, crop.filter)
     if crop.crop_mode == "border":
@@ -64,10 +74,10 @@ def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) ->
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:
-    """Cuts the ends off an image that is longer than LONGEST times its shorter side.
+    """Cut both ends off an image that is longer than LONGEST times its shorter side.
 
-    Scaled as a whole, one of 60,000 x 1 pixels would take 11 GB. An even multiple of the shorter side keeps
-    the crop's pixels.
+    Resizing a whole image of 60,000 x 1 pixels would take 11 GB. The removed length is an even multiple of
+    the shorter side, so that the pixels of the crop do not change.
     """
     height, width = image.shape[:2]
     short, long = sorted((height, width))
@@ -75,33 +85,36 @@ def _without_ends(image: np.ndarray) -> np.ndarray:
     return image[cut : height - cut] if height > width else image[:, cut : width - cut]
 
 
-def _without_most(image: np.ndarray) -> np.ndarray:
-    """Keep every k-th row or column of an image of many times 65,536, whose weights would take gigabytes."""
+def _subsampled(image: np.ndarray) -> np.ndarray:
+    """Keep every k-th row and column of an image so that neither side exceeds 65,536 pixels.
+
+    The interpolation weights of longer sides would take gigabytes.
+    """
     height, width = (-(-side // 2**16) for side in image.shape[:2])
     return image[::height, ::width]
 
 
 def _resize(image: np.ndarray, height: int, width: int, interpolation: str = "bilinear") -> np.ndarray:
-    """Resize uint8 pixels with antialiasing, as PIL and torchvision do.
+    """Resize uint8 pixels with antialiasing, like PIL and torchvision.
 
-    The pixels of photographs are within 1 of PIL's, except for one value in two million, which is within 2.
+    On photos, values differ from PIL's by at most 1, and by 2 for one value in two million.
     """
     import torch
     import torch.nn.functional as F
 
-    # [1, 3, H, W], channels last in memory. A batch added after the permutation would have another stride,
-    # and torch would take a path that is more than twice as slow, to the same pixels.
+    # [1, 3, H, W], channels last in memory. Adding the batch dimension after the permutation would change the
+    # strides, and torch would compute the same pixels with a kernel that takes more than twice as long.
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     pixels = F.interpolate(pixels, (height, width), mode=interpolation, antialias=True)
     return pixels[0].permute(1, 2, 0).numpy()
 
 
 def _resize_by_pil(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
-    """Resize uint8 pixels exactly as in the evaluations that published accuracies come from.
+    """Resize uint8 pixels with PIL, to reproduce published accuracies exactly.
 
-    Decoding a photograph and resizing it takes twice the time that it takes with _resize.
+    Decoding and resizing a photo takes twice as long as with `_resize`.
     """
     from PIL import Image
 
     scaled = Image.fromarray(image).resize((width, height), Image.Resampling[interpolation.upper()])
-    return np.array(scaled)  # writable, as torch asks
+    return np.array(scaled)  # a copy, because torch warns about read-only memory

@@ -1,7 +1,7 @@
-"""Shards from S3 on the disk of a host: prefetched whole, checked, the least recently used removed.
+"""Local cache of shards from S3: prefetched as whole files, verified, and evicted by least recent use.
 
-All processes of a host share the folder. Each shard has a lock, a flock: shared by processes that read the
-shard, exclusive to fetch or remove it. The kernel releases the locks of a process that dies.
+All processes on a host share the folder. Each shard has a lock (flock). Readers hold a shared lock; fetching
+or removing a shard needs the exclusive lock. The kernel releases the locks of a process that dies.
 """
 
 import errno
@@ -29,42 +29,51 @@ from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
 from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore
 
-DOWNLOADS = 2  # at a time in one process; each has its own connections
-OTHER_FILES = 1024  # open beside the locks
-AHEAD = 1000  # the most micro-batches to look ahead
-POLL_S = 0.1  # between two attempts at a lock that another process holds
-SILENT_S = 10  # of waiting, before a message
-NO_ROOM_S = 120  # of waiting for space, before an error
+DOWNLOADS = 2  # concurrent downloads per process, each with separate connections
+OTHER_FILES = 1024  # limit of open files in addition to the locks
+AHEAD = 1000  # maximum number of micro-batches to look ahead
+POLL_S = 0.1  # interval between attempts to take a lock that another process holds
+SILENT_S = 10  # waiting time before a message
+NO_ROOM_S = 120  # waiting time for space before an error
 
 
 class _Stopped(Exception):
-    """The reader has stopped and needs no more shards."""
+    """Signal that the reader has stopped and needs no more shards."""
 
 
 class ShardCache:
-    """The shards of one data set on this host, at most limit_bytes of them. Thread-safe."""
+    """Cache of one data set's shards on this host. Thread-safe.
+
+    Args:
+        folder: Folder for this data set only.
+        url: Location of the shards, s3://bucket/prefix.
+        shards: All shards of the data set.
+        limit_bytes: Maximum size of the cached shards.
+
+    Raises:
+        ValueError: A shard is larger than the cache.
+    """
 
     def __init__(self, folder: Path, url: str, shards: tuple[Shard, ...], limit_bytes: int):
-        """folder: for this data set alone. Raises ValueError if a shard is larger than the cache."""
         largest = max(shards, key=lambda shard: shard.bytes)
         if largest.bytes > limit_bytes:
             raise ValueError(
-                f"--cache_gib {limit_bytes / 2**30:g} has no room for {largest.file} of {url}, which has"
-                f" {largest.bytes / 2**30:.3g} GiB: give more, or prepare smaller shards"
+                f"--cache_gib {limit_bytes / 2**30:g} is too small for {largest.file} of {url}, which has"
+                f" {largest.bytes / 2**30:.3g} GiB. Increase it, or prepare smaller shards"
             )
         self.folder, self.store, self.limit_bytes = folder, ObjectStore(url), limit_bytes
-        self.reserved_bytes = 0  # by the prefetchers of this process
+        self.reserved_bytes = 0  # total of this process's prefetchers
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
         allow_open_files(len(shards) + OTHER_FILES)  # each held lock is an open file
 
     def path(self, file: str) -> Path:
-        return self.folder / quote(file, safe="")  # a key may have folders
+        return self.folder / quote(file, safe="")  # a key may contain slashes
 
     @contextmanager
     def reserve(self, kept_bytes: float) -> Iterator[int]:
-        """Reserves this process's unreserved share of the cache, less kept_bytes; yields its bytes."""
+        """Reserve the rest of this process's share of the cache, minus kept_bytes. Yield its bytes."""
         size_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - kept_bytes)
         self.reserved_bytes += size_bytes
         try:
@@ -73,10 +82,14 @@ class ShardCache:
             self.reserved_bytes -= size_bytes
 
     def hold(self, file: str, stop: threading.Event) -> int:
-        """Fetches the shard if it is missing, and holds its lock. Returns the lock for release: until then no
-        process removes the shard.
+        """Fetch a shard if it is missing, and hold its lock so that no process removes it.
 
-        Raises ValueError when it can't be fetched or stored, _Stopped after `stop`.
+        Returns:
+            File descriptor of the lock, to be passed to `release`.
+
+        Raises:
+            ValueError: The shard can't be fetched or stored.
+            _Stopped: `stop` was set.
         """
         lock = None
         try:
@@ -86,36 +99,36 @@ class ShardCache:
                 if self.path(file).exists():
                     return lock
                 self._lock(lock, fcntl.LOCK_EX, stop)
-                if not self.path(file).exists():  # another process may have fetched it while we waited
+                if not self.path(file).exists():  # another process may have fetched it in the meantime
                     self._fetch(self.shards[file], stop)
         except BaseException as error:
             if lock is not None:
                 os.close(lock)
             if not isinstance(error, OSError):
                 raise
-            advice = "Make room there, or give a smaller --cache_gib or another --cache_dir"
+            advice = "Free disk space, or give a smaller --cache_gib or another --cache_dir"
             if error.errno == errno.EMFILE:
-                advice = "Allow more (ulimit -Hn), or prepare larger shards"
+                advice = "Raise the limit (ulimit -Hn), or prepare larger shards"
             raise ValueError(
                 f"{file} of {self.store.url} can't be stored in {self.folder}: {error.strerror}. {advice}"
             ) from error
 
     def release(self, file: str, lock: int) -> None:
         with suppress(OSError):
-            os.utime(self.path(file))  # when it was last used
+            os.utime(self.path(file))  # records the last use
         os.close(lock)
 
     def _open_lock(self, file: str) -> int:
         return os.open(self.locks / self.path(file).name, os.O_RDWR | os.O_CREAT, 0o666)
 
-    def _lock(self, lock: int, kind: int, stop: threading.Event) -> None:
-        while not try_lock(lock, kind):
+    def _lock(self, lock: int, operation: int, stop: threading.Event) -> None:
+        while not try_lock(lock, operation):
             if stop.wait(POLL_S):
                 raise _Stopped
 
     @contextmanager
     def _if_unused(self, file: str) -> Iterator[bool]:
-        """Tries to lock a shard for this process; yields True if no other process holds its lock."""
+        """Try to lock a shard exclusively. Yield True if no other process holds its lock."""
         lock = self._open_lock(file)
         try:
             yield try_lock(lock)
@@ -123,7 +136,7 @@ class ShardCache:
             os.close(lock)
 
     def _fetch(self, shard: Shard, stop: threading.Event) -> None:
-        """Downloads a shard, whose lock we hold, under another name, until it is complete and checked."""
+        """Download a shard to a temporary name, and rename it once verified. The caller holds its lock."""
 
         def beat() -> None:
             if stop.is_set():
@@ -139,12 +152,12 @@ class ShardCache:
                 return
             part.unlink()
         raise ValueError(
-            f"{self.store.url}/{shard.file} differs from the manifest (SHA-256), fetched twice:"
-            " prepare again, or upload it again"
+            f"{self.store.url}/{shard.file} does not match its SHA-256 in the manifest after two downloads."
+            " Prepare the data again, or upload the shard again"
         )
 
     def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
-        """Makes space for a shard, whose lock we hold, and reserves it by creating its part."""
+        """Free space for a shard and reserve it by creating its .part file. The caller holds its lock."""
         end_s = time.monotonic() + NO_ROOM_S
         while True:
             with open(self.locks / ".room", "w") as file:
@@ -155,27 +168,34 @@ class ShardCache:
             if time.monotonic() > end_s:
                 raise ValueError(
                     f"no room for {shard.file} in {self.folder}: all {self.limit_bytes / 2**30:g} GiB are in"
-                    " use. Give a larger --cache_gib, or each job its own --cache_dir"
+                    " use. Give a larger --cache_gib, or a separate --cache_dir for each job"
                 )
             if stop.wait(POLL_S):
                 raise _Stopped
 
-    def _remove_until(self, bytes_left: int, but: str) -> bool:
-        """Removes parts that a dead process left, and unused shards, least recently used first, until all
-        shards but one have at most bytes_left. Returns True if that was possible."""
+    def _remove_until(self, bytes_left: int, excluded: str) -> bool:
+        """Remove leftover .part files, then unused shards by least recent use, until the rest fits.
+
+        Args:
+            bytes_left: Maximum size of the remaining shards.
+            excluded: Shard that is neither removed nor included in the size.
+
+        Returns:
+            Whether the remaining shards fit.
+        """
         used, complete = 0, []
         for entry in os.scandir(self.folder):
             file = unquote(entry.name.removesuffix(".part"))
-            if file not in self.shards or file == but:
+            if file not in self.shards or file == excluded:
                 continue
             if not entry.name.endswith(".part"):
                 complete.append((entry.stat().st_mtime_ns, file))
             else:
                 with self._if_unused(file) as unused:
-                    if unused and not self.path(file).exists():  # else it was just renamed
+                    if unused and not self.path(file).exists():  # otherwise it was just renamed
                         Path(entry.path).unlink(missing_ok=True)
                         continue
-            used += self.shards[file].bytes  # a part will become as large
+            used += self.shards[file].bytes  # a .part file will grow to this size
         for _, file in sorted(complete):
             if used <= bytes_left:
                 break
@@ -187,18 +207,25 @@ class ShardCache:
 
 
 @dataclass
-class _Held:
-    lock: Future[int]  # ShardCache.hold's
-    uses: int = 0  # by micro-batches that are not done
+class _HeldShard:
+    lock: Future[int]  # result of ShardCache.hold
+    uses: int = 0  # number of micro-batches that still need the shard
 
 
 class ShardPrefetcher:
-    """Iterates over a plan and yields each item once all shards that it needs are on this host.
+    """Iterator over a plan that yields each item once all shards for it are on this host.
 
-    A thread, which alone iterates the plan, looks ahead and holds the next shards as long as held shards have
-    at most budget_bytes. A reader that asks for the next item is done with the one it got in_flight items
-    before. A DataLoader asks before it returns a batch that is ready: decoded batches do not hide the wait
-    for a shard.
+    One thread iterates over the plan. It looks ahead and holds the next shards as long as all held shards
+    have at most budget_bytes. When the reader asks for an item, it no longer needs the item it received
+    in_flight items earlier. A DataLoader asks for the next item before it returns a finished batch, so
+    decoded batches do not hide the wait for a shard.
+
+    Args:
+        plan: Micro-batches, as epochs and sample ids.
+        files_of: Function that returns the shards of sample ids.
+        cache: Cache that stores the shards.
+        budget_bytes: Maximum size of the held shards.
+        in_flight: Number of items that the reader uses at once.
     """
 
     def __init__(
@@ -209,36 +236,39 @@ class ShardPrefetcher:
         budget_bytes: int,
         in_flight: int,
     ):
-        """files_of(ids): the shards of these samples."""
         self.plan, self.files_of, self.cache = plan, files_of, cache
         self.budget_bytes, self.in_flight = budget_bytes, in_flight
-        self.held: dict[str, _Held] = {}
-        self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()  # not yet yielded
-        self.given: deque[set[str]] = deque()  # shards of the items in flight
-        self.asked = False  # the reader waits for an item
-        self.ended = False  # the thread's end, and its error
-        self.error: BaseException | None = None
+        self.held: dict[str, _HeldShard] = {}
+        self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()  # items not yet yielded
+        self.files_in_flight: deque[set[str]] = deque()  # shards of the items that the reader uses
+        self.reader_waits = False
+        self.ended = False  # set at the end of the thread
+        self.error: BaseException | None = None  # error that ended the thread
         self.stop, self.changed = threading.Event(), threading.Condition()
         self.downloads = ThreadPoolExecutor(DOWNLOADS)
         threading.Thread(target=self._look_ahead, daemon=True).start()
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Raises ValueError when a shard can't be fetched, Preempted when a single process gets a stop
-        signal."""
+        """Yield items of the plan.
+
+        Raises:
+            ValueError: A shard can't be fetched.
+            Preempted: The only process of a job received a stop signal.
+        """
         while True:
             with self.changed:
-                if len(self.given) == self.in_flight:
-                    self._release(self.given.popleft())
-                self.asked = True
+                if len(self.files_in_flight) == self.in_flight:
+                    self._release(self.files_in_flight.popleft())
+                self.reader_waits = True
                 self.changed.notify_all()
                 while not self.ahead and not self.ended:
                     self.changed.wait(0.5)
                     _stop_if_alone()
-                self.asked = False
+                self.reader_waits = False
                 if not self.ahead:
                     break
                 item, files = self.ahead.popleft()
-                self.given.append(files)
+                self.files_in_flight.append(files)
                 locks = {file: self.held[file].lock for file in files}
             self._wait(locks)
             yield item
@@ -254,7 +284,7 @@ class ShardPrefetcher:
                 self.cache.release(file, held.lock.result())
 
     def close(self) -> None:
-        """Ends the thread and the downloads, and releases all shards."""
+        """End the thread and the downloads, and release all shards."""
         self.stop.set()
         with self.changed:
             self.changed.notify_all()
@@ -269,7 +299,7 @@ class ShardPrefetcher:
             self.cache.release(file, lock.result())
 
     def _wait(self, locks: dict[str, Future[int]]) -> None:
-        """Waits for all locks. Raises the exception of any that failed."""
+        """Wait for all locks. Raise the exception of the first that failed."""
         print_s = time.monotonic() + SILENT_S
         while True:
             done, missing = wait(locks.values(), timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -280,9 +310,9 @@ class ShardPrefetcher:
             _stop_if_alone()
             if time.monotonic() > print_s:
                 print_s = time.monotonic() + 3 * SILENT_S
-                message = f"waiting for {len(missing)} of {len(locks)} shards of {self.cache.store.url}, as"
+                count = f"{len(missing)} of {len(locks)} shards of {self.cache.store.url}"
                 first = next(file for file, lock in locks.items() if lock in missing)
-                log.warning(f"{message} {first}")
+                log.warning(f"waiting for {count}, for example {first}")
 
     def _look_ahead(self) -> None:
         try:
@@ -294,7 +324,9 @@ class ShardPrefetcher:
                         return
                     for file in sorted(files):
                         if file not in self.held:
-                            self.held[file] = _Held(self.downloads.submit(self.cache.hold, file, self.stop))
+                            self.held[file] = _HeldShard(
+                                self.downloads.submit(self.cache.hold, file, self.stop)
+                            )
                         self.held[file].uses += 1
                     self.ahead.append((item, files))
                     self.changed.notify_all()
@@ -306,16 +338,21 @@ class ShardPrefetcher:
                 self.changed.notify_all()
 
     def _may_hold(self, files: set[str]) -> bool:
-        """True if these shards can be held, too: within the budget, or because the reader waits for them and
-        releases nothing before it has them. Also true at the end."""
-        if self.stop.is_set() or (self.asked and not self.ahead):
+        """Check whether these shards may be held in addition to the held ones.
+
+        They must fit into the budget, unless the reader waits for them and releases no shards before it has
+        them. After the stop, the result is always true.
+        """
+        if self.stop.is_set() or (self.reader_waits and not self.ahead):
             return True
-        together = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
-        return together <= self.budget_bytes and len(self.ahead) < AHEAD
+        total_bytes = sum(self.cache.shards[file].bytes for file in files | self.held.keys())
+        return total_bytes <= self.budget_bytes and len(self.ahead) < AHEAD
 
 
 def _stop_if_alone() -> None:
-    """Raises Preempted after a stop signal, if this process is the only one. Other processes would be in the
-    middle of a step and wait for this one for ever."""
+    """Raise Preempted after a stop signal if this is the job's only process.
+
+    In a larger job, the other processes may be in the middle of a step and would wait for this one forever.
+    """
     if watch.wanted() and not dist.is_initialized():
         raise Preempted

@@ -188,7 +188,7 @@ def test_data_with_one_class_can_be_evaluated_but_not_trained(layout, tmp_path):
 
 def test_classes_with_equal_names_are_refused(tmp_path):
     root = put(tmp_path / "cafes", "caf\u00e9/1.png", "cafe\u0301/2.png", "bar/3.png")
-    message = "cafes has several classes with the same name, cafe\u0301: merge or rename them"
+    message = "cafes has several classes named cafe\u0301. Merge or rename them"
     with pytest.raises(ValueError, match=message):
         prepare_with(root, tmp_path / "cache", holdout=0.5)
 

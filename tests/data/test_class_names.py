@@ -13,21 +13,21 @@ CASES = {  # model, data, labels, known, unknown, absent, sentence
     "the same": ("ab", "ab", [0, 1], 2, "", "", ""),
     "another order": (
         *("abc", "cab", [2, 0, 1], 3, "", ""),
-        "D has the 3 classes of M in another order: they are matched by name.",
+        "D has the 3 classes of M in another order. They are matched by name.",
     ),
-    "a subset": ("abc", "cb", [2, 1], 2, "", "a", "D has 2 of the 3 classes of M, matched by name."),
-    "one class": ("abc", "b", [1], 1, "", "ac", "D has 1 of the 3 classes of M, matched by name."),
+    "a subset": ("abc", "cb", [2, 1], 2, "", "a", "D has 2 of the 3 classes of M. They are matched by name."),
+    "one class": ("abc", "b", [1], 1, "", "ac", "D has 1 of the 3 classes of M. They are matched by name."),
     "new classes": (
         *("ab", "xby", [NEW, 1, NEW], 1, "xy", "a"),
-        "D has 1 of the 2 classes of M, and 2 others, matched by name.",
+        "D has 1 of the 2 classes of M and 2 others. They are matched by name.",
     ),
     "no common class": (
         *("ab", "xy", [NEW, NEW], 0, "xy", "ab"),
-        "D has 0 of the 2 classes of M, and 2 others, matched by name.",
+        "D has 0 of the 2 classes of M and 2 others. They are matched by name.",
     ),
     "no names": (
         *(None, "ba", [0, 1], 2, "", ""),
-        "M does not name its classes: they are taken to be those of D, in its order.",
+        "M does not name its classes. They are assumed to be the classes of D, in the same order.",
     ),
     "accents apart": (["cafe\u0301", "x"], ["caf\u00e9", "x"], [0, 1], 2, "", "", ""),
     "other characters": (["m\u00b2"], ["m2"], [NEW], 0, ["m2"], ["m\u00b2"], None),
@@ -61,10 +61,14 @@ def test_labels_and_rows_follow_the_names():
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        ("ab", ["a", "a"], "the data has several classes with the same name, a: merge or rename them"),
-        ("aab", "ab", "the model has several classes with the same name, a"),
-        (["x"], ["caf\u00e9", "cafe\u0301"], "the data has several classes with the same name, caf\u00e9"),
-        (SYNSETS, ["n1", "tench"], "the data has n1, tench as different classes: to the model they are one"),
+        ("ab", ["a", "a"], "the data has several classes named a. Merge or rename them"),
+        ("aab", "ab", "the model has several classes named a"),
+        (["x"], ["caf\u00e9", "cafe\u0301"], "the data has several classes named caf\u00e9"),
+        (
+            SYNSETS,
+            ["n1", "tench"],
+            "the data has n1, tench as separate classes, but they are one class of the model",
+        ),
     ],
 )
 def test_equal_names_are_refused(model, data, message):

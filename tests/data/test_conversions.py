@@ -34,7 +34,7 @@ def labels(colours: list[int]) -> Image.Image:
 COLOURS = noise(255, np.uint8, 32, 32, 3)
 SPRITE = np.zeros((32, 32), np.uint8)
 SPRITE[8:24, 8:24] = 255
-TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits: the files have 16 bits, with values from "
+TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits. The files have 16 bits, with values from "
 
 
 @pytest.mark.parametrize(

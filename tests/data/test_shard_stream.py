@@ -208,7 +208,7 @@ def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, t
         training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check(share_out(24, 6, 1))
     enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
     training_split(url, tmp_path, cache_gib=enough).check(share_out(24, 6, 1))
-    with pytest.raises(ValueError, match=r"--cache_gib .* has no room for train-00000\.tar of s3://"):
+    with pytest.raises(ValueError, match=r"--cache_gib .* is too small for train-00000\.tar of s3://"):
         training_split(url, tmp_path, cache_gib=SHARD_GIB * 0.9)
 
 

@@ -222,26 +222,29 @@ def index(save):
 
 
 BAD = {  # a function that damages the data, and the message
-    "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command continues"),
+    "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command again to continue"),
     "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is no JSON"),
-    "format": (manifest(format=2), "has format 2, this code knows 1"),
+    "format": (manifest(format=2), "has format 2, but this code supports 1"),
     "kind": (manifest(kind="zip"), "kind 'zip'"),
-    "no classes": (without("classes"), "look at its classes"),
-    "class twice": (manifest(classes=[*CLASSES, CLASSES[0]]), "classes: they must differ"),
-    "name no text": (manifest(name=3), "look at its name"),
-    "a value missing": (without("images", "splits", "val"), "look at its splits"),
+    "no classes": (without("classes"), "check its classes"),
+    "class twice": (manifest(classes=[*CLASSES, CLASSES[0]]), "classes, which must differ"),
+    "name no text": (manifest(name=3), "check its name"),
+    "a value missing": (without("images", "splits", "val"), "check its splits"),
     "no train": (without("train", "splits"), "has no split train"),
     "no val": (without("val", "splits"), "by --holdout 0.1"),
-    "count": (shard(images=3), "images 25, which is not the sum"),
+    "count": (shard(images=3), "images 25, which differs from the sum"),
     "outside": (shard(file="../a.tar"), "shard '../a.tar'"),
     "one name": (shard(file="train-00000.tar"), "shard 'train-00000.tar'"),
     "hash": (shard(sha256="0"), "shard 'val-00000.tar'"),
     "shard missing": (gone("train-00002.tar"), "train-00002.tar: No such file"),
     "shard cut": (cut("val-00001.tar"), "val-00001.tar has "),
     "index missing": (gone("val_index.npy"), "val_index.npy"),
-    "index changed": (cut("val_index.npy"), "val_index.npy is not the index that"),
-    "pickle": (index(lambda file, _: np.save(file, np.array([{}], object))), "train_index.npy is no array"),
-    "zip": (index(lambda file, _: np.savez(file, rows=[1])), "train_index.npy is no array"),
+    "index changed": (cut("val_index.npy"), "val_index.npy does not match its SHA-256"),
+    "pickle": (
+        index(lambda file, _: np.save(file, np.array([{}], object))),
+        "train_index.npy is not an array",
+    ),
+    "zip": (index(lambda file, _: np.savez(file, rows=[1])), "train_index.npy is not an array"),
     "unsorted": (index(lambda file, rows: np.save(file, rows[[1, 0, *range(2, 183)]])), "not sorted"),
 }
 
@@ -323,7 +326,7 @@ def test_no_message_quotes_a_file_that_is_not_a_tar(tmp_path):
 
 def test_an_index_must_name_files_of_this_host(tmp_path):
     folder = index_of(tmp_path / "index", "s3://bucket/data/a.tar")
-    with pytest.raises(ValueError, match="is no manifest of shards"):
+    with pytest.raises(ValueError, match="is not a valid manifest"):
         prepare_data(str(folder), tmp_path / "cache")
 
 

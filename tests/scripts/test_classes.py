@@ -81,10 +81,10 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
 
 OVER_ALL = "The accuracy is over all 10 classes. --only_its_classes leaves out absent ones."
 CASES = [  # the model, the data, flags, which of the model's classes are counted, what is said
-    ("run", "reversed", (), range(10), "in another order: they are matched by name."),
+    ("run", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
     ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy is over the 2 of 10 classes that have"),
-    ("exported", "reversed", (), range(10), "in another order: they are matched by name."),
+    ("exported", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "one", (), range(10), "has 1 of the 10 classes of"),
     ("a file beside config.json", "few", (), range(10), "has 2 of the 10 classes of"),
     full("exported", "few", ("--only_its_classes",), (3, 8), "has 2 of the 10 classes of"),
@@ -125,7 +125,7 @@ def test_two_processes_map_labels(models, data, digits, logits, cache, tmp_path)
 
 def test_a_lone_file_takes_the_datas_order(models, data, digits, logits, cache, tmp_path):
     output = run(words(*models["lone"], "--data", data["reversed"], *cache, "--output_dir", tmp_path))
-    assert "does not name its classes: they are taken to be those of" in output
+    assert "does not name its classes. They are assumed to be the classes of" in output
     wrong = expected(logits, 9 - digits.val.labels, "all", range(10))
     assert json.loads((tmp_path / "report.json").read_text())["top1"] == pytest.approx(wrong)
 
@@ -155,7 +155,7 @@ def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path
     """Its rows in the model, the EMA and AdamW's moments. No step is trained, so the bits are equal."""
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
-    assert "in another order: they are matched by name. The head's rows and their state follow" in output
+    assert "in another order. They are matched by name. The head's rows and their state follow" in output
     assert metrics(tmp_path)[-1]["val/loss"] == pytest.approx(metrics(vit)[-1]["val/loss"], rel=1e-5)
     manifest = json.loads((latest(tmp_path) / "manifest.json").read_text())
     assert manifest["classes"] == list(REVERSED)
