@@ -162,8 +162,8 @@ for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode_image(fil
 """
     command = [sys.executable, "-c", code, str(tmp_path / "d")]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    remedy = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
-    assert said[0].endswith(f"; left out: 2 .heic, 1 .heif ({remedy})")
+    remedy = "to read HEIC, pip install pillow-heif, or convert the files: magick mogrify -format jpg *.heic"
+    assert said[0].endswith(f". Left out: 2 .heic, 1 .heif ({remedy})")
     assert said[1].endswith(
-        "HEIC: to read it, pip install pillow-heif; or convert it: magick heic:FILE NEW.jpg"
+        "HEIC. To read it, pip install pillow-heif, or convert it: magick heic:FILE NEW.jpg"
     )

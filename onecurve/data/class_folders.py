@@ -1,7 +1,7 @@
-"""Lists the images of folders as people have them: nested, linked, with or without splits, among other files.
+"""Listing of images in real-world folders: nested, linked, with or without splits, mixed with other files.
 
-`datasets` and torchvision can't do it: they take the innermost folder for the class, or follow a link in a
-circle, need seconds to import at each start, and don't tell what they leave out.
+`datasets` and torchvision are not used here. They treat the innermost folder as the class or follow cyclic
+links, take seconds to import at each start, and don't report which files they leave out.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
-VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # the first one is evaluated
-SPELLINGS = {"training": "train", "testing": "test"}  # of a split's folder, as some of Kaggle's have
-SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")  # as in train_images
-IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # made by a Mac's zip, network drives, and ext4
+VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # in order of preference
+SPELLINGS = {"training": "train", "testing": "test"}  # other names of split folders, seen on Kaggle
+SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")  # e.g. train_images
+IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # created by macOS zip, network drives, and ext4
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
 LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
-METADATA = ("metadata.csv", "metadata.jsonl")  # the hub's lists, in the folder of a split
+METADATA = ("metadata.csv", "metadata.jsonl")  # lists in the hub's format, in the folder of a split
 
 
 class LeftOut:
-    """Files that are not read, counted by the reason, with the first of each; and empty class folders."""
+    """Files that are left out, counted by reason, and empty class folders."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
+        self.first: dict[str, str] = {}  # first path of each reason
         self.empty_folders: list[str] = []
 
     def add(self, reason: str, path: str) -> None:
@@ -44,15 +44,15 @@ class LeftOut:
         self.first.setdefault(reason, path)
 
     def takes(self, path: str) -> bool:
-        """True for an image. Counts any other file, unless it is hidden."""
+        """Return whether the path is an image. Count any other file unless it is hidden."""
         if is_hidden(os.path.basename(path)):
             return False
-        kind = os.path.splitext(path)[1].lower()
-        is_image = kind in EXTENSIONS
+        extension = os.path.splitext(path)[1].lower()
+        is_image = extension in EXTENSIONS
         if os.path.isfile(path):
-            reason = "" if is_image else kind or "without an extension"
+            reason = "" if is_image else extension or "without an extension"
         elif os.path.islink(path):
-            reason = DANGLING if is_image else kind or DANGLING
+            reason = DANGLING if is_image else extension or DANGLING
         else:
             reason = SPECIAL
         if reason:
@@ -80,29 +80,38 @@ def folder_names(root: Path) -> list[str]:
 
 
 def split_folders(root: Path) -> dict[str, str]:
-    """Finds the folders of splits below root: their names by the split's, as {"train": "Train"}."""
-    folders, found = folder_names(root), {}
+    """Find the folders of splits below root. Map each split to its folder name, e.g. {"train": "Train"}."""
+    folders, splits = folder_names(root), {}
     for split in ("train", *VAL_NAMES):
-        if alike := [n for n in folders if SPELLINGS.get(n.lower(), n.lower()) == split]:
-            found[split] = split if split in alike else alike[0]
-    return found
+        if spellings := [n for n in folders if SPELLINGS.get(n.lower(), n.lower()) == split]:
+            splits[split] = split if split in spellings else spellings[0]
+    return splits
 
 
 def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
-    """The folders of `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, and their
-    classes.
+    """List `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, or only `<class>/`.
 
-    For `<class>/` alone the folder is "". A test/ without class folders has no labels, and its images are
-    left out, as are those of a test/ next to val/ without any of train/'s classes. Class folders without
-    images are left out. Raises ValueError for folders that can't be trained on.
+    A test/ without class folders has no labels and is left out. A test/ next to val/ is also left out if it
+    shares no class with train/. Class folders without images are left out.
+
+    Args:
+        root: Folder of the data.
+        left_out: Receives the files and folders that are left out.
+
+    Returns:
+        The folder name of each split ("" if there are no split folders), and for each split the image paths
+        of each class, relative to the class folder.
+
+    Raises:
+        ValueError: The folders can't be used for training.
     """
     folders = split_folders(root)
     if not folders or _is_class(root, folders):
         return {"train": ""}, {"train": _list_without_splits(root, left_out)}
     if "train" not in folders:
         raise ValueError(
-            f"--data {root} has {next(iter(folders.values()))}/, but no train/: a folder of this name is a"
-            f" split; rename it if it is a class{_hint(root)}"
+            f"--data {root} has {next(iter(folders.values()))}/, but no train/. A folder with this name is a"
+            f" split. Rename it if it is a class{_hint(root)}"
         )
     splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
     known = splits["train"].keys() if len(splits) == 3 else splits.get("test", {}).keys()
@@ -115,8 +124,8 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
         folder = root / folders[split]
         if not classes:
             raise ValueError(
-                f"{folder} has no class folders: each class's images belong in a folder of its own, and a"
-                f" folder of this name is a split; rename it if it is a class{_hint(root)}"
+                f"{folder} has no class folders. A folder with this name is a split and needs a"
+                f" separate folder for each class. Rename it if it is a class{_hint(root)}"
             )
         splits[split] = without_empty(folders[split], classes, left_out)
         if not splits[split]:
@@ -126,116 +135,137 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
 
 
 def without_empty(folder: str, classes: dict[str, list[str]], left_out: LeftOut) -> dict[str, list[str]]:
-    """Return the classes that have images. Adds the folders of the others to left_out."""
+    """Return the classes with images. Add the folders of the remaining classes to left_out."""
     left_out.empty_folders += [os.path.join(folder, name, "") for name, paths in classes.items() if not paths]
     return {name: paths for name, paths in classes.items() if paths}
 
 
 def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
-    """Raise ValueError for classes that train lacks. A class that only train has gets a warning at the start.
+    """Raise ValueError if a split contains classes that train lacks.
 
-    where: the data, for the message. train: its classes.
+    A class that only train contains causes a warning at startup instead.
+
+    Args:
+        where: Name of the data for the message.
+        split: Name of the split.
+        classes: Classes of the split.
+        train: Classes of the training split.
     """
     if unknown := sorted({*classes} - {*train}):
         raise ValueError(
             f"{where}: {printable(split)} has classes that train lacks: {some_of(unknown)}. Rename or remove"
-            " them, or add training images of them"
+            " them, or add training images for them"
         )
 
 
 def _is_class(root: Path, folders: dict[str, str]) -> bool:
-    """True if the only folder with a split's name is a class: it holds images itself, and so do two or more
-    beside it. (One is not enough: of dogs and cats in train/*.jpg the test images may be in test1/.)"""
-    return len(folders) == 1 and {*folders.values()} < (found := {*_with_images(root)}) and len(found) > 2
+    """Check whether the only folder with the name of a split is a class folder.
+
+    It is one if it directly contains images, and at least two other folders do as well. One other folder is
+    not enough: with unsorted training images in train/*.jpg, the test images may be in test1/.
+    """
+    folders_with_images = {*_with_images(root)}
+    is_among_them = {*folders.values()} < folders_with_images
+    return len(folders) == 1 and is_among_them and len(folders_with_images) > 2
 
 
 def _with_images(root: Path) -> list[str]:
-    """The folders that hold images themselves, not only in folders below. What can't be read, as lost+found,
-    does not count."""
-    found = []
+    """Return the folders that directly contain images. Skip unreadable folders, such as lost+found."""
+    folders_with_images = []
     for name in folder_names(root):
         with contextlib.suppress(PermissionError):
-            found += [name] if any(map(is_image, os.listdir(root / name))) else []
-    return found
+            folders_with_images += [name] if any(map(is_image, os.listdir(root / name))) else []
+    return folders_with_images
 
 
 def beside_splits(root: Path) -> list[str]:
-    """The folders of images beside those of the splits."""
+    """Return the folders with images next to the folders of the splits."""
     splits = split_folders(root).values()
     return [name for name in _with_images(root) if name not in splits]
 
 
-def used_splits(found: Iterable[str]) -> dict[str, str]:
-    """The splits that are read: {"train": "train", "val": the first to evaluate on, "test": "test"}, the last
-    where another one is there to evaluate on."""
-    val = next((name for name in VAL_NAMES if name in found), None)
+def used_splits(names: Iterable[str]) -> dict[str, str]:
+    """Return the splits that are read, as {"train": "train", "val": NAME, "test": "test"}.
+
+    NAME is the first available split of VAL_NAMES. "test" is included only if NAME is another split.
+    """
+    val = next((name for name in VAL_NAMES if name in names), None)
     used = {"train": "train"} | ({"val": val} if val else {})
-    return used | ({"test": "test"} if "test" in found and val != "test" else {})
+    return used | ({"test": "test"} if "test" in names and val != "test" else {})
 
 
 def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """List `<class>/`. Raises ValueError where no folder has images."""
-    found = without_empty("", list_classes(root, left_out), left_out)
-    if not found:
+    """List `<class>/`. Raise ValueError if no folder contains images."""
+    classes = without_empty("", list_classes(root, left_out), left_out)
+    if not classes:
         _refuse(root)
-    words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in found}
-    if "train" in words and "" not in words and len(found) > 1:
-        advice = _hint(root) or ": call them train/, val/ and test/, with a folder for each class in them"
+    words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in classes}
+    if "train" in words and "" not in words and len(classes) > 1:
+        advice = _hint(root) or ". Name them train/, val/ and test/, each with a folder for each class"
         raise ValueError(
-            f"--data {root}: {some_of(sorted(found))} are splits by their names, no classes{advice}"
+            f"--data {root}: by their names, {some_of(sorted(classes))} are splits, not classes{advice}"
         )
-    return found
+    return classes
 
 
 def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
-    """Explain that one class folder is enough for an evaluation alone. paths: of its images, below it."""
-    advice = f": give --data {printable(root / name)} if the classes are in it"
+    """Explain why data with one class folder can only be evaluated.
+
+    Args:
+        root: Folder of the data.
+        name: Name of the class folder.
+        paths: Paths of its images, relative to the class folder.
+    """
+    advice = f". Give --data {printable(root / name)} if it contains the classes"
     if not any(os.sep in path for path in paths):
-        advice = ", which is one class: a classifier needs two or more"
-    return f"--data {root} has images in one folder alone, {printable(name)}{advice}{_hint(root)}"
+        advice = ", which is one class. A classifier needs at least two"
+    return f"--data {root} has images in only one folder, {printable(name)}{advice}{_hint(root)}"
 
 
 def _refuse(root: Path) -> NoReturn:
-    """Raises ValueError: what may be meant by a folder without class folders."""
+    """Raise ValueError for a folder without class folders, with advice on what it may contain instead."""
     if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
         names = [table.relative_to(root) for table in tables]
         raise ValueError(
-            f"--data {root} has parquet files, but no train-*.parquet ({some_of(names, 3)}): name those of"
-            " training so, and others val-*.parquet or test-*.parquet"
+            f"--data {root} has parquet files, but no train-*.parquet ({some_of(names, 3)}). Name the"
+            " training files train-*.parquet, and the others val-*.parquet or test-*.parquet"
         )
     raise ValueError(
-        f"--data {root} holds neither parquet files (train-*.parquet, test-*.parquet)"
+        f"--data {root} contains neither parquet files (train-*.parquet, test-*.parquet)"
         f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){_hint(root)}"
     )
 
 
 def _hint(root: Path) -> str:
-    """What to do with archives or lists in a folder; empty where it has none."""
+    """Return advice on archives, lists or HEIC files in a folder; "" without any of them."""
     if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
         data, index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(
-            "; index tar files of WebDataset's form by python prep_imagenet.py --from shards --format index"
-            f" --data {data} --out {index}, and give --data {index}"
+            ". To use tar files in WebDataset format, run python prep_imagenet.py --from shards --format"
+            f" index --data {data} --out {index}, and give --data {index}"
         )
     if tables := [str(path) for path in tables_of(root) if path.suffix.lower() in LISTS]:
-        return printable(f"; for images that a list names give --data {' or '.join(tables)}")
+        return printable(f". To use a list of images, give --data {' or '.join(tables)}")
     left_out = LeftOut()
     list_images(root, left_out)
-    return f"; left out: {left_out}" if left_out.counts.keys() & {*HEIC} else ""
+    return f". Left out: {left_out}" if left_out.counts.keys() & {*HEIC} else ""
 
 
 def metadata_files(root: Path) -> dict[str, Path]:
-    """The list in each split's folder, as the hub has it; {} where train has none, or has class folders."""
+    """Find lists in the hub's format in the folder of each split.
+
+    Return {} if the folder of train contains no list, or contains several folders.
+    """
     folders = {split: root / name for split, name in split_folders(root).items()}
     if "train" not in folders or len(folder_names(folders["train"])) > 1:
         return {}
     paths = [(split, folder / name) for split, folder in folders.items() for name in METADATA]
-    found = {split: path for split, path in paths if path.is_file()}
-    return found if "train" in found else {}
+    lists = {split: path for split, path in paths if path.is_file()}
+    return lists if "train" in lists else {}
 
 
 def tables_of(root: Path) -> list[Path]:
-    """The tables in a folder, those of training first; without Kaggle's submission of dummy labels."""
+    """Return the tables in a folder, training tables first, without Kaggle's sample submissions."""
 
     def order(path: Path) -> tuple[bool, str]:
         return not path.name.lower().startswith(("train", "label")), path.name
@@ -245,7 +275,7 @@ def tables_of(root: Path) -> list[Path]:
 
 
 def lone_table(root: Path) -> Path | None:
-    """The only CSV list or parquet file of a folder whose other folders can't be class folders."""
+    """Return the only list or parquet file in a folder, or None if the folder may contain class folders."""
     tables = tables_of(root)
     names = folder_names(root)
     are_flat = not any(folder_names(root / name) for name in names)
@@ -254,10 +284,17 @@ def lone_table(root: Path) -> Path | None:
 
 
 def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """Lists {class: sorted paths of its images below its folder} for the folders of root, sorted.
+    """List the images of each class folder below root, including nested folders and links.
 
-    A class's images may lie deeper. Links are followed. Files that are no images, pipes, dangling links and
-    images outside class folders are counted in left_out. Raises ValueError for a link in a circle.
+    Args:
+        root: Folder that contains the class folders.
+        left_out: Receives other files, pipes, dangling links and images outside class folders.
+
+    Returns:
+        Sorted image paths relative to the class folder, by class. Classes are sorted.
+
+    Raises:
+        ValueError: A link leads to a folder above it.
     """
     with os.scandir(root) as entries:
         loose = [entry.path for entry in entries if not entry.is_dir()]
@@ -267,20 +304,20 @@ def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
 
 def list_images(folder: Path, left_out: LeftOut) -> list[str]:
-    """Lists the images of a folder and the folders in it, sorted: their paths below it."""
-    found: list[str] = []
-    for above, names, files in os.walk(folder, onerror=_raise, followlinks=True):
-        names[:] = [name for name in names if not is_hidden(name)]  # os.walk enters these alone
-        for path in (Path(above, name) for name in names):
+    """Return the sorted paths of all images below a folder, relative to it."""
+    images: list[str] = []
+    for parent, names, files in os.walk(folder, onerror=_raise, followlinks=True):
+        names[:] = [name for name in names if not is_hidden(name)]  # os.walk enters only these folders
+        for path in (Path(parent, name) for name in names):
             if leads_above(path):
-                raise ValueError(f"{path} links to a folder above it: remove the link")
-        found += filter(left_out.takes, (os.path.join(above, name) for name in files))
+                raise ValueError(f"{path} links to a folder above it. Remove the link")
+        images += filter(left_out.takes, (os.path.join(parent, name) for name in files))
     prefix = os.path.join(folder, "")
-    return sorted(path.removeprefix(prefix) for path in found)
+    return sorted(path.removeprefix(prefix) for path in images)
 
 
 def leads_above(path: Path) -> bool:
-    """True for a link to a folder above it."""
+    """Check whether a path is a link to a folder above it."""
     return path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents)
 
 
@@ -289,30 +326,34 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def find_pictures(words: Sequence[str]) -> list[str]:
-    """The files that words name: files, folders with all images below, patterns, and `-` for a list on stdin.
+    """Return the files that command-line arguments refer to, in order and without duplicates.
 
-    In the order of the words, each file once. Raises ValueError for a word that names nothing.
+    Args:
+        words: Files, folders (all images below them), glob patterns, or `-` for a list on stdin.
+
+    Raises:
+        ValueError: A folder contains no images, a pattern matches no file, or no files remain.
     """
-    found: list[str] = []
+    files: list[str] = []
     left_out = LeftOut()
     for word in words:
         if word == "-":
-            found += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+            files += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
         elif os.path.isdir(word):
             images = [os.path.join(word, name) for name in list_images(Path(word), left_out)]
             if not images:
-                but = f", but {left_out}" if left_out.counts else ""
-                raise ValueError(f"{word} holds no images{but}: give a folder of pictures")
-            found += images
+                other_files = f", but {left_out}" if left_out.counts else ""
+                raise ValueError(f"{word} contains no images{other_files}. Give a folder of pictures")
+            files += images
         elif glob.has_magic(word) and not os.path.exists(word):
             matches = sorted(name for name in glob.glob(word, recursive=True) if os.path.isfile(name))
             if not matches:
                 raise ValueError(f"{word} matches no file")
-            found += matches
+            files += matches
         else:
-            found.append(word)
-    if not found:
+            files.append(word)
+    if not files:
         raise ValueError("no pictures: give files, folders, patterns, or - for a list on stdin")
     if left_out.counts:
         log.warning(f"left out: {left_out}")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(files))

@@ -37,8 +37,10 @@ FORMATS = {
 HEIC = (".heic", ".heif")  # written by phones; PIL needs an optional package to read them
 if importlib.util.find_spec("pillow_heif"):
     FORMATS["HEIF"] = HEIC
-TO_READ_HEIC = "to read HEIC, pip install pillow-heif; or convert it: magick mogrify -format jpg *.heic"
-TO_READ_NAMED = "to read it, pip install pillow-heif; or convert it: magick heic:FILE NEW.jpg"
+TO_READ_HEIC = (
+    "to read HEIC, pip install pillow-heif, or convert the files: magick mogrify -format jpg *.heic"
+)
+TO_READ_NAMED = "To read it, pip install pillow-heif, or convert it: magick heic:FILE NEW.jpg"
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
 MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
 MOST_PADDING = 2**16  # bytes allowed before a marker
@@ -241,7 +243,7 @@ def open_image(data: bytes) -> "Image.Image":
         _register_heif()
         formats.append("HEIF")
     elif data[4:11] in (b"ftyphei", b"ftyphev"):
-        raise ValueError(f"its format is HEIC: {TO_READ_NAMED}")
+        raise ValueError(f"the format is HEIC. {TO_READ_NAMED}")
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
     try:

@@ -152,7 +152,7 @@ def test_pictures_that_are_left_out_are_reported(tmp_path, capsys):
     assert find_pictures([str(root)]) == [str(root / "1.png")]
     assert capsys.readouterr().err == "left out: 1 .psd\n"
     (root / "1.png").unlink()
-    with pytest.raises(ValueError, match=r"holds no images, but 1 \.psd: give a folder of pictures"):
+    with pytest.raises(ValueError, match=r"contains no images, but 1 \.psd\. Give a folder of pictures"):
         find_pictures([str(root)])
 
 
@@ -492,13 +492,15 @@ def test_folders_named_like_splits_are_not_classes(tmp_path):
     """Check a layout of Kaggle, in which a CSV list contains the labels."""
     root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
     (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
-    with pytest.raises(ValueError, match=rf"splits by their names, no classes.*give --data {root}/train.csv"):
+    with pytest.raises(ValueError, match=rf"are splits, not classes.*give --data {root}/train.csv"):
         list_splits(root, LeftOut())
     (root / "train.csv").unlink()
-    with pytest.raises(ValueError, match="splits by their names, no classes: call them train/, val/"):
+    with pytest.raises(
+        ValueError, match="test_images, train_images are splits, not classes\. Name them train/, val/"
+    ):
         list_splits(root, LeftOut())
     land = put(tmp_path / "land", "seg_train/seg_train/sea/1.png", "seg_test/seg_test/sea/2.png")
-    with pytest.raises(ValueError, match="seg_test, seg_train are splits by their names"):
+    with pytest.raises(ValueError, match="by their names, seg_test, seg_train are splits"):
         list_splits(land, LeftOut())
     toys = put(tmp_path / "toys", "trains/1.png", "trams/2.png", "test tubes/3.png")
     assert list_splits(toys, LeftOut())[1]["train"].keys() == {"trains", "trams", "test tubes"}

@@ -109,7 +109,7 @@ def test_parquet_among_class_folders_is_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ("ab", r"has parquet files, but no train-\*.parquet \(a.parquet, b.parquet\): name those of train"),
+        ("ab", r"has parquet files, but no train-\*.parquet \(a.parquet, b.parquet\)\. Name the train"),
         (["a/train/0"], "no val, validation, valid or test to evaluate on: give it one, or hold out"),
         ("a", "no val, validation, valid or test to evaluate on: give it one, or hold out"),
     ],
