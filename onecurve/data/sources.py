@@ -1,6 +1,6 @@
-"""The kinds of `--data`: finding their files, and reading them into a cache folder.
+"""Sources of `--data`: finding their files, and reading them into a cache folder.
 
-`find_source` only lists files; `Source.write` reads them; `onecurve/data/cache.py` decodes and caches.
+`find_source` only lists files. `Source.write` reads them. `onecurve/data/cache.py` decodes and caches them.
 """
 
 import os
@@ -37,53 +37,72 @@ if TYPE_CHECKING:
     from onecurve.data.shards import ShardManifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
-EARLY_S = 1.0  # of waiting before torch is imported
-_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # that check_inputs() began
+EARLY_S = 1.0  # maximum waiting time before torch is imported
+_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # started by check_inputs()
 
 
 @dataclass(frozen=True)
 class Source:
-    """The data that `--data` names.
+    """Data that `--data` refers to.
 
-    write(folder, beat) stores the splits in a cache folder and returns the class names: for each split the
-    labels, `<split>_labels.npy` int64 [N], and decoded images, `<split>_images.npy`, or encoded ones
-    (save_images); and the images' names, where they have some (save_names).
+    Attributes:
+        name: Name of the data.
+        files: Pairs of a name, which is part of the cache key, and a file, sorted. () for generated data.
+        write: Function of a cache folder and a heartbeat. It stores each split in the folder and returns the
+            class names. A split consists of labels (`<split>_labels.npy`, int64 [N]), decoded images
+            (`<split>_images.npy`) or encoded images (`save_images`), and optional names (`save_names`).
+        val_name: Split that selects the best checkpoint, or None without such a split.
+        test_name: Split that is evaluated once, at the end.
+        holdout: Share, number or fold of the training images to hold out.
+        mirror: Whether mirrored images keep their class.
+        root: Folder of the image files, for images stored as paths.
+        shards: Location of the manifest of shards: a folder or s3://bucket/prefix.
+        fold: Part of the cache key that is specific to the fold. All folds share one name.
+        hashes: Hashes of content that is not in `files`.
+        is_table: Whether there are columns to choose from.
+        left_out: Files that are not read, with reasons.
+        why_not_trained_on: Reason why the images can only be evaluated, or "".
     """
 
     name: str
-    files: tuple[tuple[str, Path], ...]  # (name that is part of the key, file), sorted; () if generated
+    files: tuple[tuple[str, Path], ...]
     write: Callable[[Path, Heartbeat], tuple[str, ...]]
-    val_name: str | None = "val"  # the split that chooses the best checkpoint; None: there is none
-    test_name: str | None = None  # the split that is evaluated once, at the end
-    holdout: float | str | None = None  # the training images that are held out
+    val_name: str | None = "val"
+    test_name: str | None = None
+    holdout: float | str | None = None
     mirror: bool = True
-    root: Path | None = None  # the folder of the image files, for images stored as paths
-    shards: str | None = None  # the place of their manifest: a folder, or s3://bucket/prefix
-    fold: str = ""  # has its own cache folder; the data's name is the same for all folds
-    hashes: tuple[str, ...] = ()  # hashes of the content beyond the files'
-    is_table: bool = False  # it has columns to choose from
-    left_out: str = ""  # what is not read, and why
-    why_not_trained_on: str = ""  # the images can be evaluated alone
+    root: Path | None = None
+    shards: str | None = None
+    fold: str = ""
+    hashes: tuple[str, ...] = ()
+    is_table: bool = False
+    left_out: str = ""
+    why_not_trained_on: str = ""
 
 
 def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
-    """Finds the data that `--data` names and lists its files.
+    """Find the data that `--data` refers to and list its files.
 
-    is_evaluated: nothing is trained, so one split is enough. Raises ValueError for data that can't be used,
-    before much is read.
+    Args:
+        recipe: Recipe with the flags of the data.
+        beat: Called about every second.
+        is_evaluated: Whether the data is only evaluated, so that one split is enough.
+
+    Raises:
+        ValueError: The data can't be used. This is detected before large files are read.
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
     source = _find(data, beat, columns)
     if source.why_not_trained_on and not is_evaluated:
         raise ValueError(source.why_not_trained_on)
     if any(columns) and not source.is_table:
-        raise ValueError(f"--image_column and --label_column are for tables: --data {data} has no columns")
+        raise ValueError(f"--image_column and --label_column require a table. --data {data} has no columns")
     if holdout is not None:
         text = holdout if isinstance(holdout, str) else f"{holdout:.12g}"
         if source.test_name:
             raise ValueError(
-                f"--holdout {text}: --data {data} has {source.val_name} to choose the best checkpoint by and"
-                f" {source.test_name} to evaluate it once: leave out --holdout"
+                f"--holdout {text} is not needed: --data {data} has {source.val_name} to select the best"
+                f" checkpoint and {source.test_name} for the final evaluation. Remove --holdout"
             )
         source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
         if text == holdout:
@@ -91,28 +110,33 @@ def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False
         return replace(source, hashes=(*source.hashes, f"holdout {text}"))
     if source.val_name is None and not is_evaluated:
         raise ValueError(
-            f"--data {data} has no val, validation, valid or test to evaluate on: give it one, or hold out a"
-            " tenth of its training images by --holdout 0.1"
+            f"--data {data} has no val, validation, valid or test to evaluate on. Add one, or hold out a"
+            " tenth of the training images with --holdout 0.1"
         )
     return source
 
 
 def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
     if data == "digits":
-        return Source(data, (), _write_digits, mirror=False)  # a mirrored 2 is no 2
+        return Source(data, (), _write_digits, mirror=False)  # a mirrored 2 is not a 2
     if data == "synthetic":
         return Source(data, (), _write_synthetic)
     if data == "cifar10" or data.startswith("hub:"):
-        return _of_hub(data, load_from_hub(data, beat), columns)
-    begun = _listings.pop((data, columns), None)
-    return run_with_heartbeat(begun.result if begun else partial(_find_files, data, columns), beat)
+        return _hub_source(data, load_from_hub(data, beat), columns)
+    listing = _listings.pop((data, columns), None)
+    return run_with_heartbeat(listing.result if listing else partial(_find_files, data, columns), beat)
 
 
 def check_inputs(recipe: ImageRecipe) -> int:
-    """Begins find_source() in a thread, for this process's next call, and waits EARLY_S for it.
+    """Check the data and weights early. List the files in a thread, whose result find_source() will use.
 
-    Returns 0. Raises ValueError for data of this host that can't be used, if that is known by then, and for
-    weights that are not there.
+    Wait up to EARLY_S for the thread.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: The weights do not exist, or the listing has already shown that the data can't be used.
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")
@@ -120,7 +144,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
         if wait([listing], EARLY_S).done:
-            with suppress(OSError):  # the next call explains it
+            with suppress(OSError):  # the next call of find_source() reports it
                 find_source(recipe, lambda: None)
             _listings[data, columns] = listing
     return 0
@@ -132,35 +156,35 @@ def _find_files(data: str, columns: Columns) -> Source:
 
     if data.startswith("s3://"):
         return _find_stored_shards(data)
-    # Links are not followed: hosts that keep the data in different places can give it one name.
+    # Links are not resolved, so that hosts with different paths to the data can use one name.
     root = Path(os.path.abspath(os.path.expanduser(data)))
     if root.is_file() and root.suffix.lower() in class_folders.TABLES:
-        return _of_lone_table(root, columns)
+        return _lone_table_source(root, columns)
     if not root.is_dir():
-        what = "is a file, no folder, CSV list or parquet file" if root.exists() else "does not exist"
-        meant = did_you_mean(data, KNOWN) or f"give a folder or one of: {', '.join(KNOWN)}"
-        raise ValueError(f"--data {data}: {what}; {meant}")
+        problem = "is not a folder, CSV list or parquet file" if root.exists() else "does not exist"
+        advice = did_you_mean(data, KNOWN) or f"give a folder, or choose among {', '.join(KNOWN)}"
+        raise ValueError(f"--data {data} {problem}: {advice}")
     if manifest := shards.find_local(root):
-        return _of_shards(manifest, str(root), lambda name: read_regular(root / name))
-    if (found := saved_files(root)) is not None:
-        return _of_table_files(root, found, "{split}/{file}", columns)
-    if found := parquet_files(root):
-        is_flat = is_named(found["train"][0], "train")
-        return _of_table_files(root, found, "{file}" if is_flat else "{folder}/{file}", columns)
+        return _shard_source(manifest, str(root), lambda name: read_regular(root / name))
+    if (files := saved_files(root)) is not None:
+        return _table_files_source(root, files, "{split}/{file}", columns)
+    if files := parquet_files(root):
+        is_flat = is_named(files["train"][0], "train")
+        return _table_files_source(root, files, "{file}" if is_flat else "{folder}/{file}", columns)
     if lists := class_folders.metadata_files(root):
         return _find_metadata(root, lists, columns)
     if table := class_folders.lone_table(root):
-        return _of_lone_table(table, columns)
+        return _lone_table_source(table, columns)
     return find_class_folders(root)
 
 
-# Generated
+# Generated data
 
 
 def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Writes scikit-learn's 1,797 digits of 8x8 (values 0 to 16) as uint8 32x32; holds out 36 of each class.
+    """Write scikit-learn's 1,797 digits of 8x8 (values 0 to 16) as uint8 32x32; hold out 36 of each class.
 
-    RandomState, whose stream numpy keeps fixed (NEP 19), makes the hold-out the same on every machine.
+    numpy guarantees the stream of RandomState (NEP 19), so the hold-out is the same on every machine.
     """
 
     def load():
@@ -183,7 +207,7 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Writes 4,096 + 1,024 images of 32x32: one of ten fixed patterns of 4x4 coloured squares, with noise."""
+    """Write 4,096 + 1,024 images of 32x32: one of ten fixed patterns of 4x4 coloured squares, with noise."""
     generator = np.random.RandomState(0)
     patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
     for split, count in zip(SPLITS, (4096, 1024), strict=True):
@@ -200,7 +224,7 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _find_stored_shards(data: str) -> Source:
-    """Finds shards below a prefix in S3, or an index of others; each is fetched when it is needed."""
+    """Find prepared or indexed shards below a prefix in S3. Each shard is downloaded when it is needed."""
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
@@ -208,17 +232,22 @@ def _find_stored_shards(data: str) -> Source:
     manifest, content = shards.find_stored(store)
 
     def read(name: str) -> bytes:
-        found = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)
-        if found is None:
+        file_content = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)
+        if file_content is None:
             raise ValueError(f"{store.url}/{name} is missing: prepare again")
-        return found
+        return file_content
 
-    return _of_shards(manifest, store.url, read)
+    return _shard_source(manifest, store.url, read)
 
 
-def _of_shards(manifest: "ShardManifest", place: str, read: Callable[[str], bytes]) -> Source:
-    """The source of shards in a place. read(name): the content of a file beside them."""
+def _shard_source(manifest: "ShardManifest", location: str, read: Callable[[str], bytes]) -> Source:
+    """Return the source of prepared or indexed shards.
 
+    Args:
+        manifest: Manifest of the shards.
+        location: Folder of the manifest, or s3://bucket/prefix.
+        read: Function that returns the content of a file next to the manifest by its name.
+    """
     from onecurve.data import shards
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
@@ -226,56 +255,67 @@ def _of_shards(manifest: "ShardManifest", place: str, read: Callable[[str], byte
         for split in manifest.splits:
             name = shards.index_name(split)
             content = run_with_heartbeat(partial(read, name), beat)
-            rows = shards.parse_shard_index(content, manifest, split, f"{place}/{name}")
+            rows = shards.parse_shard_index(content, manifest, split, f"{location}/{name}")
             (folder / name).write_bytes(content)
             save_labels(folder, split, rows[:, 3])
             beat()
         return manifest.classes
 
     val_name = "val" if "val" in manifest.splits else None
-    return Source(manifest.name, (), write, val_name, shards=place, hashes=(manifest.sha256,))
+    return Source(manifest.name, (), write, val_name, shards=location, hashes=(manifest.sha256,))
 
 
 # Tables
 
 
-def _of_lone_table(file: Path, columns: Columns) -> Source:
+def _lone_table_source(file: Path, columns: Columns) -> Source:
     if file.suffix.lower() in class_folders.LISTS:
         from onecurve.data.lists import read_list
 
-        return _of_lists(file.stem, file.parent, file, read_list(file, columns))
-    return _of_table_files(file, {"train": [file]}, "{file}", columns)
+        return _list_source(file.stem, file.parent, file, read_list(file, columns))
+    return _table_files_source(file, {"train": [file]}, "{file}", columns)
 
 
-def _of_table_files(root: Path, files: dict[str, list[Path]], named: str, columns: Columns) -> Source:
-    tables = {split: [Table(str(file), file) for file in of_split] for split, of_split in files.items()}
-    return _of_tables(str(root), root.name, tables, files, named, columns)
+def _table_files_source(
+    root: Path, files: dict[str, list[Path]], name_format: str, columns: Columns
+) -> Source:
+    tables = {split: [Table(str(file), file) for file in paths] for split, paths in files.items()}
+    return _table_source(str(root), root.name, tables, files, name_format, columns)
 
 
-def _of_hub(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
+def _hub_source(data: str, loaded: dict[str, Any], columns: Columns) -> Source:
     name = data.removeprefix("hub:")
     tables = {s: [Table(f"{name}'s {s} split", rows.data.table)] for s, rows in loaded.items()}
     files = {s: [Path(file["filename"]) for file in rows.cache_files] for s, rows in loaded.items()}
-    return _of_tables(data, name, tables, files, "{split} {k}", columns)
+    return _table_source(data, name, tables, files, "{split} {k}", columns)
 
 
-def _of_tables(
+def _table_source(
     data: str,
     name: str,
     tables: dict[str, list[Table]],
     files: dict[str, list[Path]],
-    named: str,
+    name_format: str,
     columns: Columns,
 ) -> Source:
-    """named: the form of a file's name in the key; a data set that is moved keeps its names."""
+    """Return the source of tables.
+
+    Args:
+        data: Value of `--data` for messages.
+        name: Name of the data.
+        tables: Tables of each split.
+        files: Files of the tables of each split.
+        name_format: Format of a file's name in the cache key. It must not change when the data is moved.
+        columns: Columns chosen by flags.
+    """
     if "train" not in tables:
-        raise ValueError(f"--data {data} has no split train, only: {some_of(list(tables)) or 'none'}")
+        raise ValueError(f"--data {data} has no split train, only {some_of(list(tables)) or 'none'}")
     used = used_splits(tables)
     splits = {key: tables[split] for key, split in used.items()}
     return Source(
         name,
         tuple(
-            (named.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
+            (name_format.format(split=key, k=k, file=file.name, folder=file.parent.name), file)
             for key, split in used.items()
             for k, file in enumerate(files[split])
         ),
@@ -288,38 +328,45 @@ def _of_tables(
     )
 
 
-def _left_out(shown: dict[str, str], used: dict[str, str]) -> list[str]:
-    """Messages about the other splits. shown: how messages name each split."""
-    why = f", as {shown[used['val']]} is there" if "val" in used else ""
-    return [name + why for split, name in shown.items() if split not in used.values()]
+def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
+    """Return a note about each split that is not used.
+
+    Args:
+        names: Name of each split in messages.
+        used: Result of `used_splits`.
+    """
+    reason = f" ({names[used['val']]} is used instead)" if "val" in used else ""
+    return [name + reason for split, name in names.items() if split not in used.values()]
 
 
 # Image files
 
 
 def find_class_folders(root: Path) -> Source:
+    """Find the images of class folders, with or without folders for splits."""
     left_out = LeftOut()
-    folders, found = class_folders.list_splits(root, left_out)
-    used = used_splits(found)
+    folders, images = class_folders.list_splits(root, left_out)
+    used = used_splits(images)
     splits = {
-        key: [(c, os.path.join(folders[split], c, path)) for c, ps in found[split].items() for path in ps]
+        key: [(c, os.path.join(folders[split], c, path)) for c, ps in images[split].items() for path in ps]
         for key, split in used.items()
     }
     unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
-    if folders["train"] and (beside := class_folders.beside_splits(root)):
-        unused.append(f"{some_of([f'{name}/' for name in beside], 3)}, as {folders['train']}/ is a split")
+    if folders["train"] and (other_folders := class_folders.beside_splits(root)):
+        names = some_of([f"{name}/" for name in other_folders], 3)
+        unused.append(f"{names} ({folders['train']}/ is a split)")
     text = ", ".join(filter(None, (str(left_out), *unused)))
-    classes = sorted(found["train"])
-    source = _source_of_files(root.name, root, classes, splits, used, text)
+    classes = sorted(images["train"])
+    source = _file_source(root.name, root, classes, splits, used, text)
     if len(classes) > 1 or folders["train"]:
         return source
     (name,) = classes
-    paths = found["train"][name]
+    paths = images["train"][name]
     return replace(source, why_not_trained_on=class_folders.why_not_trained_on(root, name, paths))
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
-    """The files that the list in each split's folder names."""
+    """Find the images in the list of each split's folder."""
     from onecurve.data.lists import read_list
 
     rows = [
@@ -327,30 +374,38 @@ def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Sour
         for split, path in files.items()
         for row in read_list(path, columns, split)
     ]
-    source, listed = _of_lists(root.name, root, root, rows), {row.split for row in rows}
-    bare = [f"{f}/ without labels" for s, f in class_folders.split_folders(root).items() if s not in listed]
-    return replace(source, left_out=", ".join(filter(None, (source.left_out, *bare))))
+    source, listed = _list_source(root.name, root, root, rows), {row.split for row in rows}
+    folders = class_folders.split_folders(root)
+    unlabeled = [f"{folder}/ without labels" for split, folder in folders.items() if split not in listed]
+    return replace(source, left_out=", ".join(filter(None, (source.left_out, *unlabeled))))
 
 
-def _of_lists(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source:
-    """data: for messages. root: of the rows' files."""
-    named = {row.split for row in rows}
-    used = used_splits(named)
-    if "train" not in named:
-        raise ValueError(f"--data {data}: none of its {len(rows):,} rows is of the split train")
+def _list_source(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source:
+    """Return the source of listed image files.
+
+    Args:
+        name: Name of the data.
+        root: Folder that relative paths in the rows start from.
+        data: Path of the data for messages.
+        rows: Rows of all lists.
+    """
+    listed = {row.split for row in rows}
+    used = used_splits(listed)
+    if "train" not in listed:
+        raise ValueError(f"--data {data}: none of the {len(rows):,} rows belongs to the split train")
     splits = {
         key: [(row.label, row.file) for row in rows if row.split == split] for key, split in used.items()
     }
     train = {label for label, _ in splits["train"]}
     for key, split in used.items():
         check_known(f"--data {data}", split, {label for label, _ in splits[key]}, train)
-    text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in named}, used))
+    text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in listed}, used))
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
-    source = _source_of_files(name, root, classes, splits, used, text)
+    source = _file_source(name, root, classes, splits, used, text)
     return replace(source, hashes=(repr(splits),), is_table=True)
 
 
-def _source_of_files(
+def _file_source(
     name: str,
     root: Path,
     classes: list[str],
@@ -358,14 +413,23 @@ def _source_of_files(
     used: dict[str, str],
     left_out: str,
 ) -> Source:
-    """splits: the class, and the path below root, of each image of a split."""
+    """Return the source of image files.
+
+    Args:
+        name: Name of the data.
+        root: Folder that the image paths are relative to.
+        classes: Class names in label order.
+        splits: Class and path of each image in each split.
+        used: Result of `used_splits`.
+        left_out: Files that are not read, with reasons.
+    """
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-        number = {c: k for k, c in enumerate(classes)}
+        label_of = {name: label for label, name in enumerate(classes)}
         for split, images in splits.items():
             save_images(folder, split, (os.fsencode(path) for _, path in images), root)
             save_names(folder, split, (path for _, path in images))
-            save_labels(folder, split, [number[c] for c, _ in images])
+            save_labels(folder, split, [label_of[name] for name, _ in images])
             beat()
         return tuple(classes)
 

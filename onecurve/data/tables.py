@@ -1,7 +1,7 @@
-"""Tables of images: parquet files, folders that `datasets` saved, and data sets of the Hugging Face hub.
+"""Tables of images: parquet files, folders saved by `datasets`, and data sets on the Hugging Face hub.
 
-pyarrow reads the files in place. `datasets` would copy them into a cache of its own first, takes `[`, `*` and
-`::` in the name of a folder for patterns and URLs, and takes 3 s to import: it is used for the hub alone.
+pyarrow reads the files in place. `datasets` is only used for the hub: it would copy the files into another
+cache, interpret `[`, `*` and `::` in folder names as patterns and URLs, and take 3 s to import.
 """
 
 import json
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     import pyarrow
 
 HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
-# The first that is there, before others that hold images or labels
+# The first of these names in a table is preferred over other columns with images or labels.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
 IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # read at a time
 MULTI_LABEL = (
-    "This is multi-label data, and the scripts train classifiers with one class for each image: keep one"
-    " label of each"
+    "This is multi-label data, but the scripts train classifiers with one class per image. Keep one label for"
+    " each image"
 )
 
 
 class Columns(NamedTuple):
-    """--image_column and --label_column of tables; None: found by type and name."""
+    """Columns chosen by --image_column and --label_column. None detects the column by type and name."""
 
     image: str | None = None
     label: str | None = None
@@ -47,21 +47,24 @@ BY_TYPE = Columns()
 
 
 class Table(NamedTuple):
-    """A parquet file, an arrow stream (.arrow), or rows that `datasets` has loaded."""
+    """Parquet file, arrow stream (.arrow), or rows loaded by `datasets`."""
 
-    where: str  # its name in messages
+    where: str  # name of the table in messages
     content: "Path | pyarrow.Table"
 
     @contextmanager
     def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[..., Iterator[pyarrow.Array]]]]":
-        """Yields the schema and a function that reads a column by its name, so many values at a time. Raises
-        ValueError that names the table for anything that pyarrow can't read."""
+        """Yield the schema and a function `read(column, n)` that yields the column in chunks of n values.
+
+        Raises:
+            ValueError: pyarrow can't read the table. The message names the table.
+        """
         import pyarrow as pa
         import pyarrow.parquet
 
         try:
             if isinstance(self.content, Path) and self.content.suffix != ".arrow":
-                with open(self.content, "rb") as stream:  # pyarrow takes no file name that is not UTF-8
+                with open(self.content, "rb") as stream:  # pyarrow rejects file names that are not UTF-8
                     file = pa.parquet.ParquetFile(stream)
                     batches = file.iter_batches
                     yield file.schema_arrow, lambda name, n: (b.column(0) for b in batches(n, columns=[name]))
@@ -72,7 +75,9 @@ class Table(NamedTuple):
                     rows = pa.ipc.open_stream(stream).read_all()
             yield rows.schema, lambda name, n: (b.column(0) for b in rows.select([name]).to_batches(n))
         except (pa.ArrowException, OSError) as error:
-            reason = f"{str(error).splitlines()[0].rstrip('.')}. Is it complete? Fetch it again"
+            reason = (
+                f"{str(error).splitlines()[0].rstrip('.')}. The file may be incomplete. Download it again"
+            )
             if isinstance(self.content, Path):
                 reason = unfetched(self.content) or reason
             raise ValueError(f"{self.where} cannot be read: {reason}") from None
@@ -80,24 +85,25 @@ class Table(NamedTuple):
             raise ValueError(f"{self.where} has a name or label that is not UTF-8") from None
 
 
-# Finding them
+# Finding tables
 
 
 def parquet_files(root: Path) -> dict[str, list[Path]] | None:
-    """Lists train-*.parquet and val-*, validation-*, valid- or test-*.parquet, or train/*.parquet and so on.
+    """List the parquet files of each split, in `root` or in one folder below it.
 
-    They lie in the folder, or one level below. None without any for training.
+    Splits are named by file (train-*.parquet and val-*, validation-*, valid-* or test-*.parquet) or by folder
+    (train/*.parquet and so on). Return None if there are no training files.
     """
-    below = [root, *(root / name for name in folder_names(root))]
+    candidates = [root, *(root / name for name in folder_names(root))]
     for files_of in (_named_files, _files_in_folders):
-        if folders := [f for f in below if files_of(f, "train")]:
+        if folders := [f for f in candidates if files_of(f, "train")]:
             break
     else:
         return None
     if len(folders) > 1 and folders[0] != root:
         names = [f.name for f in folders]
         raise ValueError(
-            f"--data {root} holds more than one data set ({some_of(names)}): give the folder of one"
+            f"--data {root} contains several data sets ({some_of(names)}). Give the folder of one"
         )
     return {split: files for split in ("train", *VAL_NAMES) if (files := files_of(folders[0], split))}
 
@@ -111,33 +117,41 @@ def _named_files(folder: Path, split: str) -> list[Path]:
 
 
 def _files_in_folders(folder: Path, split: str) -> list[Path]:
-    """Parquet files of a folder that holds no folders: class folders may have such a file among them."""
+    """Return the parquet files in the folder of a split, or [] if that folder contains folders.
+
+    Class folders may lie next to a parquet file.
+    """
     name = split_folders(folder).get(split)
     return sorted((folder / name).glob("[!.]*.parquet")) if name and not folder_names(folder / name) else []
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
-    """Lists what `save_to_disk` of `datasets` wrote: for each split a folder with state.json, else None."""
+    """List the data files written by `save_to_disk` of `datasets` for each split; None for other folders."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         folders = {"train": root}
     elif (root / "dataset_dict.json").is_file():
         folders = {split: root / name for split, name in split_folders(root).items()}
     else:
         return None
-    found = {}
+    files = {}
     for split, folder in folders.items():
         if (state := folder / "state.json").is_file():
             try:
-                files = json.loads(state.read_bytes())["_data_files"]
-                found[split] = [folder / Path(file["filename"]).name for file in files]
+                entries = json.loads(state.read_bytes())["_data_files"]
+                files[split] = [folder / Path(entry["filename"]).name for entry in entries]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{state} names no data files, as `datasets` writes them") from None
-    return found
+                raise ValueError(f"{state} does not list data files in the format of `datasets`") from None
+    return files
 
 
 def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
-    """The `datasets.Dataset` of each split of `cifar10`, or `hub:OWNER/NAME[:CONFIG]`; `datasets` downloads
-    it once and keeps it."""
+    """Load `cifar10` or `hub:OWNER/NAME[:CONFIG]`, and return the `datasets.Dataset` of each split.
+
+    `datasets` downloads the data once and keeps it in its cache.
+
+    Raises:
+        ValueError: The name is invalid, or the data can't be loaded.
+    """
     match = HUB.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
     if not match:
         raise ValueError(f"--data {data}: expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
@@ -145,33 +159,33 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     problem = list[str]()
 
     def load():
-        problem.append(hub_problem())  # before `datasets` reads whether it is there
+        problem.append(hub_problem())  # may switch to offline mode, which `datasets` reads at import
         import datasets
 
         return datasets.load_dataset(*match.groups())
 
     try:
         return run_with_heartbeat(load, beat)
-    except Exception as error:  # no network, no room, a hub that says no: too many classes to list
+    except Exception as error:  # no network, no disk space, access denied: too many exceptions to list
         reason = " ".join(next(filter(None, (*problem, str(error), type(error).__name__))).split())
         more = " ..." if len(reason) > 300 else ""
         raise ValueError(
             f"--data {data}: {match[1]} could not be loaded from the hub ({printable(reason[:300])}{more})."
-            " Without network use local files: --data FOLDER with the hub's train-*.parquet and"
+            " Without network access, use local files: --data FOLDER with the hub's train-*.parquet and"
             " test-*.parquet, or --data digits"
         ) from error
 
 
-# Reading them
+# Reading tables
 
 
 def write_tables(
     splits: dict[str, list[Table]], columns: Columns, folder: Path, beat: Heartbeat
 ) -> tuple[str, ...]:
-    """Stores labels and encoded images of the splits in a cache folder. Returns the class names.
+    """Store the labels and encoded images of the splits in a cache folder. Return the class names.
 
-    All labels are checked before an image is read. A test split without labels is not stored. Memory: one row
-    group and the labels.
+    All labels are checked before any image is read. A test split without labels is not stored. Memory use is
+    one row group plus the labels.
     """
     classes, labels = read_labels(splits, columns, beat)
     for split, (numbers, rows) in labels.items():
@@ -182,93 +196,109 @@ def write_tables(
 
 
 class Labels(NamedTuple):
-    """The labels of one split."""
+    """Labels of one split."""
 
     numbers: np.ndarray  # int64 [N]
-    rows: list[tuple[str, int]]  # of each table
+    rows: list[tuple[str, int]]  # name and number of rows of each table
 
 
 def read_labels(
     splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
 ) -> tuple[tuple[str, ...], dict[str, Labels]]:
-    """The class names, and the labels of each split. Raises ValueError for a label without a class.
+    """Read the class names, and the labels of each split.
 
-    Without names in the files the classes are the distinct labels of train, sorted. A split "test" whose
-    labels are all -1 or null, as the hub has hidden ones, is left out.
+    Without class names in the files, the classes are the sorted distinct labels of train. A split "test" with
+    only -1 or null as labels is left out: data sets on the hub hide labels in this way.
+
+    Raises:
+        ValueError: A label belongs to no class, or labels or class names differ in type between splits.
     """
     columns, names, rows = dict[str, _Column](), {}, {}
-    with (first := splits["train"][0]).open() as (schema, _):  # the one of all files, not each file's guess
+    with (first := splits["train"][0]).open() as (schema, _):  # choose one column for all files
         chosen = chosen._replace(label=label_column(schema, chosen, first.where))
     for split, tables in splits.items():
-        column, of_split, counts = _read_split(split, tables, chosen, beat)
+        column, split_classes, counts = _read_split(split, tables, chosen, beat)
         if split != "test" or column.values != [-1]:
-            columns[split], names[split], rows[split] = column, of_split, counts
+            columns[split], names[split], rows[split] = column, split_classes, counts
     types = {type(value) for column in columns.values() for value in column.values}
     if len(types) > 1 or (names["train"] and str in types):
         where = some_of([table.where for split in splits.values() for table in split], 3)
-        raise ValueError(f"labels of {where} must be all numbers, or all names in columns without ClassLabel")
+        raise ValueError(
+            f"the labels of {where} must all be numbers, or all be names in columns without ClassLabel"
+        )
     classes = {split: names[split] or tuple(sorted(column.values)) for split, column in columns.items()}
     train = classes["train"]
     number = {name: k for k, name in enumerate(train)}
     labels = {}
     for split, column in columns.items():
-        where, of_split = splits[split][0].where, classes[split]
+        where, split_classes = splits[split][0].where, classes[split]
         if bool(names[split]) != bool(names["train"]):
-            raise ValueError(f"{where}: of the splits train and {split} only one has class names")
-        name_of = dict(enumerate(of_split)) if names[split] else {label: label for label in of_split}
-        is_wrong = np.array([value not in name_of for value in column.values])[column.codes]
-        if is_wrong.any():
-            row = int(is_wrong.argmax())
+            raise ValueError(f"{where}: only one of the splits train and {split} has class names")
+        name_of = (
+            dict(enumerate(split_classes)) if names[split] else {label: label for label in split_classes}
+        )
+        is_unknown = np.array([value not in name_of for value in column.values])[column.codes]
+        if is_unknown.any():
+            row = int(is_unknown.argmax())
             raise ValueError(
                 f"label {column.values[column.codes[row]]} in row {row} of the {split} split ({where}) is out"
-                f" of range: there are {len(of_split)} classes ({is_wrong.sum():,} such rows)"
+                f" of range for {len(split_classes)} classes ({is_unknown.sum():,} such rows)"
             )
         check_known(where, f"the split {split}", {str(name_of[v]) for v in column.values}, map(str, train))
-        # Equal names are not looked up, as a name may occur twice.
-        is_same = bool(names[split]) and of_split == train
+        # Identical lists of names are not looked up, because a name may occur twice.
+        is_same = bool(names[split]) and split_classes == train
         numbers = np.array([value if is_same else number[name_of[value]] for value in column.values])
         labels[split] = Labels(numbers[column.codes], rows[split])
     return tuple(map(str, train)), labels
 
 
 class _Column(NamedTuple):
-    """A column of labels: its distinct values, and each row's number among them."""
+    """Column of labels."""
 
-    values: list[Any]
-    codes: np.ndarray  # int32 [N]
+    values: list[Any]  # distinct values
+    codes: np.ndarray  # index of each row's value in `values`, int32 [N]
 
 
 def _read_split(
     split: str, tables: list[Table], chosen: Columns, beat: Heartbeat
 ) -> tuple[_Column, tuple[str, ...], list[tuple[str, int]]]:
-    """The labels of a split, int or str; the class names, where the files have them; and each table's number
-    of rows. Raises ValueError for labels of other types, and where one is missing."""
-    codes, names, rows, numbers = list[np.ndarray](), [], [], dict[Any, int]()
+    """Read the labels of a split.
+
+    Returns:
+        The column of labels (int or str), the class names (empty if the files contain none), and the name and
+        number of rows of each table.
+
+    Raises:
+        ValueError: A label is missing or has another type, or the class names differ between tables.
+    """
+    codes, names, rows, code_of = list[np.ndarray](), [], [], dict[Any, int]()
     for table in tables:
         with table.open() as (schema, read):
-            name = label_column(schema, chosen, table.where)
-            names.append(tuple(_features(schema, table.where).get(name, {}).get("names") or ()))
-            parts = [_encoded(column, numbers, table.where) for column in read(name, LABEL_ROWS)]
-        part = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        if split == "test" and (part < 0).all():
-            part[:] = numbers.setdefault(-1, len(numbers))
-        if (part < 0).any():
-            raise ValueError(f"row {int((part < 0).argmax())} of {table.where} has no label")
+            column_name = label_column(schema, chosen, table.where)
+            names.append(tuple(_features(schema, table.where).get(column_name, {}).get("names") or ()))
+            chunks = [_codes(column, code_of, table.where) for column in read(column_name, LABEL_ROWS)]
+        table_codes = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
+        if split == "test" and (table_codes < 0).all():
+            table_codes[:] = code_of.setdefault(-1, len(code_of))
+        if (table_codes < 0).any():
+            raise ValueError(f"row {int((table_codes < 0).argmax())} of {table.where} has no label")
         if names[-1] != names[0]:
             raise ValueError(f"{table.where} has other class names than {tables[0].where}")
-        codes.append(part)
-        rows.append((table.where, len(part)))
+        codes.append(table_codes)
+        rows.append((table.where, len(table_codes)))
         beat()
     if not sum(map(len, codes)):
         raise ValueError(f"no images in the {split} split: {some_of([table.where for table in tables])}")
-    return _Column(list(numbers), np.concatenate(codes)), names[0], rows
+    return _Column(list(code_of), np.concatenate(codes)), names[0], rows
 
 
-def _encoded(column: "pyarrow.Array", numbers: dict[Any, int], where: str) -> np.ndarray:
-    """Return each row's number in `numbers`, which gets new values: int32 [n], -1 for null.
+def _codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
+    """Return the code of each row's value, int32 [n], with -1 for null. New values are added to `code_of`.
 
-    Python sees each distinct value once, so that 30 million rows take a second. ValueError for values that
-    are no labels.
+    Python handles each distinct value only once, so that 30 million rows take one second.
+
+    Raises:
+        ValueError: The values are not labels.
     """
     import pyarrow as pa
 
@@ -280,19 +310,22 @@ def _encoded(column: "pyarrow.Array", numbers: dict[Any, int], where: str) -> np
         raise ValueError(f"the labels of {where} are {column.type}, not numbers or names")
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     values = [str(value) if isinstance(value, bool) else value for value in encoded.dictionary.to_pylist()]
-    if other := {type(value) for value in values} - {int, str, type(None)}:
-        raise ValueError(f"the labels of {where} are {other.pop().__name__}, not numbers or names")
-    own = [-1 if value is None else numbers.setdefault(value, len(numbers)) for value in values]
-    return np.array([*own, -1], np.int32)[encoded.indices.fill_null(len(own)).to_numpy(zero_copy_only=False)]
+    if other_types := {type(value) for value in values} - {int, str, type(None)}:
+        raise ValueError(f"the labels of {where} are {other_types.pop().__name__}, not numbers or names")
+    codes = [-1 if value is None else code_of.setdefault(value, len(code_of)) for value in values]
+    indices = encoded.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
+    return np.array([*codes, -1], np.int32)[indices]
 
 
 class TableImage(NamedTuple):
+    """Image in a table."""
+
     content: bytes
-    name: str  # the struct's path; "" without one
+    name: str  # path in the hub's struct; "" without one
 
 
 def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
-    """The values of a column of the hub's Image structs, or of plain binary."""
+    """Yield the images of a column that contains the hub's Image structs or plain binary."""
     for table in tables:
         with table.open() as (schema, read):
             row = 0
@@ -303,14 +336,17 @@ def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterat
 
 
 def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableImage]:
-    """The bytes and names of consecutive images. row: the first one's.
+    """Return the bytes and names of consecutive images. Rows loaded by `datasets` may refer to cached files.
 
-    Rows that `datasets` has loaded may have the path of a file in its cache instead.
+    Args:
+        column: Column of the images.
+        table: Table that contains the column.
+        row: Row number of the first image, for messages.
     """
     import pyarrow as pa
 
     if not _holds_bytes(column.type):
-        raise ValueError(f"{table.where}: its image column holds {column.type}, not image bytes")
+        raise ValueError(f"{table.where}: the image column contains {column.type}, not image bytes")
     images = []
     for k, value in enumerate(column.to_pylist()):
         file = None
@@ -324,34 +360,35 @@ def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableI
     return images
 
 
-def _holds_bytes(kind: "pyarrow.DataType") -> bool:
-    """True for binary, and for the hub's structs of an image."""
+def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
+    """Check whether a type is binary or the hub's struct of an image."""
     import pyarrow as pa
 
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        kind = kind.field("bytes").type
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if pa.types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
+        dtype = dtype.field("bytes").type
+    return pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype)
 
 
-# Their columns
+# Columns of tables
 
 
 def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
-    """The column of images: the chosen one, else img or image, else the only one that holds some."""
+    """Return the column of images: the chosen column, img or image, or the only column with images."""
     features = _features(schema, where)
-    found = [
+    candidates = [
         field.name
         for field in schema
         if _holds_bytes(field.type)
         and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # not sounds
     ]
-    return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, found, where)
+    return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, candidates, where)
 
 
 def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
-    """The column of labels: the chosen one, else label or fine_label, else the only one with class names.
+    """Return the column of labels.
 
-    Without class names the only one with a usual name, or the only one of numbers or words.
+    The order of preference is: the chosen column; label or fine_label; the only column with class names; the
+    only column in OTHER_LABEL_COLUMNS; the only column of integers, strings or booleans.
     """
     import pyarrow as pa
 
@@ -364,29 +401,46 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
         types.is_boolean,
     )
     features = _features(schema, where)
-    found = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
-    found = found or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
-    found = found or [field.name for field in schema if any(test(field.type) for test in is_label)]
-    return chosen_column(schema.names, "label", chosen.label, LABEL_COLUMNS, found, where)
+    candidates = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
+    candidates = candidates or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
+    candidates = candidates or [field.name for field in schema if any(test(field.type) for test in is_label)]
+    return chosen_column(schema.names, "label", chosen.label, LABEL_COLUMNS, candidates, where)
 
 
 def chosen_column(
-    names: Sequence[str], kind: str, chosen: str | None, usual: Sequence[str], found: list[str], where: str
+    names: Sequence[str],
+    content: str,
+    chosen: str | None,
+    usual: Sequence[str],
+    candidates: list[str],
+    where: str,
 ) -> str:
-    """The chosen column, else the first usual one that the table has, else the only one found."""
+    """Return the chosen column, the first usual name in the table, or the only candidate.
+
+    Args:
+        names: All columns of the table.
+        content: Content of the column, "image" or "label".
+        chosen: Column chosen by a flag, or None or "".
+        usual: Usual names, in order of preference.
+        candidates: Columns with suitable content.
+        where: Name of the table for messages.
+
+    Raises:
+        ValueError: The table lacks the chosen column, or the choice is ambiguous.
+    """
     if chosen and chosen not in names:
-        raise ValueError(f"--{kind}_column {chosen}: {where} has only: {some_of(names)}")
+        raise ValueError(f"--{content}_column {chosen}: {where} has only {some_of(names)}")
     if known := chosen or next((name for name in usual if name in names), None):
         return known
-    if len(found) == 1:
-        return found[0]
-    what = f"no column of {kind}s ({', '.join(usual)}), only: {some_of(names)}"
-    what = f"several columns of {kind}s, {some_of(found)}" if found else what
-    raise ValueError(f"{where} has {what}: choose one by --{kind}_column")
+    if len(candidates) == 1:
+        return candidates[0]
+    problem = f"no column of {content}s ({', '.join(usual)}), only {some_of(names)}"
+    problem = f"several columns of {content}s, {some_of(candidates)}" if candidates else problem
+    raise ValueError(f"{where} has {problem}. Choose one with --{content}_column")
 
 
 def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
-    """The `datasets` features of the columns, from the schema's metadata; empty without."""
+    """Return the features that `datasets` stores in the schema's metadata, by column; {} without them."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = (metadata.get("info") or {}).get("features") or {}
@@ -394,9 +448,9 @@ def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]
         names = [feature.get("names") or [] for feature in features.values()]
     except (ValueError, AttributeError, RecursionError):
         names = [None]
-    if all(isinstance(some, list) and all(isinstance(name, str) for name in some) for some in names):
+    if all(isinstance(column, list) and all(isinstance(name, str) for name in column) for column in names):
         return features
     raise ValueError(
-        f"{where}: its huggingface metadata has no class names as `datasets` writes them, a list at"
-        " info.features.<column>.names"
+        f"{where}: the class names in the huggingface metadata are not in the format of `datasets`, a list of"
+        " strings at info.features.<column>.names"
     )

@@ -67,7 +67,7 @@ def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path
     splits = ("train", "test", "valid", "val")
     root = put(tmp_path / "pets", *(f"{split}/{c}/1.png" for split in splits for c in ("cat", "dog")))
     prepared = prepare_with(root, tmp_path / "cache")
-    assert prepared.left_out == "valid/, as val/ is there"
+    assert prepared.left_out == "valid/ (val/ is used instead)"
     images = open_images(Path(prepared.folder))
     assert (images.val.images[0] == decode_image((root / "val/cat/1.png").read_bytes())).all()
     assert (images.test.images[0] == decode_image((root / "test/cat/1.png").read_bytes())).all()
@@ -87,7 +87,7 @@ def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
 
 def test_class_folders_next_to_a_split_are_reported(tmp_path):
     root = put(tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/i", "train/t") for k in "123"))
-    assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/, as train/ is a split"
+    assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/ (train/ is a split)"
     # the layout of the dogs-vs-cats data
     with pytest.raises(ValueError, match=r"train has no class folders: .*is a split"):
         list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), LeftOut())
@@ -496,7 +496,7 @@ def test_folders_named_like_splits_are_not_classes(tmp_path):
         list_splits(root, LeftOut())
     (root / "train.csv").unlink()
     with pytest.raises(
-        ValueError, match="test_images, train_images are splits, not classes\. Name them train/, val/"
+        ValueError, match=r"test_images, train_images are splits, not classes\. Name them train/, val/"
     ):
         list_splits(root, LeftOut())
     land = put(tmp_path / "land", "seg_train/seg_train/sea/1.png", "seg_test/seg_test/sea/2.png")

@@ -68,7 +68,7 @@ def test_folds_split_the_same_data(tmp_path):
 def test_data_without_a_held_out_split(form, split, tmp_path):
     """Check that each image is in one split, in the original order. The choice depends only on ids."""
     data, cache = data_set(tmp_path / "pets", form, labels=SORTED, **{split: 20}), tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"to evaluate on: .* by --holdout 0\.1"):
+    with pytest.raises(ValueError, match=r"to evaluate on\. .* with --holdout 0\.1"):
         opened(data, cache)
     images = opened(data, cache, holdout=0.2)
     is_held_out, all_pixels = held_out(np.array(SORTED), 0.2), pixels(*range(20))

@@ -194,7 +194,7 @@ def test_label_types_of_parquet(tmp_path):
     ("labels", "message"),
     [
         (pa.array([0.0, 1.0]), "are float, not numbers or names"),
-        (pa.array(["a", "b"]), "must be all numbers, or all names"),
+        (pa.array(["a", "b"]), "must all be numbers, or all be names"),
         (pa.array([[0, 1], [1]]), "train.*parquet are lists. This is multi-label data"),
     ],
 )
@@ -696,8 +696,8 @@ def with_column(root: Path, name: str, values: pa.Array | None) -> None:
     pq.write_table(table if values is None else table.append_column(name, values), file)
 
 
-NO_NAMES = ["train-00000", "its huggingface metadata has no class names as"]
-CUT = ["train-00000-of-00001.parquet cannot be read", "Fetch it again"]
+NO_NAMES = ["train-00000", "the class names in the huggingface metadata are not"]
+CUT = ["train-00000-of-00001.parquet cannot be read", "Download it again"]
 NO_NAMES_IN = {
     "no object": "[]",
     "no JSON": "{",
@@ -705,7 +705,7 @@ NO_NAMES_IN = {
     "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
 }
 BAD = {  # tests/test_messages.py checks more cases
-    "a file": (lambda root: root.write_text("x"), ["is a file, no folder, CSV list or parquet file"]),
+    "a file": (lambda root: root.write_text("x"), ["is not a folder, CSV list or parquet file"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
@@ -715,19 +715,19 @@ BAD = {  # tests/test_messages.py checks more cases
     "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),  # a page's header
     "two sets": (
         lambda root: (parquet_folder(root / "fine"), parquet_folder(root / "coarse")),
-        ["more than one data set", "coarse, fine"],
+        ["several data sets", "coarse, fine"],
     ),
     "no image column": (
         lambda root: with_column(root, "img", pa.array(["1.png"])),
-        ["train-00000", "its image column holds string, not image bytes"],
+        ["train-00000", "the image column contains string, not image bytes"],
     ),
     "no label column": (
         lambda root: with_column(root, "label", None),
-        ["train-00000", "has no column of labels (label, fine_label), only: img: choose"],
+        ["train-00000", "has no column of labels (label, fine_label), only img. Choose"],
     ),
     "label range": (
         lambda root: with_train(root, [PNG] * 3, [0, 1, 2]),
-        ["label 2 in row 2 of the train split", "train-00000", "out of range: there are 2 classes"],
+        ["label 2 in row 2 of the train split", "train-00000", "out of range for 2 classes"],
     ),
     "label -1": (lambda root: with_train(root, [PNG], [-1]), ["label -1 in row 0 of the train split"]),
     "label missing": (lambda root: with_train(root, [PNG] * 2, [0, None]), ["row 1 of", "has no label"]),
@@ -768,7 +768,7 @@ def test_a_user_without_a_home_folder_needs_cache_dir(tmp_path, monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):
         prepare_cache(ImageRecipe(data="digits"), lambda: None)
-    with pytest.raises(ValueError, match="--data ~nobody-here/pets: does not exist"):
+    with pytest.raises(ValueError, match="--data ~nobody-here/pets does not exist"):
         prepare_data("~nobody-here/pets", tmp_path)
 
 

@@ -231,7 +231,7 @@ BAD = {  # a function that damages the data, and the message
     "name no text": (manifest(name=3), "check its name"),
     "a value missing": (without("images", "splits", "val"), "check its splits"),
     "no train": (without("train", "splits"), "has no split train"),
-    "no val": (without("val", "splits"), "by --holdout 0.1"),
+    "no val": (without("val", "splits"), "with --holdout 0.1"),
     "count": (shard(images=3), "images 25, which differs from the sum"),
     "outside": (shard(file="../a.tar"), "shard '../a.tar'"),
     "one name": (shard(file="train-00000.tar"), "shard 'train-00000.tar'"),

@@ -68,21 +68,21 @@ def test_ambiguous_columns_are_refused_and_can_be_chosen_by_flags(tmp_path):
         table = pa.table({"a": structs(2), "b": structs(2, 9), "x": pa.array([0, 1]), "y": pa.array([1, 0])})
         pq.write_table(table, tmp_path / f"{split}.parquet")
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match="several columns of labels, x, y: choose one by --label_column"):
+    with pytest.raises(ValueError, match=r"several columns of labels, x, y\. Choose one with --label_column"):
         opened(tmp_path, cache)
-    with pytest.raises(ValueError, match="several columns of images, a, b: choose one by --image_column"):
+    with pytest.raises(ValueError, match=r"several columns of images, a, b\. Choose one with --image_column"):
         opened(tmp_path, cache, label_column="x")
-    with pytest.raises(ValueError, match=r"--label_column z: .* has only: a, b, x, y"):
+    with pytest.raises(ValueError, match=r"--label_column z: .* has only a, b, x, y"):
         opened(tmp_path, cache, label_column="z")
     first, second = (opened(tmp_path, cache, image_column=i, label_column=k) for i, k in ("ax", "by"))
     assert (first.train.labels.tolist(), second.train.labels.tolist()) == ([0, 1], [1, 0])
     assert (second.train.images[0] == np.asarray(picture(9))).all()
     assert first.source != second.source
-    with pytest.raises(ValueError, match="are for tables: --data digits has no columns"):
+    with pytest.raises(ValueError, match=r"require a table\. --data digits has no columns"):
         opened("digits", cache, label_column="x")
     pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
     pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")  # x is not taken for labels
-    with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only: a, b, x"):
+    with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only a, b, x"):
         opened(tmp_path, cache, image_column="a")
 
 
@@ -110,8 +110,8 @@ def test_parquet_among_class_folders_is_ignored(tmp_path):
     ("files", "message"),
     [
         ("ab", r"has parquet files, but no train-\*.parquet \(a.parquet, b.parquet\)\. Name the train"),
-        (["a/train/0"], "no val, validation, valid or test to evaluate on: give it one, or hold out"),
-        ("a", "no val, validation, valid or test to evaluate on: give it one, or hold out"),
+        (["a/train/0"], r"no val, validation, valid or test to evaluate on\. Add one, or hold out"),
+        ("a", r"no val, validation, valid or test to evaluate on\. Add one, or hold out"),
     ],
 )
 def test_parquet_without_splits_is_refused(files, message, tmp_path):
@@ -166,10 +166,10 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
         opened(moved / "train", tmp_path / "cache")
     arrow = next((moved / "train").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:-300])
-    with pytest.raises(ValueError, match=r"\.arrow cannot be read: .* Is it complete"):
+    with pytest.raises(ValueError, match=r"\.arrow cannot be read: .* may be incomplete"):
         opened(moved, tmp_path / "cache")
     (moved / "train" / "state.json").write_text('{"_data_files": [{"filename": 1}]}')
-    with pytest.raises(ValueError, match=r"train/state\.json names no data files"):
+    with pytest.raises(ValueError, match=r"train/state\.json does not list data files"):
         opened(moved, tmp_path / "cache")
 
 
@@ -198,7 +198,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
     with pytest.raises(ValueError, match=r"--data hub:lab/pets: lab/pets could not be loaded .*small"):
         opened("hub:lab/pets", tmp_path / "cache")
     for name, message in {
-        "hub:lab/absent": r"lab/absent could not be loaded from the hub \(.*Without network use local files",
+        "hub:lab/absent": r"lab/absent could not be loaded from the hub \(.*Without network access, use",
         "hub:pets": "expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG",
         "hub:../pets": "expected hub:OWNER/NAME",
     }.items():

@@ -19,7 +19,7 @@ LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
 }
 MISTAKES = {  # flags, what is printed, lines of ours beside it
     "unknown flag": (["--epoch", "1"], "error: unknown flag --epoch: did you mean --epochs?", 0),
-    "no such data": (["--data", "nowhere"], "error: --data nowhere: does not exist", 2),
+    "no such data": (["--data", "nowhere"], "error: --data nowhere does not exist", 2),
     "exception": (["--data", "digits"], "ZeroDivisionError: division by zero", 16),
 }
 QUICK = [("python", "unknown flag"), ("launch.py", "no such data"), ("torchrun", "exception")]
