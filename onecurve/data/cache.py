@@ -1,6 +1,6 @@
-"""The cache of prepared images: a folder per data set, named by a hash of its content, complete or absent.
+"""Cache of prepared images: one folder per data set, named by a hash of its content, complete or absent.
 
-One process per host writes a temporary folder, under a lock, and renames it when everything is on the disk.
+One process per host writes a temporary folder under a lock, and renames it when everything is on the disk.
 """
 
 import fcntl
@@ -35,35 +35,42 @@ from onecurve.system.processes import allowed_cores
 from onecurve.system.progress import Display
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
-FORMAT = 1  # part of the key: raised when the content of a cache folder changes
-DECODING = 8  # part of the place's key: raised when pixels, names or the content of meta.json change
-HASH_LIMIT_BYTES = 4 * 2**30
-BLOCK_BYTES = 4096  # of files that are not read whole, a block for each begun part of PART_BYTES is hashed
+FORMAT = 1  # part of the content key; increase it when the content of a cache folder changes
+DECODING = 8  # part of the folder key; increase it when pixels, names or the content of meta.json change
+HASH_LIMIT_BYTES = 4 * 2**30  # above this total, only blocks of each file are hashed
+BLOCK_BYTES = 4096  # one block per PART_BYTES of a file
 PART_BYTES = 16 * 2**20
-DECODED_BYTES = 8 * 2**30  # more stay encoded: not what memory is free, so that all machines do the same
+DECODED_BYTES = 8 * 2**30  # larger data stays encoded; independent of free memory, so equal on all machines
 LOCK, BROKEN = ".lock", "broken.json"
-NAMED = 10  # broken images in an error; BROKEN has all
-SEARCHED_BYTES = 4 * 2**30  # more are not searched for duplicates, nor decoded to find broken images
-CHECKED = 16  # images of any size that a thread decodes in one go
-CHUNK_PIXELS = 2**22  # decoded in one go by a thread: some 50 ms, the longest delay of an interruption
+NAMED = 10  # maximum number of broken images in an error; the file BROKEN lists all
+SEARCHED_BYTES = 4 * 2**30  # larger data is not searched for duplicates or broken images
+CHECKED = 16  # images per chunk when images are only checked
+CHUNK_PIXELS = 2**22  # pixels per chunk when images are decoded, about 50 ms; an interruption waits this long
 
 
 class Prepared(NamedTuple):
-    folder: str  # in the cache
-    left_out: str  # what of the data is not read, and why
+    """Result of preparing data."""
+
+    folder: str  # folder in the cache
+    left_out: str  # files that are not read, with reasons
 
 
 def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None, **flags: Any) -> Path:
-    """The folder of prepare(), with further flags of ImageRecipe."""
+    """Prepare data and return its folder in the cache. `flags` are more fields of ImageRecipe."""
     recipe = ImageRecipe(data=data, cache_dir=str(cache_dir), **flags)
     return Path(prepare_cache(recipe, heartbeat).folder)
 
 
 def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
-    """Finds or makes the cache folder of recipe.data; one process per host calls it.
+    """Find or create the cache folder of recipe.data. One process per host calls this function.
 
-    is_evaluated: nothing is trained, so the data need no second split. Calls beat() about every second.
-    Raises ValueError for data or a cache that can't be used.
+    Args:
+        recipe: Recipe with the flags of the data.
+        beat: Called about every second.
+        is_evaluated: Whether the data is only evaluated, so that one split is enough.
+
+    Raises:
+        ValueError: The data or the cache can't be used.
     """
     cache_dir = Path(os.path.expanduser(recipe.cache_dir or "~/.cache/train-images"))
     if str(cache_dir).startswith("~"):
@@ -74,63 +81,66 @@ def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = Fal
     cache_dir = cache_dir.resolve()
     try:
         source = find_source(recipe, beat, is_evaluated)
-        content, place = run_with_heartbeat(lambda: _keys(source), beat)
+        content_key, folder_key = run_with_heartbeat(lambda: _keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
-        folder = cache_dir / f"{label}-{place}"
+        folder = cache_dir / f"{label}-{folder_key}"
         _check_owner(cache_dir)
         _check_owner(folder)
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _lock(cache_dir, beat):
-                if not folder.exists():  # another job may have made it while we waited
-                    _make(folder, source, f"{label}-{content}", beat)
+                if not folder.exists():  # another job may have created it in the meantime
+                    _make(folder, source, f"{label}-{content_key}", beat)
         _refuse_broken(folder, recipe.on_bad_image == "skip" or is_evaluated)
         return Prepared(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
             f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}."
-            " The data must be readable, and the cache on a local disk with room for the decoded images"
+            " The data must be readable, and the cache needs a local disk with space for the decoded images"
         ) from error
 
 
 def _check_owner(folder: Path) -> None:
-    """Raises ValueError for a folder of another user, who could put pixels into this training."""
+    """Raise ValueError if another user owns the folder and could replace the images of this training."""
     if not folder.exists() or os.geteuid() in (0, folder.stat().st_uid) or folder.stat().st_uid == 0:
         return
-    raise ValueError(f"{folder} belongs to user {folder.stat().st_uid}: give a --cache_dir of your own")
+    raise ValueError(f"{folder} belongs to user {folder.stat().st_uid}. Give a --cache_dir that you own")
 
 
 def _keys(source: Source) -> tuple[str, str]:
-    """Two keys of 16 hex digits: of the content, equal on all hosts, and of the content in its place here.
+    """Return the content key, which is equal on all hosts, and the folder key (16 hex digits each).
 
-    The first is SHA-256 of the names and bytes of all files. Above 4 GiB, where reading everything at each
-    start would take too long, each file's size and some of its blocks stand for its bytes, and the second key
-    covers the times of change. The second key covers the folder of the images, too: the cache may hold their
-    paths; and DECODING.
+    The content key is the SHA-256 of the names and bytes of all files. Above 4 GiB, reading all files at each
+    start would take too long, so each file is represented by its size and some of its blocks.
+
+    The folder key is a hash of the content key, the folder of the images (the cache may contain their paths),
+    DECODING, the fold and, above 4 GiB, the modification times.
     """
     stats = [retried(path.stat)() for _, path in source.files]
-    place = str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
+    location = (
+        str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
+    )
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(allowed_cores()) as pool:  # SHA-256 and reading release the GIL
         hashes = list(pool.map(_hash_of_blocks if is_large else lambda f: sha256_of(f[1]), source.files))
     if is_large:
-        place += f" {[stat.st_mtime_ns for stat in stats]}"
-    content = _short_hash(
+        location += f" {[stat.st_mtime_ns for stat in stats]}"
+    content_key = _short_hash(
         [FORMAT, source.name, [name for name, _ in source.files], [*hashes, *source.hashes]]
     )
-    return content, _short_hash([content, place])
+    return content_key, _short_hash([content_key, location])
 
 
 @retried
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
-    """SHA-256 of a file's size and of blocks at positions that its name chooses, so the same on all hosts."""
+    """Return the SHA-256 of a file's size and of some blocks. Their positions depend only on its name."""
     name, path = file
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     with open(path, "rb", buffering=0) as content:
         for part in range(1 + size // PART_BYTES):
-            chosen = int.from_bytes(hashlib.sha256(f"{part} {name}".encode()).digest())
-            content.seek(chosen % max(1, size - BLOCK_BYTES + 1))
+            position = int.from_bytes(hashlib.sha256(f"{part} {name}".encode()).digest())
+            content.seek(position % max(1, size - BLOCK_BYTES + 1))
             digest.update(content.read(BLOCK_BYTES))
     return digest.hexdigest()
 
@@ -141,11 +151,11 @@ def _short_hash(content: list) -> str:
 
 @contextmanager
 def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
-    """Holds the lock that the processes on a host share; the kernel releases it when its holder dies."""
+    """Hold the cache's lock on this host. The kernel releases it if its holder dies."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
-            log.warning(f"another process is preparing images in {folder}: waiting for it")
+            log.warning(f"waiting for another process that prepares images in {folder}")
             run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
         yield
     finally:
@@ -153,9 +163,10 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
 
 
 def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
-    """Writes the cache folder under a temporary name and renames it when it is complete. Needs the lock.
+    """Write the cache folder under a temporary name, and rename it once complete. The caller holds the lock.
 
-    Where hosts share it over NFS, which tells late of a new folder, another may have made it: that one stays.
+    If hosts share the cache over NFS, new folders become visible late, and another host may have created this
+    folder. That folder is then kept.
     """
     work = folder.parent / ".preparing"
     discard(work)  # left by a process that was killed
@@ -165,33 +176,33 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
         refuse_duplicates(classes, source.name)
         if source.holdout is not None:
             hold_out(work, source.holdout)
-        kind, flaws, looks = "shards" if source.shards else "array", list[str](), list[list[Look]]()
+        storage, flaws, looks = "shards" if source.shards else "array", list[str](), list[list[Look]]()
         if source.test_name == "test" and source.holdout is None and not (work / "test_labels.npy").exists():
-            flaws.append("the test split has no labels (all are -1 or null): it is left out")
+            flaws.append("the test split is left out, because it has no labels (all are -1 or null)")
         if (work / f"train_{FILES[0]}").exists():
             encoded = {s: CachedImages(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
-            parts, stored = list[Encoded](encoded.values()), [*encoded]
+            parts, stored_splits = list[Encoded](encoded.values()), [*encoded]
             if source.holdout is not None:
                 parts[:1] = [CachedImages(work, "train", part_file(work, part)) for part in SPLITS]
-                stored[:1] = ["train", "train"]
+                stored_splits[:1] = ["train", "train"]
             sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
             is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
             if is_small:
-                every = (np.load(work / f"{split}_labels.npy") for split in stored)
-                labels = np.concatenate([own[part.ids] for own, part in zip(every, parts, strict=True)])
+                stored_labels = (np.load(work / f"{split}_labels.npy") for split in stored_splits)
+                part_labels = [labels[part.ids] for labels, part in zip(stored_labels, parts, strict=True)]
                 equal = run_with_heartbeat(partial(EqualImages, parts), beat)
                 flaws += equal.in_two_splits((source.val_name, source.test_name))
-                flaws += equal.in_two_classes(labels, classes)
+                flaws += equal.in_two_classes(np.concatenate(part_labels), classes)
             looks = run_with_heartbeat(partial(sample, encoded.values()), beat)
             is_decoded = _decode_all(work, source.name, encoded, _common_shape(looks), beat)
-            kind = "array" if is_decoded else "files"
-            if is_small and kind == "files":
+            storage = "array" if is_decoded else "files"
+            if is_small and storage == "files":
                 flaws = _check_all(work, source.name, parts, beat) + flaws
         elif source.shards and not source.shards.startswith("s3://"):
             looks = run_with_heartbeat(partial(_sample_shards, work, source.shards), beat)
-        flaws += conversion_warnings([*chain.from_iterable(looks)], is_cropped=kind != "array")
+        flaws += conversion_warnings([*chain.from_iterable(looks)], is_cropped=storage != "array")
         meta = {
-            "kind": kind,
+            "kind": storage,
             "flaws": flaws,
             "source": name,
             "classes": classes,
@@ -213,147 +224,168 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
 
 
 def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
-    """Decodes images that stay encoded. Writes the errors of those that can't be decoded. Returns a warning
-    if others have missing parts."""
-    count, found = sum(map(len, parts)), list[list[ValueError]]()
+    """Check images that stay encoded by decoding them once.
+
+    Write the errors of images that can't be decoded to BROKEN. Return a warning if images have missing parts.
+    """
+    count, part_errors = sum(map(len, parts)), list[list[ValueError]]()
     with _progress(f"checking {count:,} images of {name}", count) as advance:
         for images in parts:
             starts = range(0, len(images), CHECKED)
             chunks = [Chunk(images, None, range(len(images))[k : k + CHECKED]) for k in starts]
-            found.append(_decode_chunks(chunks, beat, advance))
-    damaged = sorted(str(error) for errors in found for error in errors if isinstance(error, DamagedImage))
+            part_errors.append(_decode_chunks(chunks, beat, advance))
+    all_errors = chain.from_iterable(part_errors)
+    damaged = sorted(str(error) for error in all_errors if isinstance(error, DamagedImage))
     train, *others = (
-        [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in found
+        [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in part_errors
     )
     evaluated = [text for texts in others for text in texts] if others else train
     if train or evaluated:
         broken = {"count": count, "train": train if others else [], "evaluated": evaluated}
         (work / BROKEN).write_text(json.dumps(broken, indent=1))
     line = f"{len(damaged):,} of {count:,} images have missing parts, for example {''.join(damaged[:1])}"
-    return [f"{line}: repair or remove"] if damaged else []
+    return [f"{line}. Repair or remove them"] if damaged else []
 
 
 def _refuse_broken(folder: Path, is_train_skipped: bool) -> None:
-    """Raises ValueError that names the images which can't be decoded, of those that must be."""
+    """Raise ValueError with the images that can't be decoded, unless all of them may be skipped."""
     if (file := folder / BROKEN).exists():
-        found = read_json(file)
-        skip = "" if found["evaluated"] else ", or train without them by --on_bad_image skip"
-        if bad := found["evaluated"] + found["train"] * (not is_train_skipped):
-            raise ValueError(_undecodable(bad, found["count"], file, skip))
+        broken = read_json(file)
+        skip = "" if broken["evaluated"] else ", or train without them with --on_bad_image skip"
+        if errors := broken["evaluated"] + broken["train"] * (not is_train_skipped):
+            raise ValueError(_undecodable(errors, broken["count"], file, skip))
 
 
 class Chunk(NamedTuple):
-    """Images that a thread decodes in one go."""
+    """Images that a thread decodes without interruption."""
 
     images: Encoded
-    pixels: np.ndarray | None  # uint8 [N, H, W, 3] of the whole split; None: the images are only checked
+    pixels: np.ndarray | None  # array for the whole split, uint8 [N, H, W, 3]; None only checks the images
     ids: range
 
 
 class _OddSize(Exception):
-    """An image has another size than the first ones: the data set stays encoded."""
+    """Signal that an image differs in size from the sampled ones, so that the data set stays encoded."""
 
 
 def _decode_all(
     work: Path, name: str, encoded: Mapping[str, Encoded], shape: tuple[int, ...] | None, beat: Heartbeat
 ) -> bool:
-    """Replaces encoded images by decoded arrays.
+    """Replace encoded images with decoded arrays, if all have one shape and fit into DECODED_BYTES.
 
-    shape: of the sampled images; None if they differ. Returns False, and changes nothing, for None, for an
-    image of another shape, or if all splits together need more than DECODED_BYTES. Raises ValueError that
-    lists images which can't be decoded.
+    Args:
+        work: Folder of the encoded images.
+        name: Name of the data.
+        encoded: Images of each split.
+        shape: Common shape of the sampled images, or None if they differ.
+        beat: Called about every second.
+
+    Returns:
+        Whether the images were decoded. If not, nothing has changed.
+
+    Raises:
+        ValueError: Images can't be decoded. The message lists them.
     """
     count = sum(map(len, encoded.values()))
     if shape is None or count * math.prod(shape) > DECODED_BYTES:
         return False
-    chunk = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
+    chunk_size = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
     chunks: list[Chunk] = []
     for split, images in encoded.items():
         pixels = _allocate(work / f"{split}_images.npy", (len(images), *shape))
         chunks += [
-            Chunk(images, pixels, range(len(images))[start : start + chunk])
-            for start in range(0, len(images), chunk)
+            Chunk(images, pixels, range(len(images))[start : start + chunk_size])
+            for start in range(0, len(images), chunk_size)
         ]
     try:
         with _progress(f"decoding {count:,} images of {name}", count) as advance:
-            bad = _decode_chunks(chunks, beat, advance)
+            errors = _decode_chunks(chunks, beat, advance)
     except _OddSize:
         _remove(work, "images.npy")
         return False
-    if bad:
-        (file := work.parent / BROKEN).write_text(json.dumps(sorted(map(str, bad)), indent=1))
-        raise ValueError(_undecodable(bad, count, file))
+    if errors:
+        (file := work.parent / BROKEN).write_text(json.dumps(sorted(map(str, errors)), indent=1))
+        raise ValueError(_undecodable(errors, count, file))
     _remove(work, *FILES)
     return True
 
 
 def _common_shape(looks: Iterable[list[Look]]) -> tuple[int, ...] | None:
-    """The shape (H, W, 3) that the sampled images of all splits share; None where they differ, or there is
-    none."""
-    shapes = {look.shape for of_split in looks for look in of_split}
+    """Return the common shape (H, W, 3) of the sampled images, or None if they differ or there are none."""
+    shapes = {look.shape for split_looks in looks for look in split_looks}
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _sample_shards(work: Path, place: str) -> list[list[Look]]:
-    """place: a folder with shards."""
+def _sample_shards(work: Path, shard_folder: str) -> list[list[Look]]:
+    """Sample images of shards in a local folder. Skip shards that stay in S3."""
     from onecurve.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
 
     manifest = parse_manifest((work / MANIFEST).read_bytes(), str(work / MANIFEST))
     if manifest.store is not None:
         return []
     splits = {split: manifest.shards_in(split) for split in manifest.splits}
-    files = {split: tuple(str(Path(place) / s.file) for s in shards) for split, shards in splits.items()}
-    return sample(ShardImages(work / index_name(split), of_split) for split, of_split in files.items())
+    files = {
+        split: tuple(str(Path(shard_folder) / s.file) for s in shards) for split, shards in splits.items()
+    }
+    return sample(ShardImages(work / index_name(split), paths) for split, paths in files.items())
 
 
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
-    """Calls _decode(*chunk) for each chunk, in a thread per core. Returns an error for each broken image.
+    """Call _decode(*chunk) for each chunk, in one thread per core. Return an error for each broken image.
 
-    Decoders release the GIL. An exception of beat(), or an odd size, ends the threads after their chunks.
+    Decoders release the GIL. If beat() raises or an image has another size, threads finish their current
+    chunks and stop.
     """
-    checks_jpegs()  # said here, before the threads could say it several times
+    checks_jpegs()  # logs its warning once, before the threads start
     pool = ThreadPoolExecutor(allowed_cores())
-    bad = list[ValueError]()
+    errors = list[ValueError]()
     try:
         futures = [pool.submit(_decode, *chunk) for chunk in chunks]
         for future, chunk in zip(futures, chunks, strict=True):
             beat()
             while not wait([future], timeout=0.5).done:
                 beat()
-            bad += future.result()
+            errors += future.result()
             advance(len(chunk.ids))
-        return bad
+        return errors
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
-    """Decodes images[ids] into pixels[ids], if given. Returns an error for each that can't be decoded."""
-    bad = []
+    """Decode images[ids], into pixels[ids] if given. Return an error for each image that can't be decoded."""
+    errors = []
     for i in ids:
         try:
             image = images.decode(i, strict=True)
         except ValueError as error:
-            bad.append(error)
+            errors.append(error)
             continue
         if pixels is None:
             continue
         if image.shape != pixels.shape[1:]:
             raise _OddSize
         pixels[i] = image
-    return bad
+    return errors
 
 
-def _undecodable(bad: Sequence[object], count: int, file: Path, advice: str = "") -> str:
-    """The message, with ten of the errors. file: has all."""
-    more = [f"and {len(bad) - NAMED:,} more: {file} has all"] if len(bad) > NAMED else []
-    text = f"{len(bad):,} of {count:,} images can't be decoded: replace or remove them{advice}"
-    return "\n  ".join([text, *sorted(map(str, bad))[:NAMED], *more])
+def _undecodable(errors: Sequence[object], count: int, file: Path, advice: str = "") -> str:
+    """Return the message for images that can't be decoded, with the first NAMED errors.
+
+    Args:
+        errors: All errors.
+        count: Number of images.
+        file: File that lists all errors.
+        advice: Alternative to replacing or removing the images.
+    """
+    rest = [f"and {len(errors) - NAMED:,} more, listed in {file}"] if len(errors) > NAMED else []
+    text = f"{len(errors):,} of {count:,} images can't be decoded. Replace or remove them{advice}"
+    return "\n  ".join([text, *sorted(map(str, errors))[:NAMED], *rest])
 
 
 @contextmanager
 def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
-    """Shows the progress on stderr. Yields advance(images)."""
+    """Show the progress on stderr. Yield a function that adds a number of images."""
     display, done = Display(count, text, sys.stderr), 0
     if not display.bar:
         display.print(text)
@@ -371,8 +403,10 @@ def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Creates a memory-mapped uint8 array and reserves its space: a full disk is an error here, no SIGBUS
-    later."""
+    """Create a memory-mapped uint8 array and reserve its space.
+
+    A full disk then raises OSError here instead of causing SIGBUS later.
+    """
     pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     with open(path, "r+b") as file:
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

@@ -382,7 +382,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", no_room)
-    with pytest.raises(ValueError, match=r"No space left on device.* with room for the decoded images"):
+    with pytest.raises(ValueError, match=r"No space left on device.* with space for the decoded images"):
         prepare_data(str(parquet_folder(tmp_path / "data")), tmp_path / "cache")
     assert not in_cache(tmp_path / "cache")
 
@@ -661,7 +661,7 @@ def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
     assert len(lines) == 12
     assert lines[1].startswith(f"  {root}/train/b/1.png: not an image of a known format (JPEG, PNG, ")
     file = tmp_path / "cache" / "broken.json"
-    assert lines[-1] == f"  and 2 more: {file} has all"
+    assert lines[-1] == f"  and 2 more, listed in {file}"
     assert len(json.loads(file.read_text())) == 12
 
 

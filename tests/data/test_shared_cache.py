@@ -64,7 +64,7 @@ def test_a_folder_of_another_user_is_refused(owned, shared):
     else:
         with user(MALLORY):
             prepare_data(str(shared / "images"), cache)
-    message = r"belongs to user 61002: give a --cache_dir of your own"
+    message = r"belongs to user 61002\. Give a --cache_dir that you own"
     with user(ALICE), pytest.raises(ValueError, match=message):
         prepare_data(str(shared / "images"), cache)
     prepare_data(str(shared / "images"), cache)

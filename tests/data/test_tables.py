@@ -129,7 +129,7 @@ def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
         write_parquet(tmp_path / f"{split}.parquet", images, labels)
     images = opened(tmp_path, tmp_path / "cache")
     assert (images.classes, images.test, images.val.labels.tolist()) == (("3", "5", "8"), None, [1, 0])
-    assert images.flaws == ("the test split has no labels (all are -1 or null): it is left out",)
+    assert images.flaws == ("the test split is left out, because it has no labels (all are -1 or null)",)
 
 
 @pytest.fixture(scope="module")
