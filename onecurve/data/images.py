@@ -1,8 +1,8 @@
-"""Opens the images of --data: generated ones, tables, class folders, lists of files, or shards.
+"""Loading of the images of --data: generated data, tables, class folders, lists of files, or shards.
 
-`prepare` (one process per host) makes a folder in the cache; `open_images` (all processes) maps it.
-Images that fit in memory are decoded once, to uint8 arrays in the cache; workers of a DataLoader decode the
-others for each batch. Batches are uint8 on the device: augmentation and normalisation follow there.
+`prepare_cache` (one process per host) creates a folder in the cache. `open_images` (all processes) maps it.
+Images of one size that fit into memory are decoded once, to uint8 arrays in the cache. DataLoader workers
+decode all other images for each batch. Batches are uint8; augmentation and normalisation run on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,23 @@ from onecurve.system.files import read_json
 from onecurve.system.phase import DATA, MODEL, now
 from onecurve.system.text import printable, some_of
 
-IMBALANCE = 10  # times as many images in the largest class as in the smallest: named
+IMBALANCE = 10  # ratio of the largest to the smallest class that causes a warning
 
 
 @dataclass(frozen=True)
 class Images:
-    """A data set: splits and class names.
+    """Data set: splits and class names.
 
-    val: is evaluated during the training. test: for the end: the data's "test" beside "val", or with
-    --holdout their own held-out split. Their names are "val", "test" or "holdout". source: the data's name
-    and the key of its content, equal on all hosts with the same data. flaws: warnings about broken images,
-    and about those in two splits.
+    Attributes:
+        source: Name of the data and key of its content, equal on all hosts with the same data.
+        classes: Class names in label order.
+        train: Training split.
+        val: Split that is evaluated during training.
+        val_name: Name of `val`: "val", "test", "holdout" or "train".
+        test: Split that is evaluated at the end: "test" if the data also has a "val", or with --holdout the
+            data's held-out split. None without such a split.
+        test_name: Name of `test`.
+        flaws: Warnings about the images, such as broken images or images in two splits.
     """
 
     source: str
@@ -49,22 +55,31 @@ class Images:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
-        """Source, classes, and if images are cropped when they are evaluated (those that stay encoded):
-        checkpoints record them, and a resume compares them."""
+        """Source, classes, and whether evaluations crop the images (true for images that stay encoded).
+
+        Checkpoints record these values, and a resumed run compares them.
+        """
         return self.source, self.classes, self.val.cropped
 
-    def class_weights(self, how: str, device: torch.device) -> Tensor | None:
-        """Return the loss's weights, float32 [classes], whose mean over the training images is 1.
+    def class_weights(self, method: str, device: torch.device) -> Tensor | None:
+        """Return class weights for the loss, whose mean over the training images is 1.
 
-        how: "balanced" for scikit-learn's, the inverse of a class's share; "sqrt" for its inverse square root
-        (Mahajan et al. 2018, arXiv 1805.00932); "none" for None. The weighted losses are averaged over
-        images: torch's mean would be over a micro-batch's weights.
+        The weighted losses must be averaged over images. The mean of torch's loss would divide by the sum of
+        the weights in a micro-batch.
+
+        Args:
+            method: "balanced" for the inverse of a class's share, as in scikit-learn; "sqrt" for its inverse
+                square root (Mahajan et al. 2018, arXiv 1805.00932); "none" for no weights.
+            device: Device of the result.
+
+        Returns:
+            Weights, float32 [classes], or None for "none".
         """
-        if how == "none":
+        if method == "none":
             return None
         counts = np.bincount(self.train.labels, minlength=len(self.classes))
         present = np.maximum(counts, 1)
-        if how == "sqrt":
+        if method == "sqrt":
             weights = len(self.train) / (np.sqrt(counts).sum() * np.sqrt(present)) * (counts > 0)
         else:
             weights = len(self.train) / (np.count_nonzero(counts) * present) * (counts > 0)
@@ -72,28 +87,37 @@ class Images:
 
     @property
     def evaluated(self) -> dict[str, Split]:
-        """The splits that are evaluated, by their names."""
+        """Evaluated splits by name."""
         splits = {self.val_name: self.val} if self.val is not self.train else {}
         return splits | ({self.test_name: self.test} if self.test else {})
 
 
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
-    """Opens recipe.data on all processes; one process per host prepares it, and all check that they agree.
+    """Load recipe.data on all processes. One process per host prepares it, and all processes compare results.
 
-    is_evaluated: nothing is trained; of data with one split, `val` is that one, and one class is enough.
+    Args:
+        accelerator: Accelerator of this process.
+        recipe: Recipe with the flags of the data.
+        is_evaluated: Whether the data is only evaluated. One split and one class are then enough. A
+            single split is both `train` and `val`.
+
+    Raises:
+        ValueError: The data can't be used.
     """
     now.enter(DATA)
     make = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
-    folder, left_out = prepared  # as JSON, from another process
+    folder, left_out = prepared  # a list when it arrives as JSON from another process
     images = open_images(Path(folder), recipe)
     if len(images.classes) < 2 and not is_evaluated:
-        raise ValueError(f"{recipe.data} has one class, {images.classes[0]}: a classifier needs two or more")
+        raise ValueError(f"{recipe.data} has one class, {images.classes[0]}. A classifier needs at least two")
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
-    kind = [images.source, type(images.train).__name__]
-    facts = {"data": kind, "classes": images.classes, **counts}
-    if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
+    source_and_type = [images.source, type(images.train).__name__]
+    facts = {"data": source_and_type, "classes": images.classes, **counts}
+    if not isinstance(
+        images.train, ArraySplit
+    ):  # the pixels of different decoders may differ in the last bit
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
     splits = {"training" if images.val is not images.train else "": train, **evaluated}
@@ -105,20 +129,25 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
-    """Maps the folder that `prepare` returned into memory.
+    """Map a folder returned by `prepare_cache` into memory.
 
-    recipe: how shards are read and what happens to broken images; None: the defaults.
+    Args:
+        folder: Folder in the cache.
+        recipe: Recipe that sets how shards are read and broken images are treated. None uses the defaults.
+
+    Raises:
+        ValueError: The folder is damaged.
     """
     recipe = recipe or ImageRecipe()
     try:
         meta = read_json(folder / "meta.json")
         parts, is_array = _parts(folder), meta["kind"] == "array"
-        # mode "c": pages are shared by all processes; torch would warn about an array it may not write
+        # Mode "c" shares pages between processes, and torch does not warn about a read-only array.
         pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(
-            f"the prepared data in {folder} is damaged ({error}): remove that folder, and the same command"
-            " prepares it again"
+            f"the prepared data in {folder} is damaged ({error}). Remove that folder, and run the same"
+            " command to prepare the data again"
         ) from error
     splits: Sequence[Split]
     if is_array:
@@ -129,22 +158,22 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = _open_shards(folder, meta["shards"], parts, recipe)
     for split, part in zip(splits, parts, strict=True):
         split.part = part
-        split.mirror = meta["mirror"]  # True if a mirrored image keeps its class; False for digits
+        split.mirror = meta["mirror"]  # whether mirrored images keep their class; False for digits
     return Images(
         source=meta["source"],
-        classes=tuple(map(printable, meta["classes"])),  # names of folders have any bytes
+        classes=tuple(map(printable, meta["classes"])),  # folder names may contain any bytes
         train=splits[0],
         val=splits[1] if len(splits) > 1 else splits[0],
         val_name=meta["val_name"] or "train",
         test=splits[2] if len(splits) > 2 else None,
-        # Digits in a cache of an older version have neither.
+        # Digits cached by an older version have neither a test_name nor flaws.
         test_name=meta.get("test_name") or "",
         flaws=tuple(meta.get("flaws", ())),
     )
 
 
 def _parts(folder: Path) -> list[SplitPart]:
-    """The images to train on, those to evaluate, and with --holdout the data's own held-out split."""
+    """Return the training images, the evaluated images, and with --holdout the data's held-out split."""
     whole = [
         SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in STORED
@@ -156,45 +185,61 @@ def _parts(folder: Path) -> list[SplitPart]:
     return [SplitPart("train", whole[0].labels[np.load(file)], file, folder) for file in files] + whole[1:]
 
 
-def _open_shards(folder: Path, place: str, parts: list[SplitPart], recipe: ImageRecipe) -> list[ShardSplit]:
-    """Opens all splits. place: the folder of the manifest, or s3://bucket/prefix."""
+def _open_shards(
+    folder: Path, location: str, parts: list[SplitPart], recipe: ImageRecipe
+) -> list[ShardSplit]:
+    """Open all splits of shards.
+
+    Args:
+        folder: Folder in the cache.
+        location: Folder of the manifest, or s3://bucket/prefix.
+        parts: Result of `_parts`.
+        recipe: Recipe that sets how shards are read.
+    """
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import MANIFEST, parse_manifest
 
     manifest = parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
-    cache, store = None, manifest.store or place
+    cache, store = None, manifest.store or location
     if store.startswith("s3://"):
         shards = tuple(shard for split in manifest.splits for shard in manifest.shards_in(split))
         cache = ShardCache(folder / "shards", store, shards, int(recipe.cache_gib * 2**30))
 
-    evaluated = [ShardSplit(folder, manifest, place, part, recipe, cache) for part in parts[1:] or parts]
+    evaluated = [ShardSplit(folder, manifest, location, part, recipe, cache) for part in parts[1:] or parts]
     if len(parts) == 1:
         return evaluated
-    return [ShardSplit(folder, manifest, place, parts[0], recipe, cache, evaluated[0]), *evaluated]
+    return [ShardSplit(folder, manifest, location, parts[0], recipe, cache, evaluated[0]), *evaluated]
 
 
-# Its summary and warnings, printed at the start
+# Summary and warnings at startup
 
-Labels = Mapping[str, np.ndarray]  # int64 [N], by the name of the evaluated split
+Labels = Mapping[str, np.ndarray]  # labels by split name, int64 [N]
 
 
 def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
-    """One line. splits: the labels of each split by its name, which is empty for data without splits."""
+    """Return one line that describes the data.
+
+    Args:
+        name: Name of the data.
+        splits: Labels of each split by its name. The name is "" for data without splits.
+        classes: Number of classes.
+        left_out: Files that are not read, with reasons.
+    """
     counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
     counts.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
     return f"data {printable(name)}: {', '.join(counts)}" + (f"; left out: {left_out}" if left_out else "")
 
 
 def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:
-    """A line for each thing about the labels that makes an accuracy misleading."""
+    """Return a line for each property of the labels that makes accuracies misleading."""
     lines = []
     counts = np.bincount(train, minlength=len(classes))
     least, most = int(counts.argmin()), int(counts.argmax())
     if counts[most] >= IMBALANCE * counts[least]:
         lines.append(
             f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
-            f" {counts[most]:,} of {printable(classes[most])}: look at each class's recall, too."
-            " With --class_weights balanced and --best_by macro_f1 each class counts alike"
+            f" {counts[most]:,} of {printable(classes[most])}. Check the recall of each class. To weight"
+            " classes equally, use --class_weights balanced and --best_by macro_f1"
         )
     for split, labels in evaluated.items():
         counts = np.bincount(labels, minlength=len(classes))
