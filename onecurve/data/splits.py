@@ -1,7 +1,7 @@
-"""The splits of a data set, by the form of their images: one array, files, or shards.
+"""Splits of a data set, stored as one array, as files, or as shards.
 
-All yield micro-batches in the order of a plan, uint8 on the device. Arrays hold decoded images; the workers
-of a DataLoader decode the others (onecurve/data/workers.py).
+All splits yield micro-batches in the order of a plan, uint8 on the device. Arrays contain decoded images.
+DataLoader workers decode files and shards (onecurve/data/workers.py).
 """
 
 import math
@@ -31,18 +31,26 @@ if TYPE_CHECKING:  # for shards
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import ShardManifest
 
-AHEAD = 64  # micro-batches whose labels and pixels' places are sent at once
+AHEAD = 64  # micro-batches whose labels and pixel positions are sent to the device at once
 
 
 class SplitPart(NamedTuple):
-    """The images of a split: all that a cache folder stores as "train" or "val", or some of them."""
+    """Images of a split: all or some of the images that a cache folder stores under one name.
 
-    split: str  # where they are stored
-    labels: np.ndarray  # int64 [N]
-    file: Path | None = None  # the ids of these images in the stored split, int64 [N]; None: all
-    folder: Path | None = None  # in the cache
+    Attributes:
+        split: Name under which the images are stored, for example "train".
+        labels: Labels of the images, int64 [N].
+        file: File with the ids of the images in the stored split, int64 [N]. None means all images.
+        folder: Folder in the cache.
+    """
+
+    split: str
+    labels: np.ndarray
+    file: Path | None = None
+    folder: Path | None = None
 
     def stored(self, ids: np.ndarray) -> np.ndarray:
+        """Convert ids in this part to ids in the stored split."""
         return ids if self.file is None else np.load(self.file)[ids]
 
     def names(self) -> NameOf:
@@ -54,9 +62,11 @@ class SplitPart(NamedTuple):
 
 
 def hold_out(folder: Path, holdout: float | str) -> None:
-    """Divides the training split of a cache folder: writes the ids of its parts, each ascending.
+    """Divide the training split of a cache folder, and write the ids of both parts in ascending order.
 
-    holdout: a share below 1, a number of images, or a fold.
+    Args:
+        folder: Folder in the cache.
+        holdout: Share below 1, number of images, or fold.
     """
     is_held_out = held_out(np.load(folder / "train_labels.npy"), holdout)
     np.save(part_file(folder, "train"), np.flatnonzero(~is_held_out))
@@ -64,33 +74,44 @@ def hold_out(folder: Path, holdout: float | str) -> None:
 
 
 def part_file(folder: Path, part: str) -> Path:
-    """The ids of the images that --holdout leaves in "train", or takes out of it, "val": int64 [n]."""
+    """Return the file with image ids, int64 [n]: those kept by --holdout ("train") or held out ("val")."""
     return folder / f"{part}_part.npy"
 
 
 def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
-    """The images that are held out: bool [N]. labels: int64 [N].
+    """Choose the images to hold out: the same share of each class, by a fixed hash of the image ids.
 
-    The same share of each class, by a fixed hash of the images' ids: no seed changes the choice. A class
-    keeps one training image at least. Raises ValueError where that leaves too few.
+    The choice does not depend on the seed. Each class keeps at least one training image.
+
+    Args:
+        labels: Labels of the training images, int64 [N].
+        holdout: Share below 1, number of images, or fold.
+
+    Returns:
+        Whether each image is held out, bool [N].
+
+    Raises:
+        ValueError: There are too few images.
     """
     count, sizes, is_held_out = len(labels), np.bincount(labels), np.zeros(len(labels), bool)
-    if isinstance(holdout, str):  # the sizes of folds, and of a class in them, differ by one image at most
+    if isinstance(holdout, str):  # folds differ in size by at most one image, in total and per class
         number, folds = parse_fold(holdout)
         if folds > count or 1 in sizes:
-            raise ValueError(f"--fold {holdout}: {count:,} images, {sizes.min()} of a class, are too few")
+            raise ValueError(
+                f"--fold {holdout}: {count:,} images, {sizes.min()} in the smallest class, are too few"
+            )
         is_held_out[np.lexsort((hashes(count), labels))[number - 1 :: folds]] = True
         return is_held_out
-    wanted = round(holdout * count) if holdout < 1 else int(holdout)
+    target = round(holdout * count) if holdout < 1 else int(holdout)
     spare = np.maximum(sizes - 1, 0)
-    if not 0 < wanted <= spare.sum():
+    if not 0 < target <= spare.sum():
         raise ValueError(
-            f"--holdout {holdout:g} is {wanted:,} of {count:,} training images: choose 1 to {spare.sum():,},"
-            " as each class keeps one"
+            f"--holdout {holdout:g} is {target:,} of {count:,} training images. Choose 1 to {spare.sum():,},"
+            " because each class keeps one"
         )
-    exact = sizes * wanted / count
+    exact = sizes * target / count
     shares = np.minimum(exact.astype(np.int64), spare)
-    while (missing := wanted - shares.sum()) > 0:  # to the classes that are furthest below their share
+    while (missing := target - shares.sum()) > 0:  # add images of the classes furthest below their share
         open_classes = np.flatnonzero(shares < spare)
         order = np.argsort(shares[open_classes] - exact[open_classes], kind="stable")
         shares[open_classes[order[:missing]]] += 1
@@ -102,16 +123,16 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
 
 
 class ArraySplit(Shuffled):
-    """One split as a mapped array, uint8 [stored images, H, W, 3], and its labels, int64 [N]."""
+    """Split stored as a mapped array of decoded images, uint8 [stored images, H, W, 3]; labels int64 [N]."""
 
     cropped = False
     part: SplitPart
-    mirror = False  # training also flips images
+    mirror = False  # whether training also flips images
 
     def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
-        self.rows = None if part.file is None else np.load(part.file)  # of the images; None: all
+        self.rows = None if part.file is None else np.load(part.file)  # rows of the array; None means all
         self._resident: dict[torch.device, Tensor | None] = {}
 
     def names(self) -> NameOf:
@@ -134,57 +155,58 @@ class ArraySplit(Shuffled):
         crop: Crop = IMAGENET_CROP,
         crop_scale: tuple[float, ...] = CROP_SCALE,
     ) -> Iterator[MicroBatch]:
-        """Yields micro-batches of whole images in the order of the plan.
+        """Yield micro-batches of whole images in the order of the plan.
 
-        train: shifted by up to an eighth of their height, by (seed, epoch, sample) alone. size, workers, crop
-        and crop_scale, which FileSplit needs, are not used.
+        In training, images are shifted by up to an eighth of their height, depending only on (seed, epoch,
+        sample). `size`, `workers`, `crop` and `crop_scale` are ignored; FileSplit uses them.
         """
         device = torch.device(device)
         if device not in self._resident:
             self._resident[device] = self._move(device)
         resident = self._resident[device]
-        for epoch, ids, labels, places in self._sent_ahead(plan, device, train, seed):
+        for epoch, ids, labels, indices in self._sent_ahead(plan, device, train, seed):
             images = self._read(ids, device) if resident is None else resident
             if train:
-                images = gather(images, *places)
+                images = gather(images, *indices)
             elif resident is not None:
-                images = images.index_select(0, *places)
+                images = images.index_select(0, *indices)
             yield MicroBatch(epoch, ids, images, labels)
 
     def _sent_ahead(
         self, plan: Plan, device: torch.device, train: bool, seed: int
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
-        """Yields epoch, ids, labels and rows of each micro-batch; in training moved_pixels(), not rows.
+        """Yield epoch, ids, labels and indices of each micro-batch.
 
-        What the host knows of the images of up to AHEAD micro-batches crosses to the device in one copy: 40
-        bytes an image, which take 40 + 4 * (H + W) there.
+        The indices are rows of the images; in training, they are the result of moved_pixels(). The labels and
+        positions for up to AHEAD micro-batches are sent to the device in one copy of 40 bytes per image, and
+        take 40 + 4 * (H + W) bytes per image there.
         """
         resident, pad = self._resident[device], min(self.size[0] // 8, self.size[1] - 1)  # 4 pixels of 32
         for epoch, items in groupby(plan, itemgetter(0)):
             while group := [ids for _, ids in islice(items, AHEAD)]:
-                ids, sizes = np.concatenate(group), [len(each) for each in group]
+                ids, sizes = np.concatenate(group), [len(batch_ids) for batch_ids in group]
                 rows = np.concatenate([np.arange(size) for size in sizes]) if resident is None else ids
                 moved = list(moves(uniforms(seed, epoch, ids, FLIP.stop), pad, self.mirror)) if train else []
                 sent = send(torch.from_numpy(np.stack([self.labels[ids], rows, *moved])), device)
-                places: tuple[Tensor, ...] = (sent[1],)
+                indices: tuple[Tensor, ...] = (sent[1],)
                 if train:
                     count = max(sizes) if resident is None else len(resident)
-                    places = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
-                parts = (part.split(sizes) for part in (sent[0], *places))
-                for ids, labels, *own in zip(group, *parts, strict=True):
-                    yield epoch, ids, labels, own
+                    indices = moved_pixels(sent[1], sent[2:], (count, *self.images.shape[1:]))
+                tensors = (tensor.split(sizes) for tensor in (sent[0], *indices))
+                for ids, labels, *batch_indices in zip(group, *tensors, strict=True):
+                    yield epoch, ids, labels, batch_indices
 
     def _read(self, ids: np.ndarray, device: torch.device) -> Tensor:
-        """Copies images of the mapped array to the device: uint8 [b, H, W, 3]."""
-        # page-locked by torch's caching allocator, which waits for the copy before it reuses them
+        """Copy images of the mapped array to the device, uint8 [b, H, W, 3]."""
+        # torch's caching allocator waits for the copy before it reuses pinned memory.
         pinned = device.type == "cuda"
         images = torch.empty(len(ids), *self.images.shape[1:], dtype=torch.uint8, pin_memory=pinned)
-        # mode: the default would copy twice
+        # The default mode would copy twice.
         np.take(self.images, ids if self.rows is None else self.rows[ids], 0, images.numpy(), mode="clip")
         return send(images, device)
 
     def _move(self, device: torch.device) -> Tensor | None:
-        """The images on a CUDA device, if a quarter of its free memory holds them."""
+        """Return the images on a CUDA device if they fit into a quarter of its free memory, or None."""
         size = len(self) * self.images.strides[0]
         if device.type == "cuda" and size <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
@@ -192,14 +214,14 @@ class ArraySplit(Shuffled):
 
 
 class EncodedSplit(Shuffled):
-    """One split of encoded images; labels int64 [N]. skip: in training, skip broken images."""
+    """Split of encoded images."""
 
     cropped = True
     part: SplitPart
-    mirror = False  # training also flips crops
+    mirror = False  # whether training also flips crops
     open: Callable[[], Encoded]
-    labels: np.ndarray
-    skip: bool
+    labels: np.ndarray  # int64 [N]
+    skip: bool  # whether training skips broken images
 
     def names(self) -> NameOf:
         return self.part.names()
@@ -216,11 +238,21 @@ class EncodedSplit(Shuffled):
         crop: Crop = IMAGENET_CROP,
         crop_scale: tuple[float, ...] = CROP_SCALE,
     ) -> Iterator[MicroBatch]:
-        """Yields micro-batches of size x size crops in the order of the plan.
+        """Yield micro-batches of size x size crops in the order of the plan.
 
-        train: a random resized crop from (seed, epoch, sample) alone, with an area within crop_scale; else
-        the evaluation's crop. `workers` processes decode, or with 0 this one. Raises ValueError that names a
-        broken image, or a shard that can't be fetched from S3.
+        Args:
+            plan: Epochs and sample ids of the micro-batches.
+            device: Device of the results.
+            train: Whether to use random resized crops, which depend only on (seed, epoch, sample), instead of
+                the crop for evaluation.
+            size: Height and width of the crops in pixels.
+            seed: Seed of the random crops and flips.
+            workers: Number of processes that decode. 0 decodes in this process.
+            crop: Crop for evaluation. Random crops use its interpolation.
+            crop_scale: Smallest and largest area of a random crop, as fractions of the image's area.
+
+        Raises:
+            ValueError: An image is broken, or a shard can't be fetched from S3. The message names it.
         """
         with self._fetched(plan, train, workers) as plan:
             yield from decoded(
@@ -240,12 +272,12 @@ class EncodedSplit(Shuffled):
 
     @contextmanager
     def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
-        """Yields the plan; each of its items comes once its images are on this host."""
+        """Yield the plan. Each item becomes available once its images are on this host."""
         yield plan
 
 
 class FileSplit(EncodedSplit):
-    """Images in a cache folder, or in files that it names: too large for memory, or of differing sizes."""
+    """Split of encoded images in a cache folder or in files: too large for memory, or of different sizes."""
 
     def __init__(self, folder: Path, part: SplitPart, skip: bool = False):
         super().__init__(len(part.labels))
@@ -254,7 +286,7 @@ class FileSplit(EncodedSplit):
 
 
 class CroppedSplit(EncodedSplit):
-    """The images of an array, cropped as files are: for a model that was evaluated so."""
+    """Split of an array's images, cropped like files, for models that were evaluated on crops."""
 
     def __init__(self, split: ArraySplit):
         super().__init__(len(split))
@@ -264,76 +296,88 @@ class CroppedSplit(EncodedSplit):
 
 
 class ShardSplit(EncodedSplit):
-    """Images in tar files of this host, or in S3 behind a cache."""
+    """Split of images in tar files on this host, or in S3 with a local cache.
+
+    Args:
+        folder: Folder of the index, in the cache.
+        manifest: Manifest of the shards.
+        location: Folder or S3 prefix of the manifest. Without a cache, also the folder of the shards.
+        part: Images of the split.
+        recipe: Recipe that sets how shards are read.
+        cache: Local cache of shards in S3, or None for shards on this host.
+        evaluated_split: For the training split, the split that is evaluated by the same number of workers
+            while training pauses. None for an evaluated split.
+    """
 
     def __init__(
         self,
         folder: Path,
         manifest: "ShardManifest",
-        place: str,
+        location: str,
         part: SplitPart,
         recipe: ImageRecipe,
         cache: "ShardCache | None",
-        beside: "ShardSplit | None" = None,
+        evaluated_split: "ShardSplit | None" = None,
     ):
-        """folder: of the index. place: of the manifest, and without a cache of the shards. beside: the split
-        that is evaluated, by as many workers, while training on this one pauses; None for a split that is
-        evaluated."""
         from onecurve.data.shards import ShardImages, index_name
 
         super().__init__(len(part.labels))
         self.index, self.ids, self.labels = folder / index_name(part.split), part.file, part.labels
-        self.place = place
-        self.shards, self.cache, self.beside = manifest.shards_in(part.split), cache, beside
+        self.location = location
+        self.shards, self.cache = manifest.shards_in(part.split), cache
+        self.evaluated_split = evaluated_split
         self.skip, self.workers = recipe.on_bad_image == "skip", recipe.workers
-        self.samples: Shuffled | Streamed = Shuffled(len(self))  # the order of training
-        if beside and manifest.kind != "index":
+        self.samples: Shuffled | Streamed = Shuffled(len(self))  # order of training
+        if evaluated_split and manifest.kind != "index":
             assert recipe.streams is not None
             counts = [shard.images for shard in self.shards]
             if part.file is not None:
                 counts = np.bincount(self.rows[:, 0], minlength=len(counts)).tolist()
             self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
-        # The share of this split that --max_val_images leaves
-        self.evaluated = 1.0 if beside else min(1.0, (recipe.max_val_images or math.inf) / len(self))
-        files = (cache.path(shard.file) if cache else Path(place) / shard.file for shard in self.shards)
-        self.images_of = partial(ShardImages, self.index, tuple(map(str, files)))  # of a part of the split
-        self.open = partial(self.images_of, part.file)
+        # Share of this split that --max_val_images leaves
+        share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
+        self.evaluated_share = 1.0 if evaluated_split else share
+        files = (cache.path(shard.file) if cache else Path(location) / shard.file for shard in self.shards)
+        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))  # takes a file of ids
+        self.open = partial(self.open_images, part.file)
 
     def check(self, batch: Batch) -> None:
-        """Raises ValueError if the streams do not fit the batch, or their shards the cache."""
+        """Raise ValueError if the streams do not fit the batch, or the shards do not fit into the cache."""
         self.samples.check(batch)
         if self.cache is None or not isinstance(self.samples, Streamed):
             return
-        need = self.needed_bytes(batch)
-        if need > self.cache.limit_bytes:
-            enough_gib = math.ceil(need / 2**30 * 1000) / 1000
+        needed_bytes = self.needed_bytes(batch)
+        if needed_bytes > self.cache.limit_bytes:
+            enough_gib = math.ceil(needed_bytes / 2**30 * 1000) / 1000
             raise ValueError(
                 f"--cache_gib {self.cache.limit_bytes / 2**30:g} can't hold the shards that a host reads at"
-                f" once for the windows of its streams and an evaluation: give {enough_gib:g},"
-                " a smaller --shuffle_window, fewer --streams, or prepare smaller shards"
+                f" once for the windows of its streams and an evaluation. Give {enough_gib:g},"
+                " a smaller --shuffle_window or fewer --streams, or prepare smaller shards"
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """The most bytes of shards that a host reads at once in a training with its evaluations."""
+        """Return the maximum size of the shards that a host reads at once during training and evaluation."""
         assert isinstance(self.samples, Streamed)
         streams = self.samples.streams * processes_per_host() // batch.processes
         steps = math.ceil(in_flight(self.workers) / batch.accumulations)
-        flying = steps * batch.total // self.samples.streams  # images of one stream
-        span = 2 * self.samples.window + flying  # the windows of the first and the last, and all between
+        images_in_flight = steps * batch.total // self.samples.streams  # images of one stream
+        # One window each for the first and the last image in flight, and all images between them
+        span = 2 * self.samples.window + images_in_flight
         training = min(streams * self._span_bytes(span), self._span_bytes(len(self)))
         return math.ceil(training + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, images: float) -> float:
-        """Bytes of the shards of so many consecutive images, whole shards at both ends."""
+        """Return the size of the shards of `images` consecutive images, with a whole shard at both ends."""
         total = sum(shard.bytes for shard in self.shards)
         ends = 2 * max(shard.bytes for shard in self.shards)
         return min(images / len(self) * total + ends, total)
 
     def _evaluation_bytes(self, per_device: int) -> float:
-        """Bytes of the shards that one process reads at once in an evaluation during a training."""
-        if self.beside is None:
+        """Return the size of the shards that one process reads at once in an evaluation during training."""
+        split = self.evaluated_split
+        if split is None:
             return 0
-        return self.beside._span_bytes(in_flight(self.workers) * per_device / self.beside.evaluated)
+        return split._span_bytes(in_flight(self.workers) * per_device / split.evaluated_share)
 
     def order(self, seed: int, epoch: int, batch: Batch) -> np.ndarray:
         return self.samples.order(seed, epoch, batch)
@@ -347,35 +391,36 @@ class ShardSplit(EncodedSplit):
         if self.cache is None or first is None:
             yield () if first is None else chain([first], items)
             return
-        kept = self._evaluation_bytes(len(first[1])) if train else 0
-        plan, flying = chain([first], items), in_flight(workers)
+        evaluation_bytes = self._evaluation_bytes(len(first[1])) if train else 0
+        plan, count = chain([first], items), in_flight(workers)
         with (
-            self.cache.reserve(kept) as reserved_bytes,
-            closing(ShardPrefetcher(plan, self._files_of, self.cache, reserved_bytes, flying)) as available,
+            self.cache.reserve(evaluation_bytes) as reserved_bytes,
+            closing(ShardPrefetcher(plan, self._files_of, self.cache, reserved_bytes, count)) as available,
         ):
             yield available
 
     def names(self) -> NameOf:
-        """Return a function from the numbers of stored images to their names: those beside the index.
+        """Return a function from the numbers of stored images to their names.
 
-        Shards of an earlier version have none there. On a disk they are then read from the tar headers.
+        Names are stored next to the index. Earlier versions wrote no such file; names are then read from
+        the tar headers if the shards are on a disk.
         """
         file, count = names_file(self.part.split), sum(shard.images for shard in self.shards)
-        if self.place.startswith("s3://"):
+        if self.location.startswith("s3://"):
             from onecurve.system.s3 import ObjectStore
 
-            lines = ObjectStore(self.place).read(file, NAMES_LIMIT)
-            return nameless if lines is None else read_names(lines, count, f"{self.place}/{file}")
-        if (path := Path(self.place) / file).exists():
+            lines = ObjectStore(self.location).read(file, NAMES_LIMIT)
+            return nameless if lines is None else read_names(lines, count, f"{self.location}/{file}")
+        if (path := Path(self.location) / file).exists():
             return open_names(path, count)
-        return nameless if self.cache else self.images_of(None).name
+        return nameless if self.cache else self.open_images(None).name
 
     def _files_of(self, ids: np.ndarray) -> set[str]:
         return {self.shards[k].file for k in set(self.rows[ids, 0].tolist())}
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The index's rows of these images: int64 [N, 4]."""
+        """Rows of the index for these images, int64 [N, 4]."""
         rows = np.load(self.index)
         return rows if self.ids is None else rows[np.load(self.ids)]
 

@@ -1,4 +1,4 @@
-"""Decoding beside the training: the workers of a DataLoader, their start and their end."""
+"""DataLoader workers that decode and crop images in the background, including their start and shutdown."""
 
 import atexit
 import functools
@@ -32,25 +32,25 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
 
-PREFETCHED = 4  # micro-batches for each worker
-ADVICE = {  # for a broken image; True in training
-    True: "; to train without it, add --on_bad_image skip",
-    False: "; evaluations count each image, and skip none: repair it at its source",
+PREFETCHED = 4  # micro-batches per worker
+ADVICE = {  # advice for a broken image in training (True) or evaluation (False)
+    True: ". To train without it, add --on_bad_image skip",
+    False: ". Evaluations include every image and skip none. Repair it at its source",
 }
 MORE_ROOM = "Make /dev/shm larger (docker run --shm-size), or give fewer --workers"
 
 
 class MicroBatch(NamedTuple):
-    """Images of one forward; images and labels are on the device."""
+    """Images and labels of one forward pass, on the device."""
 
     epoch: int
-    ids: np.ndarray  # int64 [b], of the samples
+    ids: np.ndarray  # sample ids, int64 [b]
     images: Tensor  # uint8 [b, H, W, 3]
     labels: Tensor  # int64 [b]
 
 
 Item = TypeVar("Item")
-# uint8 [b, size, size, 3]; errors by sample id; the batch's error; why the worker's first retried read failed
+# Crops uint8 [b, size, size, 3]; errors by sample id; error of the batch; cause of the worker's first retry
 Crops = tuple[Tensor, dict[int, str], str, str]
 
 
@@ -69,17 +69,31 @@ def decoded(
     crop: Crop = IMAGENET_CROP,
     crop_scale: tuple[float, ...] = CROP_SCALE,
 ) -> Iterator[MicroBatch]:
-    """Yields micro-batches of decoded and cropped images, size x size, in the order of the plan.
+    """Yield micro-batches of decoded and cropped images, size x size, in the order of the plan.
 
-    open_images: called in each worker, so it must be small to pickle. skip: the next good image of its
-    micro-batch replaces a broken one; otherwise a broken one raises a ValueError that names it.
+    Args:
+        open_images: Function that opens the images. Each worker calls it, so its pickle must be small.
+        labels: Labels of all samples, int64 [N].
+        plan: Epochs and sample ids of the micro-batches.
+        device: Device of the results.
+        train: Whether to use random resized crops instead of the crop for evaluation.
+        size: Height and width of the crops in pixels.
+        seed: Seed of the random crops and flips.
+        workers: Number of processes that decode. 0 decodes in this process.
+        skip: Whether the next intact image of the micro-batch replaces a broken image.
+        flip: Whether to mirror half of the images, chosen at random.
+        crop: Crop for evaluation. Random crops use its interpolation.
+        crop_scale: Smallest and largest area of a random crop, as fractions of the image's area.
+
+    Raises:
+        ValueError: An image is broken and `skip` is False, or no image of a micro-batch can be decoded.
     """
-    # The loader takes items of the plan early, for its workers; this loop takes each with its images.
+    # The loader reads ahead in the plan for its workers. This loop reads each item with its images.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
         _Crops(open_images, train, size, seed, skip, crop, crop_scale),
         sampler=ahead,
-        batch_size=None,  # the plan's items are batches already
+        batch_size=None,  # each item of the plan is already a batch
         num_workers=workers,
         prefetch_factor=PREFETCHED if workers else None,
         multiprocessing_context=_forkserver() if workers else None,
@@ -92,49 +106,53 @@ def decoded(
                 note_retry(retry)
             if error:
                 raise ValueError(error)
-            for i in sorted(broken.keys() - _skipped):  # each is reported once
+            for i in sorted(broken.keys() - _skipped):  # report each image once
                 log.warning(f"skipped: {printable(broken[i])}")
             _skipped.update(broken)
-            images, shown = send(images, device), labels[ids[_shown(ids, broken)]]
+            images, batch_labels = send(images, device), labels[ids[_shown(ids, broken)]]
             if flip:
                 draws = uniforms(seed, epoch, ids, FLIP.stop)[:, FLIP.start]
-                sent, flipped = send_arrays((shown, draws < 0.5), device)
+                sent_labels, flipped = send_arrays((batch_labels, draws < 0.5), device)
                 images = torch.where(flipped[:, None, None, None], images.flip(2), images)
             else:
-                sent = send(torch.from_numpy(shown), device)
-            yield MicroBatch(epoch, ids, images, sent)
+                sent_labels = send(torch.from_numpy(batch_labels), device)
+            yield MicroBatch(epoch, ids, images, sent_labels)
 
 
 _skipped: set[int] = set()  # sample ids
 
 
 def skipped() -> list[int]:
-    """The sample ids of all images that this process skipped."""
+    """Return the sample ids of all images that this process skipped."""
     return sorted(_skipped)
 
 
 def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
-    """Yields the loader's batches; closing it ends the workers. Raises ValueError when one is killed."""
+    """Yield the loader's batches. Closing the generator ends the workers.
+
+    Raises:
+        ValueError: A worker was killed.
+    """
     try:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
-        reported = "exited unexpectedly" in str(error)
-        # A batch was announced, and torch asked the dead worker for its bytes before it noticed the death.
-        # An error that begins with "Caught" comes from a worker that lives.
-        noticed = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
-        if not (reported or noticed):
+        is_exit = "exited unexpectedly" in str(error)
+        # The worker announced a batch and died, and torch requested the batch before it detected the death.
+        # Errors that begin with "Caught" come from living workers.
+        is_lost_batch = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
+        if not (is_exit or is_lost_batch):
             raise
-        what = "a decoding process was killed: it lacked memory, or shared memory"
-        raise ValueError(f"{what}. {MORE_ROOM}") from None
+        problem = "a decoding process was killed, because memory or shared memory ran out"
+        raise ValueError(f"{problem}. {MORE_ROOM}") from None
 
 
 def in_flight(workers: int) -> int:
-    """The number of items of its plan that a DataLoader holds at once."""
+    """Return the number of items of the plan that a DataLoader holds at once."""
     return max(1, PREFETCHED * workers)
 
 
 class _Crops(Dataset):
-    """The crops of each item of the plan, made by a worker. Small to pickle: the images stay on disk."""
+    """Crops of each item of the plan, computed by a worker. Its pickle is small, as images stay on disk."""
 
     def __init__(
         self,
@@ -151,11 +169,18 @@ class _Crops(Dataset):
         self.images: Encoded | None = None
 
     def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
-        """Returns the crops uint8 [b, size, size, 3], errors of broken images by id, and the item's.
+        """Return the crops of an item, or an error.
 
-        The error is no exception, which torch would wrap in a worker's traceback. Everything but the crops,
-        which go by shared memory, is small: a pipe takes up to 4 KiB whole or not at all, so that a worker
-        that is killed leaves no half of an answer to wait for.
+        An error is a string, because torch would wrap an exception in a worker's traceback. Crops are sent
+        through shared memory, and everything else is small. A pipe transfers up to 4 KiB atomically, so a
+        killed worker never leaves a partial answer that the trainer would wait for.
+
+        Args:
+            item: Epoch and sample ids, int64 [b].
+
+        Returns:
+            Crops uint8 [b, size, size, 3], errors of broken images by sample id, the error of the item (""
+            without an error), and the cause of the worker's first retried read.
         """
         epoch, ids = item
         self.images = self.images or self.open_images()
@@ -165,14 +190,14 @@ class _Crops(Dataset):
         for k, i in enumerate(ids.tolist()):
             try:
                 image = self.images.decode(i)
-            except ValueError as found:
-                broken[i] = str(found)
+            except ValueError as problem:
+                broken[i] = str(problem)
                 if self.skip:
                     continue
-                error = f"{found}{ADVICE[self.train]}"
+                error = f"{problem}{ADVICE[self.train]}"
                 break
-            except OSError as found:
-                error = f"{found.filename}: {found.strerror}" if found.strerror else str(found)
+            except OSError as problem:
+                error = f"{problem.filename}: {problem.strerror}" if problem.strerror else str(problem)
                 break
             if draws is None:
                 pixels = evaluation_crop(image, self.size, self.crop)
@@ -190,78 +215,92 @@ class _Crops(Dataset):
 
 
 def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
-    """Indices [b] of the images shown: each its own, and for a broken one the next good one's."""
-    good = np.flatnonzero(~np.isin(ids, list(broken)))
-    return good[np.searchsorted(good, np.arange(len(ids))) % len(good)]
+    """Return the index of the image that each position shows, int64 [b].
+
+    A broken image is replaced with the next intact image. The search wraps around at the end.
+    """
+    intact = np.flatnonzero(~np.isin(ids, list(broken)))
+    return intact[np.searchsorted(intact, np.arange(len(ids))) % len(intact)]
 
 
 def _share(crops: Tensor, ahead: int) -> str:
-    """Moves crops to shared memory; returns the error. The queue's thread would only print it, and leave the
-    trainer waiting for ever."""
+    """Move crops to shared memory. Return the error, or "".
+
+    Without this, the queue's thread would only print the error, and the trainer would wait forever.
+
+    Args:
+        crops: Crops of one micro-batch.
+        ahead: Number of micro-batches that all workers of a process prefetch, for the message.
+    """
     try:
         crops.share_memory_()
     except RuntimeError as error:
-        # The first is the word of torch 2.15, the second of 2.11
+        # Texts of torch 2.15 and torch 2.11
         if "No space left" not in str(error) and "allocate shared memory" not in str(error):
             raise
         return (
-            f"/dev/shm is full: each process decodes up to {ahead} micro-batches ahead into it, of"
-            f" {crops.nbytes / 2**20:.1f} MiB each. {MORE_ROOM}"
+            f"/dev/shm is full. Each process prefetches up to {ahead} micro-batches of"
+            f" {crops.nbytes / 2**20:.1f} MiB into it. {MORE_ROOM}"
         )
     return ""
 
 
-# Workers ignore these signals: the trainer acts on them.
+# Workers ignore these signals, because the trainer handles them.
 FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
-    """The context in which workers start: a fork server.
+    """Return the multiprocessing context that starts workers through a fork server.
 
-    A fork of this process would copy its sockets, and locks that threads of the process group, CUDA or
-    telemetry may hold just then; spawn would import the script, and torch, once per worker and epoch. The
-    fork server imports once, has none of our threads, and forks.
+    Forking this process would copy its sockets, and locks that threads of the process group, CUDA or
+    telemetry may hold at that moment. Spawning would import the script and torch once per worker and epoch.
+    The fork server imports once, runs none of our threads, and forks.
     """
     atexit.register(_kill_workers)
-    # A worker runs the script's top level again (Python 3.11's server does not preload "__main__"): that is
-    # quick when the server has imported what the script did.
+    # A worker runs the script's top level again, because Python 3.11's server does not preload "__main__".
+    # This is fast once the server has imported the script's modules.
     values = list(vars(sys.modules["__main__"]).values())
-    names = [x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None) for x in values]
+    names = [v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", None) for v in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    # One that can't be loaded would end the server.
+    # A library that can't be loaded would end the server.
     codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
     context.set_forkserver_preload(["onecurve.data.workers", *codec, *modules])
-    # Python 3.11 does not give the server our sys.path: a script started from elsewhere would not import.
-    before = os.environ.get("PYTHONPATH")
+    # Python 3.11 does not pass sys.path to the server. Without it, the server can't import a script that was
+    # started from another folder.
+    python_path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # The server and its workers inherit the mask: a signal to the whole group can't end a worker that starts.
-    multiprocessing.resource_tracker.ensure_running()  # first, as it unblocks these signals
+    # The server and its workers inherit the mask, so that a signal to the process group can't end a worker
+    # while it starts.
+    multiprocessing.resource_tracker.ensure_running()  # before the mask is set, because it unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if before is None:
+        if python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
-            os.environ["PYTHONPATH"] = before
+            os.environ["PYTHONPATH"] = python_path
     return context
 
 
 def _kill_workers() -> None:
-    """Kills workers that live at exit, when the traceback of an error still holds the batches.
-    multiprocessing would send them SIGTERM, which they ignore, and wait for ever."""
+    """Kill workers that still run at exit, because the traceback of an error still refers to the batches.
+
+    multiprocessing would send SIGTERM, which workers ignore, and wait forever.
+    """
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
 def _start_worker(_: int) -> None:
-    """Makes a worker ignore signals to the whole group, and end when the trainer ends, even killed. torch's
-    own watchdog looks at the worker's parent, which is the fork server and lives."""
+    """Make a worker ignore signals to the process group, and exit when the trainer exits or is killed.
 
+    torch's watchdog only checks the worker's parent, which is the fork server and stays alive.
+    """
     trainer = multiprocessing.parent_process()
     assert trainer is not None
 
@@ -269,7 +308,8 @@ def _start_worker(_: int) -> None:
         trainer.join()
         os._exit(1)
 
-    on_unsent(_end_unsent)  # too many open files, or no room in /tmp; the trainer notices when a worker ends
+    # Sending fails with too many open files or a full /tmp. The trainer detects that the worker has ended.
+    on_unsent(_end_unsent)
     for number in FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
@@ -284,17 +324,17 @@ def _end_unsent(error: Exception, _) -> None:
 
 
 class Preprocessing(NamedTuple):
-    """How a picture becomes the model's input. is_cropped: as `crop` says; else the whole is resized."""
+    """Conversion of a picture to the model's input."""
 
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    is_cropped: bool
+    is_cropped: bool  # True uses `crop`; False resizes the whole picture
     crop: Crop = IMAGENET_CROP
 
 
 class Pictures(Dataset[tuple[int, Tensor | str]]):
-    """The model's inputs of pictures: float32 [3, S, S]; an error's text where one can't be read."""
+    """Model inputs of pictures, float32 [3, S, S], or the error of a picture that can't be read."""
 
     def __init__(self, files: Sequence[str], preprocessing: Preprocessing):
         self.files, self.preprocessing = files, preprocessing
@@ -315,15 +355,17 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
 
 
 class PictureBatch(NamedTuple):
+    """Model inputs of some pictures, and the errors of the remaining pictures."""
+
     ids: np.ndarray  # int64 [b]
     inputs: Tensor  # float32 [b, 3, S, S]
-    broken: list[tuple[int, str]]  # ids of others, and why
+    broken: list[tuple[int, str]]  # ids and errors
 
 
 def picture_batches(
     pictures: Pictures, ids: Sequence[int], size: int, workers: int
 ) -> Iterator[PictureBatch]:
-    """Yields batches of up to `size` pictures, in the order of ids. workers: processes that decode."""
+    """Yield batches of up to `size` pictures in the order of ids, decoded by `workers` processes."""
     batches = [list(ids[k : k + size]) for k in range(0, len(ids), size)]
     options: dict[str, Any] = {"worker_init_fn": _start_worker} if workers else {}
     loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)
@@ -331,7 +373,7 @@ def picture_batches(
 
 
 def _collate(rows: list[tuple[int, Tensor | str]]) -> PictureBatch:
-    good = [(i, content) for i, content in rows if isinstance(content, Tensor)]
+    intact = [(i, content) for i, content in rows if isinstance(content, Tensor)]
     broken = [(i, content) for i, content in rows if isinstance(content, str)]
-    inputs = torch.stack([content for _, content in good]) if good else torch.empty(0)
-    return PictureBatch(np.array([i for i, _ in good], np.int64), inputs, broken)
+    inputs = torch.stack([content for _, content in intact]) if intact else torch.empty(0)
+    return PictureBatch(np.array([i for i, _ in intact], np.int64), inputs, broken)

@@ -182,7 +182,7 @@ def test_data_with_one_class_can_be_evaluated_but_not_trained(layout, tmp_path):
     accelerator = Accelerator(cpu=True)
     images = load(accelerator, recipe, is_evaluated=True)
     assert (images.classes, len(images.val)) == (("ox",), 4)
-    with pytest.raises(ValueError, match=r"(is|has) one class|if the classes are in it"):
+    with pytest.raises(ValueError, match=r"(is|has) one class|if it contains the classes"):
         load(accelerator, recipe)
 
 

@@ -34,7 +34,9 @@ def test_each_class_keeps_a_training_image():
     labels = np.array([0] * 10 + [1, 2, 2])
     assert np.bincount(labels[~held_out(labels, 10)]).tolist() == [1, 1, 1]
     for holdout in (11, 0.9, 0.01):
-        with pytest.raises(ValueError, match="of 13 training images: choose 1 to 10, as each class keeps"):
+        with pytest.raises(
+            ValueError, match="of 13 training images. Choose 1 to 10, because each class keeps"
+        ):
             held_out(labels, holdout)
 
 
@@ -47,7 +49,10 @@ def test_folds_partition_the_images_and_stratify_the_classes():
     assert (np.ptp(counts, 0) <= 1).all()
     # The choice is the same on every machine.
     assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]
-    for labels, text in (([0] * 8 + [1], "9 images, 1 of a class"), ([0, 0, 1, 1], "4 images, 2 of a class")):
+    for labels, text in (
+        ([0] * 8 + [1], "9 images, 1 in the smallest class"),
+        ([0, 0, 1, 1], "4 images, 2 in the smallest class"),
+    ):
         with pytest.raises(ValueError, match=f"--fold 1/5: {text}, are too few"):
             held_out(np.array(labels), "1/5")
 

@@ -180,7 +180,7 @@ def test_a_shard_with_other_content_is_fetched_again_then_reported(local, throug
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
     break_image(copy, 100)  # after the manifest was made
     train = training_split(upload(copy, "broken", s3), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"broken/train-00011\.tar differs from the manifest"):
+    with pytest.raises(ValueError, match=r"broken/train-00011\.tar does not match its SHA-256"):
         read_epoch(train)
     assert fetched(through_proxy)["train-00011.tar"] == 2
     assert not list((tmp_path / "cache").glob("*/shards/train-00011.tar*"))
@@ -195,10 +195,10 @@ def test_a_failing_store_is_one_clear_error(url, through_proxy, tmp_path):
 
 
 def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
-    with pytest.raises(ValueError, match=r"has no manifest\.json: prep_imagenet\.py --out prepares"):
+    with pytest.raises(ValueError, match=r"has no manifest\.json: prepare data there with prep_imagenet\.py --out"):
         prepare_data(f"s3://{BUCKET}/nothing", tmp_path)
     ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
-    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command continues it"):
+    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command again to continue it"):
         prepare_data(f"s3://{BUCKET}/half", tmp_path)
 
 

@@ -341,7 +341,7 @@ def test_a_broken_image_is_reported(tmp_path, workers):
     with pytest.raises(ValueError, match="not an image of a known format") as error:
         read(split, [(0, np.arange(68, 72))], workers=workers)
     assert str(error.value).startswith(f"{path}, offset {offset}, key train_70: ")
-    assert str(error.value).endswith("; to train without it, add --on_bad_image skip")
+    assert str(error.value).endswith(". To train without it, add --on_bad_image skip")
 
 
 def test_a_broken_image_is_skipped(tmp_path, capsys):
@@ -453,7 +453,7 @@ def test_a_full_dev_shm_is_one_line():
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", mounted, "sh", *python(), "-c", code]
     output = subprocess.check_output(words, cwd=ROOT, text=True)
-    assert output.startswith("/dev/shm is full: each process decodes up to 8 micro-batches ahead")
+    assert output.startswith("/dev/shm is full. Each process prefetches up to 8 micro-batches")
 
 
 @pytest.mark.parametrize(
