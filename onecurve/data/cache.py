@@ -38,7 +38,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 FORMAT = 1  # part of the content key; increase it when the content of a cache folder changes
 DECODING = 8  # part of the folder key; increase it when pixels, names or the content of meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30  # above this total, only blocks of each file are hashed
-BLOCK_BYTES = 4096  # one block per PART_BYTES of a file
+BLOCK_BYTES = 4096  # hashed for each started PART_BYTES of a file
 PART_BYTES = 16 * 2**20
 DECODED_BYTES = 8 * 2**30  # larger data stays encoded; independent of free memory, so equal on all machines
 LOCK, BROKEN = ".lock", "broken.json"

@@ -19,7 +19,8 @@ from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
-VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}  # in order of preference
+# Reported name of each split to evaluate, in order of preference
+VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}
 SPELLINGS = {"training": "train", "testing": "test"}  # other names of split folders, seen on Kaggle
 SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")  # e.g. train_images
 IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # created by macOS zip, network drives, and ext4
@@ -164,9 +165,10 @@ def _is_class(root: Path, folders: dict[str, str]) -> bool:
     It is one if it directly contains images, and at least two other folders do as well. One other folder is
     not enough: with unsorted training images in train/*.jpg, the test images may be in test1/.
     """
+    if len(folders) != 1:
+        return False
     folders_with_images = {*_with_images(root)}
-    is_among_them = {*folders.values()} < folders_with_images
-    return len(folders) == 1 and is_among_them and len(folders_with_images) > 2
+    return {*folders.values()} < folders_with_images and len(folders_with_images) > 2
 
 
 def _with_images(root: Path) -> list[str]:

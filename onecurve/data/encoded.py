@@ -1,4 +1,4 @@
-"""The encoded images of a split: files in the cache that store their bytes or paths, and their readers."""
+"""Encoded images of a split: their readers, and the cache files that store their bytes or paths."""
 
 import io
 import json

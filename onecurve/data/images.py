@@ -93,7 +93,9 @@ class Images:
 
 
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
-    """Load recipe.data on all processes. One process per host prepares it, and all processes compare results.
+    """Load recipe.data on all processes, and check that all of them have the same data.
+
+    One process per host prepares the data.
 
     Args:
         accelerator: Accelerator of this process.
@@ -115,9 +117,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     source_and_type = [images.source, type(images.train).__name__]
     facts = {"data": source_and_type, "classes": images.classes, **counts}
-    if not isinstance(
-        images.train, ArraySplit
-    ):  # the pixels of different decoders may differ in the last bit
+    if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
     splits = {"training" if images.val is not images.train else "": train, **evaluated}

@@ -128,9 +128,9 @@ def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
 
 
 def check_inputs(recipe: ImageRecipe) -> int:
-    """Check the data and weights early. List the files in a thread, whose result find_source() will use.
+    """Check data and weights early, for up to EARLY_S seconds.
 
-    Wait up to EARLY_S for the thread.
+    A thread lists the files of the data. A later call of find_source() uses its result.
 
     Returns:
         0.

@@ -388,7 +388,8 @@ def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     """Return the column of labels.
 
     The order of preference is: the chosen column; label or fine_label; the only column with class names; the
-    only column in OTHER_LABEL_COLUMNS; the only column of integers, strings or booleans.
+    only column in OTHER_LABEL_COLUMNS; the
+    only column of integers, strings (also dictionary-encoded) or booleans.
     """
     import pyarrow as pa
 

@@ -408,7 +408,7 @@ def test_broken_images_of_several_sizes_are_reported_at_the_start(tmp_path, monk
         (root / path).write_bytes(data)
 
     def refusal(**flags) -> list[str]:
-        with pytest.raises(ValueError, match="can't be decoded. Replace or remove them") as error:
+        with pytest.raises(ValueError, match=r"can't be decoded\. Replace or remove them") as error:
             prepare_data(str(root), tmp_path / "cache", **flags)
         return str(error.value).splitlines()
 

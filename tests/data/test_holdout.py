@@ -35,7 +35,7 @@ def test_each_class_keeps_a_training_image():
     assert np.bincount(labels[~held_out(labels, 10)]).tolist() == [1, 1, 1]
     for holdout in (11, 0.9, 0.01):
         with pytest.raises(
-            ValueError, match="of 13 training images. Choose 1 to 10, because each class keeps"
+            ValueError, match=r"of 13 training images\. Choose 1 to 10, because each class keeps"
         ):
             held_out(labels, holdout)
 

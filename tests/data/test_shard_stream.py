@@ -195,7 +195,9 @@ def test_a_failing_store_is_one_clear_error(url, through_proxy, tmp_path):
 
 
 def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
-    with pytest.raises(ValueError, match=r"has no manifest\.json: prepare data there with prep_imagenet\.py --out"):
+    with pytest.raises(
+        ValueError, match=r"has no manifest\.json: prepare data there with prep_imagenet\.py --out"
+    ):
         prepare_data(f"s3://{BUCKET}/nothing", tmp_path)
     ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
     with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command again to continue it"):
