@@ -217,7 +217,7 @@ def test_a_changed_hostfile(hosts):
     cluster.slots["node3"] = 1
     for _ in range(2):
         cluster.job._read_hosts_again()
-    assert cluster.logged == ["the hosts stay as they were: these differ"]
+    assert cluster.logged == ["keeping the previous hosts: these differ"]
     cluster.slots["node3"] = 2
     cluster.job._read_hosts_again()
     assert cluster.logged[1:] == ["new in the hostfile: node3"]
@@ -242,7 +242,7 @@ def test_a_bad_newcomer_is_left_out_and_retried(began, host, line, reason, hosts
         cluster.print("node2", "RuntimeError: connection reset by peer")
         cluster.print(host, line)
         assert cluster.end(node1=1, node2=1) is None
-        message = f"node2 is left out for {wait_s} s: {reason.removeprefix('error: ')}"
+        message = f"node2 is excluded for {wait_s} s: {reason.removeprefix('error: ')}"
         assert cluster.logged[-1].startswith(message)
         cluster.job._connect_missing()
         assert chosen(cluster.job) == ["node1"]
@@ -259,7 +259,7 @@ def test_a_host_that_freezes_during_a_restart_is_left_out(hosts):
     cluster.launch("node1", "node2")
     cluster.print("node2", f"error: rank 1, process 7, {SUSPENDED}")
     assert cluster.end(node1=1, node2=137) is None
-    assert cluster.logged[-1].startswith("node2 is left out for 60 s: rank 1, process 7, is suspended")
+    assert cluster.logged[-1].startswith("node2 is excluded for 60 s: rank 1, process 7, is suspended")
     cluster.launch("node1", "node2")
     assert cluster.end(node1=1, node2=1) is None  # no host is to blame, so the round is retried
     assert cluster.logged[-1].startswith("failed after step 11: ")

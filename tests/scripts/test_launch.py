@@ -526,7 +526,7 @@ OTHER_TIMM = ["sed", "-i", "s/^Version: /&0./", TIMM], ["sed", "-i", "s/^Version
     [
         (no_sshd, ["error: node2: ssh: connect to host node2 port 22: Connection refused"]),
         full(another_host_key, ["error: node2: Host key verification failed."]),
-        (taken_port, ["error: node1: port 29500: Address already in use by process ", "give another --port"]),
+        (taken_port, ["error: node1: port 29500: Address already in use by process ", "Pass another --port"]),
         full(changed("node2", *OTHER_CODE), ["agree: script and onecurve/ is ", "(host node2)"]),
         full(changed("node2", *OTHER_TIMM), [f"timm is 0.{timm.__version__} on rank 1 (host node2)"]),
         full(read_only_folder, ["error: node1: the run can't be written to ", ": Read-only file system"]),

@@ -184,7 +184,7 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
     training.wait_for(1)
     Job(hosts.inside("node2", OTHER_CODE[0])).wait()
     training.add("node2")
-    (said,) = training.wait_for_line("node2 is left out")
+    (said,) = training.wait_for_line("node2 is excluded")
     assert "the processes do not agree: script and onecurve/ is " in said
     assert "(host node2)" in said
     training.wait_for(1)

@@ -1,1 +1,1 @@
-"""Jobs on one or several hosts over ssh, used by launch.py. Start with job.py."""
+"""Jobs that launch.py starts on one or several hosts over ssh. Start with job.py."""

@@ -1,9 +1,9 @@
-"""The agent on each host of a job: starts the host's part, stops it on request, leaves no process behind.
+"""The agent on each host of a job, which starts and stops the host's part and leaves no process behind.
 
-launch.py starts it, over ssh or locally. The agent sends an event about this host. It is requested to `start`
-its part of the job, then to `stop` or `kill` it; `beat` is a heartbeat. It forwards the job's output, and
-events of its processes (onecurve/system/env.py). The end of the input, or SILENCE_S without a heartbeat, acts
-like `stop`: the launcher has ended, or the connection is lost.
+launch.py starts the agent over ssh or locally. The agent first sends an event that describes its host. Then
+it accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). It forwards the job's output and the
+events of the job's processes (onecurve/system/env.py). The end of the input and SILENCE_S without a heartbeat
+have the same effect as `stop`, because launch.py has ended or the connection is lost.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from onecurve.system import processes
 from onecurve.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from tools.launch.hosts import connection_addresses, event_line, requests
 
-BEAT_S = 5  # between heartbeats of the launcher
-ALIVE_S = 2  # between heartbeats of the agent, by which launch.py notices a lost host sooner than ssh does
-SILENCE_S = 45  # without a heartbeat, after which the part is stopped
-FENCE_S = 15  # the same in an elastic job, which continues elsewhere: the part is killed
-GRACE_S = 40  # from `stop` to the end: launchers kill their processes 30 s after SIGTERM
-SUSPENDED = "is suspended by a signal (SIGSTOP, or a debugger): the others waited for it"
+BEAT_S = 5  # interval of launch.py's heartbeats
+ALIVE_S = 2  # interval of the agent's heartbeats, which show launch.py a lost host sooner than ssh does
+SILENCE_S = 45  # time without a heartbeat after which the agent stops its part
+FENCE_S = 15  # same limit in an elastic job, which continues on other hosts; the agent then kills its part
+GRACE_S = 40  # time from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
+SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for it"
 
-Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]  # `signal` stands for a signal to this process
+Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]  # requests, and `signal` for a signal to this process
 
 _writing = threading.Lock()  # held while a line is written to launch.py
 
@@ -52,15 +52,17 @@ def main() -> None:
         except queue.Empty:
             return
     if name != "start":
-        sys.exit(name == "signal")  # the host leaves before the job has begun
+        sys.exit(name == "signal")  # the host leaves before the job has started
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         sys.exit(_run(part, EventReader(Path(folder) / "events"), received))
 
 
 def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
-    """Runs the part to its end. Returns its exit status.
+    """Run this host's part of the job and return its exit status.
 
-    part: job, words, env, master (address and port; None on one host), first.
+    Args:
+        part: Arguments of the `start` request: job, words, env, first and master (the master's address and
+            port, or None in a job on one host).
     """
     part["env"] |= {EVENTS_FILE: str(events.file)} | ({JOB: part["job"]} if part["job"] else {})
     try:
@@ -71,7 +73,7 @@ def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
     assert child.stdout
     relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
     relay.start()
-    statuses: set[int] = set()  # of the job's processes, as launchers turn most of them into 1
+    statuses: set[int] = set()  # exit statuses of the job's processes; launchers turn most of them into 1
     status = _wait(child, received, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
     relay.join(5)
     _pass_on(events, statuses)
@@ -81,7 +83,7 @@ def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
 
 
 def _pass_on(events: EventReader, statuses: set[int]) -> None:
-    """Sends new events to launch.py. Adds the exit statuses of processes to `statuses`."""
+    """Send new events to launch.py, and add the exit statuses of processes to `statuses`."""
     for event in events.new():
         if event["event"] == "exit":
             statuses.add(event["status"])
@@ -96,7 +98,7 @@ def _receive(received: Queue) -> None:
 
 
 def _send_heartbeats() -> None:
-    """Sends an event about this host, then heartbeats."""
+    """Send an event that describes this host, then heartbeats."""
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     _send(event_line("hello", hostname=socket.gethostname(), has_gpus=has_gpus, **connection_addresses()))
     while True:
@@ -105,18 +107,18 @@ def _send_heartbeats() -> None:
 
 
 def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the launcher."""
+    """Start this host's launcher, usually `accelerate launch`."""
     if part["job"]:
         _end_leftovers(part["job"])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PATH": path} | part["env"]
     if part["master"]:
         address, port = part["master"]
-        interface, mine = processes.interface_to(address)
-        if mine.startswith("127."):
+        interface, local_address = processes.interface_to(address)
+        if local_address.startswith("127."):
             raise ValueError(
-                f"the first host is {address}, which is loopback here: give --master_addr with an address"
-                " that all hosts reach"
+                f"the first host's address {address} is a loopback address on this host. Pass --master_addr"
+                " with an address that all hosts can reach."
             )
         env = processes.use_interface(interface) | env
         if part["first"]:
@@ -133,15 +135,15 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 def _end_leftovers(job: str) -> None:
-    """Kills processes of an earlier part of the job, whose agent may not have ended yet."""
-    found = psutil.process_iter(["environ"])
-    processes.kill([process for process in found if (process.info["environ"] or {}).get(JOB) == job])
+    """Kill the processes of this job's previous round, whose agent may still be running."""
+    candidates = psutil.process_iter(["environ"])
+    processes.kill([process for process in candidates if (process.info["environ"] or {}).get(JOB) == job])
 
 
 def _relay(output: IO[bytes]) -> None:
-    """Forwards the job's output line by line.
+    """Forward the job's output line by line.
 
-    Without launch.py the output is dropped, because a process that saves must not fail in a print.
+    Output is dropped once launch.py has ended, because print() must not fail in a process that is saving.
     """
     for line in output:
         _write(line)
@@ -151,14 +153,14 @@ def _check_port(port: int) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        why = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
-        raise ValueError(f"port {port}: {why}: give another --port") from None
+        reason = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
+        raise ValueError(f"port {port}: {reason}. Pass another --port.") from None
 
 
 def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], None], is_elastic: bool) -> int:
-    """Waits until the child and all its descendants have ended. Returns the child's status.
+    """Wait until the child and all its descendants have ended, and return the child's status.
 
-    poll() is called several times a second.
+    Calls poll() several times a second.
     """
     received_at, stop, deadline = time.monotonic(), False, None
     while child.poll() is None or processes.running_descendants([child.pid]):
@@ -174,7 +176,7 @@ def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], No
         silence_s = FENCE_S if is_elastic else SILENCE_S
         if not stop and now - received_at > silence_s:
             stop, deadline = True, 0.0 if is_elastic else None
-            _send(f"stopping: no sign of the launcher for {silence_s} s")
+            _send(f"stopping: no heartbeat from launch.py for {silence_s} s")
         if deadline is None and (stop or child.returncode is not None):
             _name_suspended()
             child.send_signal(signal.SIGTERM)
@@ -186,7 +188,7 @@ def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], No
 
 
 def _name_suspended() -> None:
-    """Prints the suspended processes before they are killed, as the other hosts failed waiting for them."""
+    """Report suspended processes before they are killed: the other hosts failed while waiting for them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:

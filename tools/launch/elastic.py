@@ -1,24 +1,26 @@
-"""launch.py's part of an elastic job: rounds of launches on the available hosts.
+"""Runner of an elastic job in launch.py: rounds of launches on the hosts that are available.
 
-A host that is lost or told to stop leaves the job; the others continue from the newest checkpoint. When a
-host answers again or is new in the hostfile, all save, and the next round includes it. The first host of a
-round stays the first of the next one, as it has the newest checkpoint; when it is lost, another host needs
-the checkpoints in S3 or in a shared folder. A newcomer with which no step is trained is left out for a while.
+A host that is lost or told to stop leaves the job, and the other hosts continue from the newest checkpoint.
+When a host answers again or is new in the hostfile, all hosts save, and the next round includes it. The first
+host of a round is also the first host of the next round, because it stores the newest checkpoint. When it is
+lost, another host can only continue from checkpoints in S3 or in a shared folder. A new host that prevents a
+round from training a step is excluded for a while.
 
-    _gather: connects to hosts, chooses those of a round --- none for WAIT_S, or a signal ---> end
+    _gather: connects to hosts, chooses the round's hosts --- none for WAIT_S, or a signal ---> exit status
        |                              ^
        v                              | another round
-    _start: a launch on each of them  |
+    _start: launches on each host     |
        |                              |
        v                              |
-    run: waits until all have ended   |    stops all, which save, once one has ended or more hosts are ready
-       |                              |    kills all KILL_S after one was lost, as they wait for it
+    run: waits for the round's end    |    when a host has ended or more hosts are ready, all save and stop
+       |                              |    KILL_S after a host was lost, kills the others, which wait for it
        v                              |
     _judge: why the round ended ------+--- finished, a signal, or nothing more to try ---> exit status
 
-Who may be blamed for a failed round, and is left out (_leave_out_the_bad): newcomers, of these the ones that
-the error names; before the round has trained also the host whose failure explains the others'. Never one that
-is lost or was told to stop. In a job that has not trained yet the job itself is to blame, and it ends.
+_exclude_faulty_hosts decides which hosts are excluded after a failed round. It blames new hosts, and among
+them the ones that the error names. In a round that has not trained yet, it also blames the host whose failure
+explains the failures of the other hosts. It never blames a host that is lost or was told to stop. If the job
+has never trained, the failure is the job's, and the job ends.
 """
 
 import itertools
@@ -36,21 +38,26 @@ from tools.launch.hosts import SSH_FAILED, Host, is_this_host
 from tools.launch.job import LaunchPlan, fail, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
 
-LOST_S = 12  # without a heartbeat of its agent, after which a host is lost
-FENCED_S = FENCE_S + 3  # after a loss, until the lost host's agent has killed its part
-KILL_S = 3  # from a loss until the others, which wait for it in a collective, are killed
-RETRY_S = 5  # between attempts to connect to a host that is away
-SETTLE_S = 3  # wait for further hosts before a round begins, or is stopped for a joining host
-WAIT_S = 120  # wait for enough hosts, after which the job ends
-LEAVE_S = 180  # until a host that was told to stop may join again, unless it was away meanwhile
-REFUSED_S, LONGEST_S = 60, 3600  # until a bad newcomer is tried again: at first, doubled each time; at most
-FRUITLESS_ROUNDS = 3  # failed rounds at the same step, after which the job ends
+LOST_S = 12  # time without a heartbeat of its agent after which a host is lost
+FENCED_S = FENCE_S + 3  # time from a loss until the lost host's agent has certainly killed its part
+KILL_S = 3  # time from a loss until the other hosts, which wait in a collective, are killed
+RETRY_S = 5  # interval of attempts to connect to a host that is away
+SETTLE_S = 3  # wait for more hosts before a round starts, and before a round is stopped for a joining host
+WAIT_S = 120  # timeout for enough hosts, after which the job ends
+LEAVE_S = 180  # time until a host that was told to stop may join again, unless it was away in the meantime
+REFUSED_S, LONGEST_S = 60, 3600  # first exclusion of a faulty host, doubled each time, and its maximum
+FRUITLESS_ROUNDS = 3  # failed rounds at the same step after which the job ends
 
 
 class ElasticJob(Launcher):
-    """Runs rounds until one finishes.
+    """An elastic job, which runs rounds until one finishes the training.
 
-    plan_for: makes the launch of a round on these hosts. read_hosts: the job's hosts, which may change.
+    Args:
+        plan_for: Returns the launch of a round on the given hosts.
+        read_hosts: Returns the job's hosts, which may change during the job.
+        log_dir: Folder of the hosts' log files.
+        min_hosts: Minimum number of hosts in a round.
+        max_hosts: Maximum number of hosts in a round; None is unlimited.
     """
 
     def __init__(
@@ -68,31 +75,35 @@ class ElasticJob(Launcher):
         self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
         self.most = min(max_hosts or len(self.hosts), len(self.hosts))
         self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
-        self.leaves_until: dict[str, float] = {}  # hosts told to stop, or left out: time.monotonic()
-        self.refusals: dict[str, int] = {}  # how often a host was left out since it last trained
-        self.waiting: dict[str, str] = {}  # hosts that a larger round has no use for, with the reason
+        self.leaves_until: dict[str, float] = {}  # end of a host's exclusion (time.monotonic())
+        self.refusals: dict[str, int] = {}  # exclusions of a host since it last trained
+        self.waiting: dict[str, str] = {}  # available hosts that can't take part in a round, with the reason
         self.proven: set[str] = set()  # hosts that have trained a step
         self.next_try = 0.0
-        self.mistake = ""  # last mistake found in the hostfile
-        self.members = []  # of this round, the first host first
+        self.mistake = ""  # last mistake reported about the hostfile
+        self.members = []  # connections to this round's hosts, the first host first
         self.stopping = ""  # why this round is stopped
-        self.lost_at: float | None = None  # when a member was lost
+        self.lost_at: float | None = None  # time when a member was lost
         self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
-        self.larger_since: float | None = None  # since when a larger round is possible
+        self.larger_since: float | None = None  # time since which a larger round is possible
         self.leavers: dict[str, str] = {}  # hosts of this round that were told to stop, with the reason
-        self.first: str | None = None  # the first host of the last round that trained
+        self.first: str | None = None  # first host of the last round that trained
         self.batch: dict[str, int] = {}  # batch_size, per_device
         self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
         self.is_training = self.is_finished = False  # this round trains; the training has finished
-        self.step = 0  # the newest step of any round
-        self.changed_at: float | None = None  # when the last change of hosts began
-        self.fruitless = 0
+        self.step = 0  # newest step of any round
+        self.changed_at: float | None = None  # time when the last change of hosts began
+        self.fruitless = 0  # consecutive failed rounds at the same step
 
     def run(self) -> int:
-        """Runs the job. Returns the exit status: 0, 75 when it continues later, 1, or 128 + a signal."""
+        """Run the job and return its exit status.
+
+        Returns:
+            0, 75 (the same command continues later), 1 (failed) or 128 + the number of a signal.
+        """
         self.listen()
-        if own := [host.name for host in self.hosts if is_this_host(host.name)]:
-            self.log(f"launch.py runs on {own[0]}, which the job can't lose")
+        if local := [host.name for host in self.hosts if is_this_host(host.name)]:
+            self.log(f"launch.py runs on {local[0]}, which the job can't lose")
         self.log(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
         try:
             while (chosen := self._gather()) is not None:
@@ -112,13 +123,13 @@ class ElasticJob(Launcher):
     # --- Hosts
 
     def _gather(self) -> list[HostConnection] | None:
-        """Connects to the hosts and chooses those of the next round. None for too few hosts, or a signal."""
+        """Connect to hosts and choose the next round's. Return None for too few hosts or after a signal."""
         begin = time.monotonic()
         patience_s = SETTLE_S if self.began else CONNECT_S
         while not self.signals:
             self._connect_missing()
             ready, waited_s = self._ready(), time.monotonic() - begin
-            awaited = [h for h in self.hosts if h.name not in self.away and not self._leaves(h)]
+            awaited = [host for host in self.hosts if host.name not in self.away and not self._leaves(host)]
             chosen = self._choose(ready) if time.monotonic() > self.fenced_at else None
             if chosen and (len(ready) >= len(awaited) or waited_s > patience_s):
                 return chosen
@@ -129,18 +140,18 @@ class ElasticJob(Launcher):
         return None
 
     def _connect_missing(self) -> None:
-        """Connects to hosts without an agent; every RETRY_S also to those that did not answer."""
+        """Connect to hosts without an agent. Retry hosts that did not answer every RETRY_S."""
         now = time.monotonic()
-        again = now > self.next_try
-        if again:
+        is_retry = now > self.next_try
+        if is_retry:
             self.next_try = now + RETRY_S
             self._read_hosts_again()
         for host in self.hosts:
             current = self._connection(host.name)
             if current and (current.status is None or current in self.members):
                 continue
-            # Also to a host that leaves: once it is gone, another machine answers under its name.
-            if again or host.name not in self.away:
+            # Hosts that leave are included: later, another machine may answer under the same name.
+            if is_retry or host.name not in self.away:
                 if current:
                     self.connections.remove(current)
                 self.connect(host)
@@ -149,10 +160,10 @@ class ElasticJob(Launcher):
         try:
             hosts = self.read_hosts()
             if hosts != self.hosts:
-                self.plan_for(hosts)  # checks for the same number of processes on each
+                self.plan_for(hosts)  # checks that all hosts have the same number of processes
         except (ValueError, OSError) as error:
             if str(error) != self.mistake:
-                self.log(f"the hosts stay as they were: {error}")
+                self.log(f"keeping the previous hosts: {error}")
                 self.mistake = str(error)
             return
         names, known = [host.name for host in hosts], [host.name for host in self.hosts]
@@ -161,7 +172,7 @@ class ElasticJob(Launcher):
             self.names += [name for name in new if name not in self.names]
         self.hosts = hosts
         self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in names}
-        if not self.began:  # afterwards the run's name has it
+        if not self.began:  # later, `most` is fixed, because the run's name contains it
             self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
@@ -171,13 +182,13 @@ class ElasticJob(Launcher):
         return time.monotonic() < self.leaves_until.get(host.name, 0)
 
     def _ready(self) -> list[HostConnection]:
-        """Hosts that can take part in a round, the last round's first host first."""
+        """Return the hosts that can take part in a round, the last round's first host first."""
         names = [host.name for host in self.hosts if not self._leaves(host)]
         ready = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
         return sorted(ready, key=lambda connection: connection.host.name != self.first)
 
     def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
-        """The hosts of the largest possible round; None without one."""
+        """Return the hosts of the largest possible round, or None if no round is possible."""
         if self._needs_first() and not (ready and ready[0].host.name == self.first):
             return None
         most = min(len(ready), self.max_hosts or len(ready))
@@ -185,7 +196,7 @@ class ElasticJob(Launcher):
         return ready[: counts[-1]] if counts else None
 
     def _needs_first(self) -> bool:
-        """True when the checkpoints are only on the first host's disk."""
+        """Return True if only the first host's disk stores the checkpoints."""
         return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
 
     def _divides(self, hosts: int) -> bool:
@@ -198,13 +209,13 @@ class ElasticJob(Launcher):
         now = time.monotonic()
         for connection in self.connections:
             if connection.status is None and connection.hello and now - connection.received_at > LOST_S:
-                connection.last_lines.append(f"no sign of life for {LOST_S} s")
+                connection.last_lines.append(f"no heartbeat for {LOST_S} s")
                 self.give_up(connection)
         if self.lost_at and now - self.lost_at > KILL_S:
             self.request_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
-        """Stops the round when a larger one is possible, so that all save and the larger one begins."""
+        """Stop the round when a larger one is possible. All hosts save, and the larger round starts."""
         can_stop = self.is_training and not self.stopping and not self.is_finished
         ready = self._ready() if can_stop else []
         chosen = self._choose(ready)
@@ -218,7 +229,7 @@ class ElasticJob(Launcher):
             self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
 
     def _name_waiting(self, names: list[str]) -> None:
-        """Prints once why these hosts, which answer, are in no round."""
+        """Print once why hosts that answer can't take part in a round."""
         reason = f"--max_hosts {self.max_hosts}"
         if names and len(self.members) != self.max_hosts:
             hosts = plural(len(self.members) + len(names), "host")
@@ -229,7 +240,7 @@ class ElasticJob(Launcher):
             self.log(f"{', '.join(new)} {'waits' if len(new) == 1 else 'wait'}: {reason}")
         self.waiting = dict.fromkeys(names, reason)
 
-    # --- A round
+    # --- Rounds
 
     def _start(self, chosen: list[HostConnection]) -> None:
         self.members, self.stopping, self.leavers, self.is_training = chosen, "", {}, False
@@ -259,7 +270,7 @@ class ElasticJob(Launcher):
         if connection not in self.members:
             return
         if event["event"] == "batch":
-            self.batch = {name: event[name] for name in ("batch_size", "per_device")}
+            self.batch = {key: event[key] for key in ("batch_size", "per_device")}
         elif event["event"] == "began":
             self._on_begin(event)
         elif event["event"] == "finished":
@@ -272,7 +283,7 @@ class ElasticJob(Launcher):
     def _on_begin(self, event: dict[str, Any]) -> None:
         name = self.members[0].host.name
         if not self.began and not (event["in_s3"] or event["is_shared"]):
-            reason = "the checkpoints are on its disk alone (give --s3, or a shared --model_folder)"
+            reason = "only its disk stores the checkpoints (pass --s3 or a shared --model_folder)"
             self.log(f"the job can't lose {name}: {reason}")
         if event["step"] > self.began.get("step", -1):
             self.fruitless = 0
@@ -298,18 +309,18 @@ class ElasticJob(Launcher):
             if name not in self.away and not self.signals:
                 self.log(f"{name} does not answer: {failure_cause(connection)[1]}")
             self.away[name] = failure_cause(connection)[1]
-            self.leaves_until.pop(name, None)  # another machine may answer under this name
+            self.leaves_until.pop(name, None)  # another machine may answer under the same name
         if connection not in self.members or status == 0:
             return
         if status == SSH_FAILED:
             self.lost_at = self.lost_at or time.monotonic()
             if connection is self.members[0]:
                 self.fenced_at = time.monotonic() + FENCED_S
-        self._stop_round("one has ended")
+        self._stop_round("a host has ended")
 
     def on_line(self, connection: HostConnection, line: str) -> None:
         if connection.hello is None and connection.host.name in self.away:
-            connection.record(line)  # not shown, as at the last attempt it was the same
+            connection.record(line)  # not shown again, because the last attempt printed the same
         else:
             super().on_line(connection, line)
 
@@ -317,12 +328,12 @@ class ElasticJob(Launcher):
         self.stopping = "launch.py was told to stop"
         super().on_signal(number)
 
-    # --- The end of a round
+    # --- End of a round
 
     def _judge(self) -> int | None:
-        """The job's exit status after a round; None when another round follows."""
+        """Return the job's exit status after a round, or None if another round follows."""
         statuses = [member.status for member in self.members]
-        if self.is_finished or not any(statuses):  # a launcher may have been stopped just before its end
+        if self.is_finished or not any(statuses):  # a finished round's launcher may still have been stopped
             return 0
         if self.signals:
             return self.end_preempted() if PREEMPTED in statuses else 128 + self.signals[0]
@@ -336,12 +347,12 @@ class ElasticJob(Launcher):
                 self.log(self.stopping)
             return None
         if not lost and not self.proven and not self.is_training:
-            # Before anything was trained only another number of hosts is tried.
+            # Before the first training step, only another number of hosts can help.
             if not self.batch or self._divides(len(self.members)) or not self._choose(self.members):
                 return fail(self._cause())
             self.log(f"{plural(len(self.members), 'host')} can't share the batch")
             return None
-        if not lost and self._leave_out_the_bad():
+        if not lost and self._exclude_faulty_hosts():
             return None
         step = f"after step {self.step:,}"
         self.log(f"{', '.join(lost)} lost {step}" if lost else f"failed {step}: {self._cause()}")
@@ -350,10 +361,13 @@ class ElasticJob(Launcher):
             return fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
         return None
 
-    def _leave_out_the_bad(self) -> bool:
-        """Leaves out those by whom a round failed, if others can go on. False when nobody is to blame.
+    def _exclude_faulty_hosts(self) -> bool:
+        """Exclude the hosts that made a round fail, if the remaining hosts can continue.
 
-        Newcomers are to blame, or a host that certainly failed by itself before it trained.
+        Faulty hosts are new hosts, or a host that certainly caused the failure before the round trained.
+
+        Returns:
+            False if no host is to blame, or the remaining hosts are too few.
         """
         if (first := self._first_failure()) is None:
             return False
@@ -361,35 +375,37 @@ class ElasticJob(Launcher):
         suspects = [member for member in self.members if member.host.name not in self.proven]
         if not suspects and not self.is_training and rank <= 1:
             suspects = [first]
-        # All hosts say what one of them finds, and name it.
+        # A disagreement is reported by all hosts, and the message names the host that differs.
         named = [m for m in suspects if m.hello and re.search(rf"\bhost {m.hello['hostname']}\b", cause)]
-        bad = named or ([first] if first in suspects else suspects)
-        if not bad or not self._choose([member for member in self.members if member not in bad]):
+        faulty = named or ([first] if first in suspects else suspects)
+        if not faulty or not self._choose([member for member in self.members if member not in faulty]):
             return False
-        for name in (member.host.name for member in bad):
+        for name in (member.host.name for member in faulty):
             wait_s = min(REFUSED_S * 2 ** self.refusals.get(name, 0), LONGEST_S)
             self.refusals[name] = self.refusals.get(name, 0) + 1
             self.leaves_until[name] = time.monotonic() + wait_s
-            self.log(f"{name} is left out for {wait_s} s: {cause}. See {first.log_file}")
+            self.log(f"{name} is excluded for {wait_s} s: {cause}. See {first.log_file}")
         return True
 
     def _first_failure(self) -> HostConnection | None:
-        """The host whose failure explains those of the others; of several alike a newcomer."""
+        """Return the host whose failure explains the others, a new host if several are equally likely."""
         failed = [member for member in self.members if member.status not in (0, PREEMPTED)]
         order = lambda m: (failure_cause(m)[0], m.host.name in self.proven)  # noqa: E731
         return min(failed, key=order, default=None)
 
     def _cause(self) -> str:
         if (first := self._first_failure()) is None:
-            return "all were told to stop"
+            return "all hosts were told to stop"
         return f"{first.host.name}: {failure_cause(first)[1]}. Its log: {first.log_file}"
 
     def _end_without_hosts(self) -> int:
         if self.signals:
             return self.end_preempted() if self.began else 128 + self.signals[0]
-        wanted = f"{self.first}, with the checkpoints," if self._needs_first() else f"enough of {self.names}"
-        there = ", ".join(c.host.name for c in self._ready()) or "none"
-        message = f"{wanted} did not answer within {WAIT_S} s (there: {there})"
+        missing = f"{self.first}, which stores the checkpoints," if self._needs_first() else "enough hosts"
+        available = ", ".join(connection.host.name for connection in self._ready()) or "none"
+        message = (
+            f"{missing} did not answer within {WAIT_S} s (available: {available} of {', '.join(self.names)})"
+        )
         if not self.began:
             return fail(message)
         self.log(message)

@@ -1,4 +1,4 @@
-"""launch.py's part of a job: starts the job on each host, and ends it on all together."""
+"""Runner of a job in launch.py: starts the job on each host and stops all hosts when one fails."""
 
 import re
 import shlex
@@ -15,17 +15,19 @@ from tools.launch.hosts import SSH_FAILED, Host, master_address
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
 
 USE_CPU = "ACCELERATE_USE_CPU"
-# Begins ssh's own line about a lost connection
-SSHS_OWN = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
-LAUNCHERS_OWN = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
+# Matches the start of the line that ssh prints about a lost connection.
+SSH_ERROR = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
+LAUNCHER_ERRORS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # launchers' exceptions
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
+    """Hosts, command and environment of one launch."""
+
     hosts: list[Host]
     launcher: list[str]  # flags of accelerate launch
     script: list[str]  # the script and its flags
-    env: dict[str, str]  # for each process; sent over stdin, so that no command line shows it
+    env: dict[str, str]  # environment of each process; sent over stdin, so that no command line shows it
     master_addr: str | None
     port: int
     log_dir: Path
@@ -35,17 +37,23 @@ class LaunchPlan:
         return sum(len(host.devices) for host in self.hosts)
 
     def words(self, rank: int, master: str) -> list[str]:
-        """The command of host number `rank`. master: the first one's address, unused in a job on one host."""
+        """Return the command of one host.
+
+        Args:
+            rank: Index of the host.
+            master: Address of the first host. Unused in a job on one host.
+        """
         hosts = len(self.hosts)
-        # accelerate divides this number by the hosts, and torchrun's agents add up what each of them starts.
-        own = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}".split()
-        own += ["--gpu_ids", "all"]  # of those that the agent lets it see, whatever a config file names
+        # accelerate divides --num_processes by the hosts, and torchrun's agents sum their local processes.
+        flags = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}"
+        flags += " --gpu_ids all"  # overrides a config file; the agent sets CUDA_VISIBLE_DEVICES
         if hosts > 1:
-            own += f"--machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}".split()
-        return [sys.executable, "-m", "accelerate.commands.launch", *self.launcher, *own, *self.script]
+            flags += f" --machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}"
+        launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher]
+        return [*launcher, *flags.split(), *self.script]
 
     def shares(self, master: str) -> list[str]:
-        """Return each host's ranks and devices, as text; for the first one of several also the master."""
+        """Return a text per host with its ranks and devices. The first of several also names the master."""
         texts, first = [], 0
         for host in self.hosts:
             count = len(host.devices)
@@ -56,28 +64,40 @@ class LaunchPlan:
         return texts
 
     def address(self, connections: Sequence[HostConnection]) -> str:
-        """The first host's address, by which all reach it. connections: to all hosts, which have answered."""
+        """Return the address at which all hosts can reach the first one.
+
+        Args:
+            connections: Connections to all hosts. All of them have answered.
+        """
         hellos = [connection.hello for connection in connections if connection.hello]
         return self.master_addr or master_address(hellos)
 
     def remark(self, connections: Sequence[HostConnection]) -> str | None:
-        """What a script that imports nothing of onecurve/ must set on hosts without a GPU; None for others.
+        """Return a hint for a script that would not form one job on hosts without a GPU, else None.
 
-        Accelerate by itself makes each process a job of its own there.
+        There, Accelerate runs each process as a separate job unless the script or the environment selects the
+        CPU. Scripts that import onecurve/ select it themselves.
         """
         text = (ROOT / self.script[0]).read_text(errors="replace")
-        knows = re.search(rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
+        selects_cpu = re.search(rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
         has_gpus = any(connection.hello and connection.hello["has_gpus"] for connection in connections)
-        if self.processes == 1 or knows or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
+        if self.processes == 1 or selects_cpu or has_gpus or USE_CPU in self.env or "--cpu" in self.script:
             return None
         return (
-            f"{self.script[0]} imports nothing of onecurve/: without a GPU each of its {self.processes}"
-            " processes is a job of its own. For one job it must make Accelerator(cpu=True); or put"
-            f" {USE_CPU}=true before this command, and give --env {USE_CPU}. It then trains by DDP over gloo"
+            f"{self.script[0]} imports nothing of onecurve/. Without a GPU, each of its {self.processes}"
+            " processes runs as a separate job. For one job, create Accelerator(cpu=True) in the script, or"
+            f" put {USE_CPU}=true before this command and pass --env {USE_CPU}. The job then trains with DDP"
+            " over gloo."
         )
 
     def start(self, connections: Sequence[HostConnection], job: str = "", **env: str) -> None:
-        """Starts each host's part. job: a name; leftovers of that job on a host are killed first."""
+        """Start each host's part of the job.
+
+        Args:
+            connections: Connections to all hosts.
+            job: Name of an elastic job. A host first kills processes that an earlier round of this job left.
+            env: Additional environment of each process.
+        """
         address = self.address(connections)
         for rank, connection in enumerate(connections):
             connection.request(
@@ -91,17 +111,21 @@ class LaunchPlan:
 
 
 class JobRunner(Launcher):
-    """Launches a job on all hosts once. When one host fails, all are stopped."""
+    """A single launch on all hosts. When one host fails, all hosts are stopped."""
 
     def __init__(self, plan: LaunchPlan):
         super().__init__(plan.hosts, plan.log_dir)
         self.plan = plan
-        self.failed: list[HostConnection] = []  # in the order in which they ended
+        self.failed: list[HostConnection] = []  # in the order of their ends
 
     def run(self, dry_run: bool) -> int:
-        """Runs the job. Returns the exit status: 0, 75 after a preemption, 1, or 128 + a signal's number.
+        """Run the job and return its exit status.
 
-        dry_run: print the command of each host instead, without connecting to one.
+        Args:
+            dry_run: Print the command of each host instead, without connecting to any.
+
+        Returns:
+            0, 75 (preempted, the same command resumes), 1 (failed) or 128 + the number of a signal.
         """
         if dry_run:
             self._show_commands()
@@ -132,7 +156,7 @@ class JobRunner(Launcher):
             self.stop_all()
 
     def _wait_for_agents(self) -> bool:
-        """Waits until all hosts answer, before anything is started. False if one fails to, or on a signal."""
+        """Wait until all hosts have answered. Return False if a host fails to answer, or after a signal."""
         deadline = time.monotonic() + CONNECT_S
         while silent := [connection for connection in self.connections if connection.hello is None]:
             if time.monotonic() > deadline:
@@ -144,19 +168,20 @@ class JobRunner(Launcher):
         return True
 
     def _show_hosts(self, address: str) -> None:
-        """Prints the hosts, where ssh reached them, and their ranks."""
+        """Print each host's name, the address that ssh connected to, and its ranks."""
         shares = self.plan.shares(address)
         for rank, (connection, share) in enumerate(zip(self.connections, shares, strict=True)):
             assert connection.hello
-            at = connection.hello["reached_at"] or (address if rank == 0 else "this host")
-            self.log(f"{self.label(connection)}  {at}  {share}")
+            host_address = connection.hello["reached_at"] or (address if rank == 0 else "this host")
+            self.log(f"{self.label(connection)}  {host_address}  {share}")
 
     def _show_commands(self) -> None:
-        """Prints the command that starts each host's part by hand. A launch finds the address by ssh."""
+        """Print commands that start each host's part by hand. Only a real launch asks ssh for the address."""
         hosts, address = self.plan.hosts, self.plan.master_addr or self.plan.hosts[0].name
         if len(hosts) > 1 and not self.plan.master_addr:
             self.log(
-                f"All hosts must reach the first one as {address}. Otherwise give --master_addr ADDRESS."
+                f"All hosts must be able to reach the first one as {address}. Otherwise pass --master_addr"
+                " ADDRESS."
             )
         for rank, (host, share) in enumerate(zip(hosts, self.plan.shares(address), strict=True)):
             self.log(f"{host.name}  {share}")
@@ -184,9 +209,12 @@ def fail(message: str) -> int:
 
 
 def failure_cause(connection: HostConnection) -> tuple[int, str]:
-    """Return a rank from 0 (a cause) to 5 (most likely a consequence), and the reason of this host's failure.
+    """Return the reason of a host's failure, and how likely it is a consequence of another host's failure.
 
-    A process of ours reports its failure. Other causes are guessed from the output.
+    Processes that import onecurve/ report their failures. Other reasons are guessed from the host's output.
+
+    Returns:
+        A number from 0 (certainly the cause) to 5 (most likely a consequence), and the reason.
     """
     lines = connection.last_lines
     last = next((line for line in reversed(lines) if line.strip("=- ")), f"exit status {connection.status}")
@@ -194,15 +222,15 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
         needs = f"`ssh {connection.host.name}` must work without a prompt, and the project must be at {ROOT}"
         return 0, f"{last} ({needs})"
     if connection.status == SSH_FAILED:
-        if SSHS_OWN.match(last):
+        if SSH_ERROR.match(last):
             return 0, f"the connection is lost ({last})"
-        return 0, "its agent was killed, or the connection is lost"  # ssh says the same of both: nothing
-    if (connection.status or 0) < 0:  # of the agent that ran here, without ssh
+        return 0, "its agent was killed, or the connection is lost"  # ssh's output does not tell which
+    if (connection.status or 0) < 0:  # an agent on this machine, started without ssh
         return 0, f"its agent was killed by signal {-(connection.status or 0)}"
     text = "\n".join(lines)
     if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
         return 1, suspended[1]
-    # torchrun's report. Survivors end by signal 15 of torchrun, or 6 of NCCL.
+    # torchrun reports exit codes. It ends the surviving processes with signal 15, and NCCL with signal 6.
     if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"
     if connection.failure:
@@ -210,8 +238,8 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     if errors := re.findall(r"^(?:\S+: )?error: (.*)", text, re.MULTILINE):
         return 3, errors[0]
     raised = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
-    if raised := [line for line in raised if not line.startswith(LAUNCHERS_OWN)]:
+    if raised := [line for line in raised if not line.startswith(LAUNCHER_ERRORS)]:
         return 4, raised[-1]
-    # sys.exit("...") leaves its message alone before torchrun's report.
-    said = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", text, re.MULTILINE)
-    return (4, f"{said[1]} {said[2]}") if said else (5, last)
+    # The message of sys.exit("...") is the line before torchrun's report.
+    report = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", text, re.MULTILINE)
+    return (4, f"{report[1]} {report[2]}") if report else (5, last)

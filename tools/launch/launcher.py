@@ -1,4 +1,4 @@
-"""launch.py's connections to a job's agents: their output, heartbeats, and the commands to stop."""
+"""Connections of launch.py to a job's agents: output, heartbeats and requests to stop."""
 
 import contextlib
 import math
@@ -22,58 +22,61 @@ from onecurve.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S
 from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on
 
-CONNECT_S = 30  # for all hosts to answer
-COLLECT_S = 4.0  # from the first report of a hang to the table; ranks without a report by then are silent
-END_S = 60  # from `stop` until a host that has not ended counts as lost
+CONNECT_S = 30  # timeout for all hosts to answer
+COLLECT_S = 4.0  # time from the first report of a hang to the table; ranks without a report are `silent`
+END_S = 60  # time from `stop` after which a host that still runs is considered lost
 TRACEBACK = "Traceback (most recent call last):"
-LINES = 200  # kept of a host's output, to find the reason of a failure
-ECHO_S = 0.5  # timeout, systemd and experiments/ signal a group, and its first process passes that on
+LINES = 200  # last lines of a host's output that are kept, to find the reason of a failure
+# timeout, systemd and experiments/ signal a process group, and its first process forwards the same signal.
+# Signals within this time count as one.
+ECHO_S = 0.5
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 
 
 @dataclass(eq=False)
 class HostConnection(Connection):
-    """The agent on one host of the job, and its output."""
+    """Connection to the agent on one host of the job."""
 
     log_file: Path
     hello: dict[str, Any] | None = None  # the agent's first event
     status: int | None = None
-    failure: str = ""  # the first message of a process here that failed by itself
+    failure: str = ""  # first message of a process on this host that reported its failure
     last_lines: list[str] = field(default_factory=list)
-    only_log: bool = False  # True from its launcher's traceback on, which is logged but not shown
-    received_at: float = field(default_factory=time.monotonic)  # when the agent last sent a line
+    only_log: bool = False  # True once the launcher's traceback begins, which is logged but not shown
+    received_at: float = field(default_factory=time.monotonic)  # time of the agent's last line
 
     def record(self, line: str) -> None:
+        """Append a line of the host's output to its log file and to last_lines."""
         self.last_lines = [*self.last_lines[-LINES:], line]
-        with contextlib.suppress(OSError):  # a full disk here must not end the job there
+        with contextlib.suppress(OSError):  # a full disk on this machine must not end the job
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.log_file, "a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
 
 
 def selected_devices(host: Host) -> dict[str, str]:
-    """Return the environment that selects the host's devices; {} if they are the first ones."""
-    first_ones = tuple(range(len(host.devices)))
-    return {} if host.devices == first_ones else visible_devices(host.devices)
+    """Return the environment variables that select a host's devices. Empty if they are its first devices."""
+    is_default = host.devices == tuple(range(len(host.devices)))
+    return {} if is_default else visible_devices(host.devices)
 
 
 class Launcher(ABC):
-    """A job's connections, one per host. Handlers run in the main thread, one event after another."""
+    """Connections of a job, one per host. Handlers run in the main thread, one event after another."""
 
     def __init__(self, hosts: list[Host], log_dir: Path):
         self.names, self.log_dir = [host.name for host in hosts], log_dir
         self.connections: list[HostConnection] = []
-        self.members = self.connections  # those to hosts that take part in the launch
-        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # calls of handlers
-        self.signals: list[int] = []  # received by this launcher
-        self.signal_at = 0.0  # when the last one came
-        self.hangs: dict[int, Evidence] = {}  # the reports of ranks in a job that hangs
-        self.hang_at: float | None = None  # when the first report came; infinite once the table is shown
-        self.stopped_at: float | None = None  # when all were told to stop
+        self.members = self.connections  # connections to hosts that take part in the launch
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # pending calls of handlers
+        self.signals: list[int] = []  # signals that this process received
+        self.signal_at = 0.0  # time of the last signal
+        self.hangs: dict[int, Evidence] = {}  # reports of ranks in a hanging job
+        self.hang_at: float | None = None  # time of the first report; infinite once the table was shown
+        self.stopped_at: float | None = None  # time of the first `stop`
 
     def listen(self) -> None:
-        """Starts to receive signals, and to send heartbeats."""
-        # SIGHUP comes when a terminal is closed, or an ssh connection is lost.
+        """Start to receive signals and to send heartbeats."""
+        # SIGHUP arrives when a terminal is closed or an ssh connection is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             signal.signal(number, lambda number, _: self.events.put(partial(self.on_signal, number)))
@@ -89,14 +92,14 @@ class Launcher(ABC):
     def close(self) -> None:
         self._show_hang(COLLECT_S)
         for silent in [connection for connection in self.connections if connection.hello is None]:
-            silent.process.kill()  # an ssh that hangs; there is nothing to save
+            silent.process.kill()  # ssh hangs, and the host has nothing to save
         close_and_wait(self.connections, END_S)
 
     def handle_event(self) -> None:
-        """Waits up to half a second for an event."""
+        """Wait up to half a second for an event and handle it."""
         if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
             for connection in self.members:
-                if connection.status is None:  # unreachable; its agent ends by itself
+                if connection.status is None:  # unreachable host, whose agent stops without heartbeats
                     self.give_up(connection)
         with contextlib.suppress(queue.Empty):
             self.events.get(timeout=0.5)()
@@ -111,7 +114,7 @@ class Launcher(ABC):
         self._show(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handles an event of the agent, or of a process on the host (onecurve/system/env.py)."""
+        """Handle an event of the agent, or of a process on its host (onecurve/system/env.py)."""
         if event["event"] == "hello":
             connection.hello = event
         elif event["event"] == "failed":
@@ -126,13 +129,13 @@ class Launcher(ABC):
 
     @abstractmethod
     def on_end(self, connection: HostConnection, status: int) -> None:
-        """Handles the end of a host's part. May be called again for the same connection."""
+        """Handle the end of a host's part. May be called more than once for a connection."""
 
     def on_signal(self, number: int) -> None:
         before, self.signal_at = self.signal_at, time.monotonic()
         if not self.signals:
             self.stop_all()
-            self.log("stopping: every process saves and exits; a second signal kills all at once")
+            self.log("stopping: every process saves and exits. A second signal kills all processes.")
         elif self.signal_at - before > ECHO_S:
             self.request_all("kill")
         self.signals.append(number)
@@ -141,22 +144,22 @@ class Launcher(ABC):
         self.stopped_at = self.stopped_at or time.monotonic()
         self.request_all("stop")
 
-    def request_all(self, name: str, to: list[HostConnection] | None = None) -> None:
-        """Sends a request to these hosts, by default to all."""
-        for connection in self.connections if to is None else to:
+    def request_all(self, name: str, connections: list[HostConnection] | None = None) -> None:
+        """Send a request over the given connections, by default over all."""
+        for connection in self.connections if connections is None else connections:
             if connection.status is None:
                 connection.request(name)
 
     def _listen(self, connection: HostConnection) -> None:
         for event in connection.events():
-            # In this thread, as a suspended terminal can block the main one, and no host is lost by that.
+            # Set in this thread: a suspended terminal can block the main thread, and no host is lost by that.
             connection.received_at = time.monotonic()
             handle: Callable[..., None] = self.on_line if isinstance(event, str) else self.on_event
             self.events.put(partial(handle, connection, event))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
-        """Sends heartbeats. In a thread, as a suspended terminal can block the main thread's output."""
+        """Send heartbeats. Runs in a thread, because a suspended terminal can block the main thread."""
         while True:
             self.request_all("beat")
             time.sleep(BEAT_S)
@@ -164,19 +167,19 @@ class Launcher(ABC):
     # --- Output
 
     def _show_hang(self, sooner_s: float = 0.0) -> None:
-        """Shows the table of a job that hangs once, COLLECT_S - sooner_s after the first report."""
+        """Show the table of a hanging job once, COLLECT_S - sooner_s after the first report."""
         if self.hang_at and time.monotonic() - self.hang_at >= COLLECT_S - sooner_s:
             self.hang_at = math.inf
             for line in hang_table(list(self.hangs.values())):
                 self.log(line)
-            self.log(f"the stacks of all threads: {self.log_dir}/hang_rank_*.txt")
+            self.log(f"stacks of all threads: {self.log_dir}/hang_rank_*.txt")
 
     def end_preempted(self) -> int:
         self.log(f"preempted: the same command continues (exit status {PREEMPTED})")
         return PREEMPTED
 
     def log(self, text: str) -> None:
-        """Prints. Without a reader (`| tee` ends at Ctrl-C, too) the job and its logs continue."""
+        """Print a line. The job continues if stdout's reader has ended, as `| tee` does at Ctrl-C."""
         try:
             print(text, flush=True)
         except OSError:
@@ -189,9 +192,9 @@ class Launcher(ABC):
         return f"\033[{COLOURS[self.names.index(connection.host.name) % len(COLOURS)]}m{name}\033[0m"
 
     def _show(self, connection: HostConnection, line: str) -> None:
-        """Prints a line of a host's output; of its launcher's own traceback only errors."""
+        """Print a line of a host's output. From the launcher's traceback on, print only lines with errors."""
         if line == TRACEBACK:
-            return  # shown with the next line, unless that shows that it is the launcher's traceback
+            return  # shown with the next line, unless that line identifies the launcher's traceback
         if connection.last_lines[-2:-1] == [TRACEBACK]:
             connection.only_log = connection.only_log or "<frozen runpy>" in line  # `python -m`
             self._show_line(connection, TRACEBACK)
