@@ -1,15 +1,16 @@
-"""Finds what would make a job hang or fail on its hosts, before it is started.
+"""Check all hosts for problems that would make a job hang or fail, before you start it.
 
     python doctor.py
     python doctor.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-It asks all hosts in parallel, over ssh as launch.py does; then one process per slot takes part in an
-all-reduce. The table has a row for each check and a column for each host. Each finding has a remedy, and a
-code that docs/trouble.md explains. Given a script and its flags, it also checks model, strategy and data.
+The doctor checks all hosts in parallel and connects to them like launch.py. Then one process per slot takes
+part in an all-reduce. The table has a row for each check and a column for each host. Each finding has a
+remedy and a code that docs/trouble.md explains. Pass a script and its flags to also check model, strategy and
+data.
 
-The exit status is 1 if the job would fail, else 0, also with warnings. --json FILE writes all findings.
+The exit status is 1 if the job would fail, and 0 otherwise, even with warnings.
 """
 
 import argparse
@@ -37,8 +38,8 @@ def main() -> int:
         config = read_yaml("--config_file", flags.config_file) if flags.config_file else {}
         clients += [HostClient(host) for host in hosts]
         checks = Checks(clients, flags, config)
-        with ThreadPoolExecutor(1) as beside:
-            model = beside.submit(_model, flags.script).result if flags.script else None
+        with ThreadPoolExecutor(1) as background:  # loads the model while the hosts are checked
+            model = background.submit(_inspect_model, flags.script).result if flags.script else None
             findings = checks.run(model)
         print_findings(hosts, checks, findings)
         if flags.json:
@@ -50,27 +51,49 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [its flags]]")
-    parser.add_argument("--hostfile", type=Path, default=ROOT / "hostfile")
-    parser.add_argument("--include", default="", help="as launch.py's")
-    parser.add_argument("--exclude", default="", help="as launch.py's")
-    parser.add_argument("--config_file", type=config_file, help="one of accelerate_configs/")
-    parser.add_argument("--data", help="a folder, or s3://bucket/prefix of shards, that each host must reach")
-    parser.add_argument("--output_dir", help="the run's folder (default: runs)", default="runs")
-    parser.add_argument("--s3", help="s3://bucket/prefix to test from the first host")
-    parser.add_argument("--port", type=int, default=29500)
-    parser.add_argument("--master_addr", help="the first host's address (default: as ssh reaches it)")
-    parser.add_argument("--json", type=Path, help="write the findings to this file")
-    mine, script = split_at_script(argv)
-    flags = parser.parse_args(mine)
+    """Return the doctor's flags. Attribute `script` holds the script and its flags."""
+    parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
+    add = parser.add_argument
+    add(
+        "--hostfile",
+        type=Path,
+        default=ROOT / "hostfile",
+        metavar="PATH",
+        help="file with lines `NAME slots=N` (default: hostfile)",
+    )
+    add("--include", default="", metavar="HOSTS", help="hosts and GPUs to use, as for launch.py")
+    add("--exclude", default="", metavar="HOSTS", help="hosts and GPUs not to use, as for launch.py")
+    add(
+        "--config_file",
+        type=config_file,
+        metavar="PATH",
+        help="accelerate config, for example a file of accelerate_configs/",
+    )
+    add(
+        "--data",
+        metavar="PATH|URL",
+        help="folder, or shards at s3://BUCKET/PREFIX, that every host must be able to read",
+    )
+    add("--output_dir", default="runs", metavar="PATH", help="folder of the run (default: runs)")
+    add("--s3", metavar="URL", help="s3://BUCKET/PREFIX that the first host must be able to read and write")
+    add("--port", type=int, default=29500, metavar="N", help="port on the first host (default: %(default)s)")
+    add(
+        "--master_addr",
+        metavar="ADDRESS",
+        help="address of the first host (default: the address that ssh connects to)",
+    )
+    add("--json", type=Path, metavar="PATH", help="write all findings and the hosts' facts to a JSON file")
+    words, script = split_at_script(argv)
+    flags = parser.parse_args(words)
     flags.script = script
     return flags
 
 
-def _model(script: list[str]) -> dict[str, Any]:
-    """Size, data and batch of the script with these flags, from a subprocess that imports torch."""
+def _inspect_model(script: list[str]) -> dict[str, Any]:
+    """Return size, data and batch of a script with its flags. Imports torch in a subprocess."""
     file = ROOT / script[0]
-    if file.is_file() and "onecurve.flags.recipe" not in file.read_text(errors="replace"):  # is not run
+    # A script that does not declare a recipe must not be run.
+    if file.is_file() and "onecurve.flags.recipe" not in file.read_text(errors="replace"):
         return {"unchecked": f"{script[0]} declares no recipe of onecurve.flags.recipe"}
     words = [sys.executable, "-m", "onecurve.models.script", *script]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -81,34 +104,35 @@ def _model(script: list[str]) -> dict[str, Any]:
 
 
 def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
+    """Print the table of checks, then findings and remedies, failures first."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table
 
     console = Console(highlight=False)
     table = Table(Column("check", no_wrap=True), *(host.name for host in hosts))
-    by_kind = sorted(findings, key=_kind)
-    worst = {(f.code, f.host): "FAILS" if f.fails else "warn" for f in reversed(by_kind)}
+    ordered = sorted(findings, key=_severity)
+    worst = {(f.code, f.host): "FAILS" if f.fails else "warn" for f in reversed(ordered)}
     for code in dict.fromkeys([*checks.checked, *(finding.code for finding in findings)]):
-        other = {host.name: "ok" if host.name in checks.facts else " " for host in hosts}
-        table.add_row(code, *(worst.get((code, name), mark) for name, mark in other.items()))
+        marks = {host.name: "ok" if host.name in checks.facts else " " for host in hosts}
+        table.add_row(code, *(worst.get((code, name), mark) for name, mark in marks.items()))
     if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(table)
-    else:  # rich would cut the marks off
+    else:  # rich would truncate the marks
         console.print(f"{len(hosts)} hosts, checked: {', '.join(checks.checked)}", soft_wrap=True)
-    for (harmless, code), alike in groupby(by_kind, key=_kind):
-        for finding in alike:
-            kind = "warning" if harmless else "FAILS"
-            console.print(escape(f"{kind} [{code}] {finding.host}: {finding.what}"), soft_wrap=True)
+    for (is_warning, code), group in groupby(ordered, key=_severity):
+        for finding in group:
+            label = "warning" if is_warning else "FAILS"
+            console.print(escape(f"{label} [{code}] {finding.host}: {finding.what}"), soft_wrap=True)
         console.print(escape(f"    {FINDINGS[code]['remedy']}"), soft_wrap=True)
     for note in checks.notes:
         console.print(escape(note), soft_wrap=True)
     fails = sum(finding.fails for finding in findings)
-    summary = f"the job would fail: {fails} of {len(findings)} findings"
-    console.print(summary if fails else "nothing that would make the job fail was found")
+    summary = f"The job would fail: {fails} of {len(findings)} findings are failures."
+    console.print(summary if fails else "Found nothing that would make the job fail.")
 
 
-def _kind(finding: Finding) -> tuple[bool, str]:
+def _severity(finding: Finding) -> tuple[bool, str]:
     return not finding.fails, finding.code
 
 

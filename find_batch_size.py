@@ -1,4 +1,4 @@
-"""Finds the largest --per_device_batch_size that a script trains with, under one accelerate config.
+"""Find the largest --per_device_batch_size that a script can train with under one accelerate config.
 
     python find_batch_size.py --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py --data cifar10
     python find_batch_size.py --config_file accelerate_configs/ddp_2x4gpu.yaml \\
@@ -7,18 +7,19 @@
         train_cnn_b.py --data digits
 
 Each trial launches a short training with the same data and model: 7 optimizer steps without accumulation, a
-checkpoint and an evaluation. Two sizes show how memory grows; then the largest size that should fit is tried.
-The search ends when a size ran and --quantum images more did not. A trial fails when any process runs out of
-memory, so the process that needs most memory decides.
+checkpoint and an evaluation. Two sizes show how memory grows. Then the search tries the largest size that
+should fit. It ends when a size ran and a size with --quantum more images did not. A trial fails when any
+process runs out of memory, so the process that needs the most memory determines the result.
 
-Without a GPU the search is a rehearsal: --memory_limit_gib limits the data of each process (RLIMIT_DATA). The
-default limit is 1.25 times what the first trial needs, so that it always holds a step of this model and data.
+Without a GPU the search is a rehearsal, and --memory_limit_gib limits the data of each process (RLIMIT_DATA).
+The default limit is 1.25 times the memory of the first trial, so that one step of this model and data fits.
 
-The largest batch is often not the best. Each size is shown with its images/s, measured in a few steps. The
-knee is the smallest size that no other beats by 5 percent. Not yet measured on a GPU.
+The largest batch is often not the best one. The table shows each size with its images/s, measured in a few
+steps. The knee is the smallest size that no other size beats by 5 percent. The search has not been measured
+on a GPU yet.
 
-With RandAugment a step's memory depends on its random operations, and a trial has only 7 steps: 5 percent of
-the limit stay free.
+With RandAugment, a step's memory depends on its random operations, and a trial has only 7 steps. Therefore 5
+percent of the limit stay free.
 """
 
 import argparse
@@ -46,23 +47,25 @@ from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_si
 from tools.launch.hosts import read_hostfile
 
 STEPS = 7
-UNTIMED = 4  # create the optimizer's state, and capture a step graph
-SHOWN = 25  # last lines of a launch that failed
+UNTIMED = 4  # first steps, which create the optimizer's state and capture a step graph
+SHOWN = 25  # last lines of a failed launch that are shown
 RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = "ran", "out of memory", "more than the images", "ran in the margin"
-# Share of the limit that is kept free where a recipe's memory differs from step to step. RandAugment's own
-# tensors peak at 21 bytes a pixel of the batch. Their peak in 150 steps is 13 percent above that in 4 steps
-# with 32 images, and 4 percent with 512 (torch's profiler, 2 layers, CPU). What CUDA's allocator adds is not
-# yet measured on a GPU.
+# Fraction of the limit that stays free if a recipe's memory differs from step to step. RandAugment's tensors
+# peak at 21 bytes per pixel of the batch. Their peak in 150 steps is 13 percent above their peak in 4 steps
+# with 32 images, and 4 percent with 512 (torch's profiler, 2 layers, CPU). The overhead of CUDA's allocator
+# has not been measured on a GPU yet.
 MARGIN = 0.05
-REHEARSED_SHARE = 1.25  # limit of a rehearsal, relative to what the first trial needs
+REHEARSED_SHARE = 1.25  # limit of a rehearsal, relative to the memory of the first trial
 
 
 @dataclass(frozen=True)
 class Trial:
+    """Result of a short training with one size."""
+
     per_device_batch_size: int
     outcome: str
     seconds: float
-    memory_gib: float | None = None  # of the process that used the most
+    memory_gib: float | None = None  # memory of the process that used the most
     images_per_s: float | None = None
 
     def __str__(self) -> str:
@@ -82,59 +85,84 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """The search's flags; `script` has the script and its flags."""
-    parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
-    parser.add_argument("--config_file", type=config_file, required=True, help="one of accelerate_configs/")
-    parser.add_argument("--hostfile", type=Path, help="launch on these hosts; the first must be this one")
-    parser.add_argument("--quantum", type=int, default=8, help="try only multiples of this (default: 8)")
-    limit = "without a GPU: limit on each process's data (default: 1.25 times what the first trial needs)"
-    parser.add_argument("--memory_limit_gib", type=float, help=limit)
-    parser.add_argument("--trial_timeout_s", type=float, default=900, help="limit on a trial (default: 900)")
-    default = "runs/find_batch_size/<script>/<config>.json"
-    parser.add_argument("--output", type=Path, help=f"file for the result (default: {default}, -2, ...)")
-    mine, script = split_at_script(argv)
-    flags = parser.parse_args(mine)
+    """Return the search's flags. Attribute `script` holds the script and its flags."""
+    parser = command_parser(__doc__, "%(prog)s --config_file PATH [flags] SCRIPT [SCRIPT_FLAGS ...]")
+    add = parser.add_argument
+    add(
+        "--config_file",
+        type=config_file,
+        required=True,
+        metavar="PATH",
+        help="accelerate config, for example a file of accelerate_configs/",
+    )
+    add("--hostfile", type=Path, metavar="PATH", help="launch on these hosts; the first must be this machine")
+    add("--quantum", type=int, default=8, metavar="N", help="try only multiples of N images (default: 8)")
+    add(
+        "--memory_limit_gib", type=float, metavar="GIB", help="limit on each process's data, without a GPU
+        (default: 1.25 times the memory of the first trial)",
+    )
+    add(
+        "--trial_timeout_s",
+        type=float,
+        default=900,
+        metavar="SECONDS",
+        help="time limit of a trial (default: 900)",
+    )
+    default = "runs/find_batch_size/SCRIPT/CONFIG.json"
+    add("--output", type=Path, metavar="PATH", help=f"JSON file for the result (default: {default}, -2, ...)")
+    words, script = split_at_script(argv)
+    flags = parser.parse_args(words)
     flags.script = script
     if not flags.script:
-        parser.error("name the script, as train_vit.py, behind these flags")
+        parser.error("the script is missing. Name it after these flags, for example train_vit.py.")
     check_positive(parser, flags, "quantum", "memory_limit_gib", "trial_timeout_s")
     return flags
 
 
 class BatchSearch:
+    """Search for the largest size that runs, by trials."""
+
     def __init__(self, flags: argparse.Namespace):
-        """Checks the flags before anything is launched. ValueError for a mistake."""
+        """Check the flags before anything is launched.
+
+        Raises:
+            ValueError: A flag is wrong.
+        """
         from onecurve.models.script import load_script, recipe_class  # imports torch
 
         self.flags = flags
         config = read_yaml("--config_file", flags.config_file)
-        self.processes = config.get("num_processes", 1)  # of the whole job
+        self.processes = config.get("num_processes", 1)  # on all hosts
         if flags.hostfile:
             self.processes = sum(len(host.devices) for host in read_hostfile(flags.hostfile))
         elif config.get("num_machines", 1) > 1:
-            raise ValueError(f"the config file is for {config['num_machines']} hosts: give --hostfile")
-        kind = recipe_class(load_script(Path(flags.script[0])))
-        if not issubclass(kind, ImageRecipe):
-            raise ValueError(f"{flags.script[0]} has no images, whose number could be searched for")
-        self.recipe = parse_recipe(kind, flags.script[1:])  # a wrong flag ends the search with status 2
+            raise ValueError(f"the config file is for {config['num_machines']} hosts. Pass --hostfile.")
+        recipe_type = recipe_class(load_script(Path(flags.script[0])))
+        if not issubclass(recipe_type, ImageRecipe):
+            raise ValueError(f"{flags.script[0]} does not train on images. The search supports only images.")
+        self.recipe = parse_recipe(recipe_type, flags.script[1:])  # a wrong flag exits with status 2
         self.limit_gib = self._first_limit(use_cpu=config.get("use_cpu", False))
-        self.margin = MARGIN if self.recipe.randaug_layers else 0.0  # of the limit
-        place = Path("runs/find_batch_size") / Path(flags.script[0]).stem
-        names = (place / f"{name}.json" for name in numbered(flags.config_file.stem))
-        self.output = flags.output or next(file for file in names if not file.exists())
+        self.margin = MARGIN if self.recipe.randaug_layers else 0.0  # fraction of the limit
+        folder = Path("runs/find_batch_size") / Path(flags.script[0]).stem
+        files = (folder / f"{name}.json" for name in numbered(flags.config_file.stem))
+        self.output = flags.output or next(file for file in files if not file.exists())
         self.trials: list[Trial] = []
-        self.settings: dict[str, Any] = {}  # settings as reported by the trials that ran
+        self.settings: dict[str, Any] = {}  # settings that the trials reported
         self.shown = ""  # command and last lines of the last failed launch
 
     def run(self) -> None:
-        """Searches and prints. ValueError when no size fits, or a trial fails for another reason."""
+        """Search and print each trial.
+
+        Raises:
+            ValueError: No size fits, or a trial fails for another reason.
+        """
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        quantum, most = self.flags.quantum, sys.maxsize
+        quantum, most = self.flags.quantum, sys.maxsize  # `most` is limited by the data set
         ran: dict[int, float] = {}
         failed: set[int] = set()
         if not self.on_gpu:
             limit = self.flags.memory_limit_gib
-            relative = f"{REHEARSED_SHARE:g} times what the first trial needs"
+            relative = f"{REHEARSED_SHARE:g} times the memory of the first trial"
             print(f"rehearsal on CPU: each process may use {f'{limit:g} GiB' if limit else relative}")
         print(ROW.format("images", "outcome", "GiB/process", "images/s", "time"), flush=True)
         while (size := next_size(ran, failed, self.usable_gib, quantum)) is not None:
@@ -155,26 +183,26 @@ class BatchSearch:
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _first_limit(self, use_cpu: bool) -> float:
-        """Return the GiB that each process of the first trial may use; on a GPU, infinity."""
+        """Return the GiB that each process of the first trial may use. On a GPU this is infinity."""
         import torch
 
         limit_gib, hostfile = self.flags.memory_limit_gib, self.flags.hostfile
         self.on_gpu = bool(hostfile or (torch.cuda.is_available() and not use_cpu))
         if limit_gib and self.on_gpu:
             raise ValueError(
-                "--memory_limit_gib is for processes of this machine that have no GPU: leave it out, or"
-                " rehearse by CUDA_VISIBLE_DEVICES= before the same command without --hostfile"
+                "--memory_limit_gib applies only to processes of this machine that have no GPU. Remove it, or"
+                " rehearse: put CUDA_VISIBLE_DEVICES= before the command and remove --hostfile."
             )
         if self.on_gpu:
-            return math.inf  # _read replaces it by the memory of the GPUs
+            return math.inf  # _read replaces this value by the memory of the GPUs
         total_gib = psutil.virtual_memory().total / 2**30
         if limit_gib and limit_gib * self.processes > total_gib:
             needed = f"{self.processes} x --memory_limit_gib {limit_gib:g}"
-            raise ValueError(f"{needed} is more than this machine has, {total_gib:.1f} GiB")
+            raise ValueError(f"{needed} is more than this machine's memory, {total_gib:.1f} GiB")
         return limit_gib or total_gib / self.processes
 
     def _why_nothing_fits(self, size: int) -> str:
-        """Try one image per process, to tell a limit that holds no step from a batch that is too large."""
+        """Try one image per process, to distinguish a limit below one step from a batch that is too large."""
         one_image_fits = False
         if size > 1:
             trial, _ = self.try_size(1)
@@ -182,52 +210,56 @@ class BatchSearch:
             one_image_fits = trial.outcome == RAN
         if not one_image_fits:
             print(self.shown, file=sys.stderr)
-        limit, remedy = f"{self.limit_gib:.2f} GiB", "a larger --memory_limit_gib"
+        limit, remedy = f"{self.limit_gib:.2f} GiB", "Pass a larger --memory_limit_gib."
         if not self.flags.memory_limit_gib:
             limit = "the GPU's memory" if self.on_gpu else f"{limit}, this machine's memory for a process,"
-            remedy = "a config file that shards the model, or a smaller model"
+            remedy = "Choose a config file that shards the model, or a smaller model."
         if one_image_fits:
-            return f"{size} images per process do not fit in {limit}, but one does. Give a smaller --quantum"
-        return f"{limit} cannot hold one step, even with one image per process. Give {remedy}"
+            return f"{size} images per process do not fit in {limit}, but one does. Pass a smaller --quantum."
+        return f"{limit} cannot hold one step, even with one image per process. {remedy}"
 
     def try_size(self, size: int) -> tuple[Trial, int]:
-        """Launches one trial. Also returns the number of training images if they were too few, else 0."""
+        """Launch one trial.
+
+        Returns:
+            The trial, and the number of training images if the batch was larger, otherwise 0.
+        """
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
             run = Path(folder) / "run"
             config = ["--config_file", str(self.flags.config_file)]
-            # Not the command `accelerate`: it takes seconds to import what is not needed.
+            # The command `accelerate` would spend seconds on imports that a launch does not need.
             launcher = ["-m", "accelerate.commands.launch", *config, "--main_process_port", "0"]
             if self.flags.hostfile:
                 launcher = [str(ROOT / "launch.py"), "--hostfile", str(self.flags.hostfile), *config]
             words = [sys.executable, *launcher, *self._words(size, run)]
             limit_gib = None if self.on_gpu else self.limit_gib
-            ended = launch_limited(words, limit_gib, self.flags.trial_timeout_s)
-            if ended.status == 0:
-                return self._read(size, ended, run), 0
-        lines = ended.output.splitlines()
+            launch = launch_limited(words, limit_gib, self.flags.trial_timeout_s)
+            if launch.status == 0:
+                return self._read(size, launch, run), 0
+        lines = launch.output.splitlines()
         self.shown = "\n".join([shlex.join(words), *lines[-SHOWN:]])
-        if ended.is_out_of_memory:
-            return Trial(size, OUT_OF_MEMORY, ended.seconds), 0
-        if found := re.search(r"is more than the (\d+) training images", ended.output):
-            return Trial(size, TOO_LARGE, ended.seconds), int(found[1])
+        if launch.is_out_of_memory:
+            return Trial(size, OUT_OF_MEMORY, launch.seconds), 0
+        if match := re.search(r"is more than the (\d+) training images", launch.output):
+            return Trial(size, TOO_LARGE, launch.seconds), int(match[1])
         print(self.shown, file=sys.stderr)
-        reason = next((line.strip() for line in lines if "error: " in line), f"exit status {ended.status}")
-        if ended.status is None:
-            reason = f"no end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
+        reason = next((line.strip() for line in lines if "error: " in line), f"exit status {launch.status}")
+        if launch.status is None:
+            reason = f"it did not end within --trial_timeout_s {self.flags.trial_timeout_s:g}"
         raise ValueError(f"the trial with {size} images per process failed ({reason})")
 
     def _words(self, size: int, run: Path) -> list[str]:
-        """The script and its flags in a trial, which replace those of the user."""
+        """Return the script of a trial and its flags. The trial's flags replace the user's."""
         batch_size = size * self.processes
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
-            "streams": self.processes,  # of shards: must divide any size
-            "epochs": STEPS,  # in case one batch is the whole data set
+            "streams": self.processes,  # of shards; must divide any size
+            "epochs": STEPS,  # one batch may be the whole data set
             "max_steps": STEPS,
-            "patience": STEPS,  # evaluations, at most one a step: ends no trial
+            "patience": STEPS,  # at most one evaluation per step, so this never ends a trial
             "max_val_images": 2 * batch_size,
-            "lr": 0,  # the recipe's is for another batch, and the loss must not diverge
+            "lr": 0,  # the recipe's rate suits another batch size, and the loss must not diverge
             "checkpoint_every": STEPS - 1,  # the last step runs while the checkpoint is written
             "log_every": 1,
             "resume": "auto",
@@ -240,40 +272,41 @@ class BatchSearch:
         replaced = [field for field in fields(self.recipe) if field.name in flags]
         return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
 
-    def _read(self, size: int, ended: LaunchResult, run: Path) -> Trial:
+    def _read(self, size: int, launch: LaunchResult, run: Path) -> Trial:
+        """Return the trial whose run folder is `run`, and update limit and settings."""
         if not (run / "result.json").exists():
-            raise ValueError("the trial's result is not here: the hostfile's first host must be this one")
+            raise ValueError("this machine has no result of the trial. It must be the hostfile's first host.")
         result, recipe = (read_json(run / name) for name in ("result.json", "recipe.json"))
         names = ("script", "strategy", "mixed_precision", "half_precision", "compile", "grad_checkpointing")
         self.settings = {name: result[name] for name in (*names, "device")}
         self.settings |= {name: recipe[name] for name in ("sharding", "git_commit", "versions")}
-        memory_gib, of_each = ended.data_gib, result["memory_gib"]
+        memory_gib, ranks = launch.data_gib, result["memory_gib"]
         if self.on_gpu:
-            if "device" not in of_each[0]:
-                raise ValueError("the hosts have no GPU, whose memory would be the limit")
-            memory_gib = max(own["reserved"] + own["other"] for own in of_each)
-            self.limit_gib = min(own["device"] for own in of_each)
+            if "device" not in ranks[0]:
+                raise ValueError("the hosts have no GPUs. With --hostfile, the search needs GPUs.")
+            memory_gib = max(rank["reserved"] + rank["other"] for rank in ranks)
+            self.limit_gib = min(rank["device"] for rank in ranks)
         elif not self.flags.memory_limit_gib and not self.trials:
             self.limit_gib = min(self.limit_gib, REHEARSED_SHARE * memory_gib)
         lines = read_lines(run / "metrics.jsonl")
         speeds = [line["train/images_per_s"] for line in lines if "train/images_per_s" in line]
         outcome = IN_MARGIN if self.margin and memory_gib > self.usable_gib else RAN
-        return Trial(size, outcome, ended.seconds, memory_gib, statistics.median(speeds[UNTIMED:]))
+        return Trial(size, outcome, launch.seconds, memory_gib, statistics.median(speeds[UNTIMED:]))
 
     @property
     def usable_gib(self) -> float:
         return self.limit_gib * (1 - self.margin)
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
-        """Writes the result and prints the commands that train with it."""
+        """Write the result, and print commands that train with the largest size and with the knee."""
         ran = [trial for trial in self.trials if trial.outcome == RAN]
         speeds = {t.per_device_batch_size: t.images_per_s for t in ran if t.images_per_s is not None}
-        deciding = flags_where(type(self.recipe), "changes_memory")
+        relevant = flags_where(type(self.recipe), "changes_memory")
         report = self.settings | {
             "config_file": str(self.flags.config_file),
             "processes": self.processes,
             "flags": self.flags.script[1:],
-            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name in deciding},
+            "recipe": {name: v for name, v in recipe_part(self.recipe).items() if name in relevant},
             "quantum": self.flags.quantum,
             "limit_gib": self.limit_gib,
             "margin": self.margin,
@@ -285,17 +318,17 @@ class BatchSearch:
         write_json(self.output, report)
         outcomes = {trial.per_device_batch_size: trial.outcome for trial in self.trials}
         more = answer + self.flags.quantum
-        why = f"{more} ran out of memory" if is_memory_full else "the data set has no more"
+        reason = f"{more} ran out of memory" if is_memory_full else "the data set has no more"
         if outcomes.get(more) == IN_MARGIN:
-            why = f"{more} left less than {self.margin:.0%} free, for what RandAugment may still draw"
-        print(f"\nLargest: {answer} images per process, within {self.limit_gib:.2f} GiB each; {why}")
+            reason = f"{more} left less than {self.margin:.0%} free for RandAugment's random operations"
+        print(f"\nLargest: {answer} images per process, within {self.limit_gib:.2f} GiB each; {reason}")
         print(self._command(answer))
-        print(f"Knee: {report['knee']} images per process; of {len(speeds)} sizes none is over 5 % faster")
+        print(f"Knee: {report['knee']} images per process; none of {len(speeds)} sizes is over 5 % faster")
         print(self._command(report["knee"]))
         print(self.output)
 
     def _command(self, size: int) -> str:
-        """The training command: the largest per-device batch up to `size` that divides the recipe's batch."""
+        """Return the command that trains with the largest divisor of the recipe's batch up to `size`."""
         batch_size = self.recipe.batch_size
         shares = [n for n in range(1, size + 1) if batch_size % (n * self.processes) == 0]
         share = max(shares, default=size)

@@ -1,15 +1,16 @@
-"""What a training will need on a cluster, without a GPU: memory, batch, traffic and time by strategy.
+"""Predict memory, batch size, traffic and time of a training on a cluster, for each strategy. Needs no GPU.
 
-    python plan.py train_vit.py --gpus 4 --gpu "NVIDIA A100-SXM4-40GB"
+    python plan.py --gpu H100 --gpus 4 train_vit.py
     python plan.py --hosts 2 --gpus 4 --gpu "NVIDIA H200" train_vit.py --batch_size 1024
 
-Runs the script's model and optimizer under each strategy as rank 0 of the cluster: Accelerate, DDP, FSDP2
-and DeepSpeed themselves, on tensors without contents. Memory is the largest sum of live tensors, by torch's
-MemTracker; the bytes sent are those of the collectives that were called. Both are counted, not estimated.
+The planner runs the script's model and optimizer under each strategy as rank 0 of the cluster. Accelerate,
+DDP, FSDP2 and DeepSpeed themselves run, on tensors without contents. Memory is the largest sum of live
+tensors that torch's MemTracker saw. Traffic is the bytes of the collectives that were called. Both are
+counted, not estimated.
 
-Time is an estimate from data sheets (onecurve/telemetry/devices.yaml) and from what one H200 reached, by the
-formulas of tools/plan/cost.py; docs/performance.md has planned beside measured times. It leaves out what
---compile takes at the start, offload's work on the CPU, and decoding and reading of images.
+Time is estimated from data sheets (onecurve/telemetry/devices.yaml) and from measurements on one H200, with
+the formulas in tools/plan/cost.py. docs/performance.md compares planned and measured times. The estimate
+excludes compilation, the CPU's work under offload, and reading and decoding of images.
 """
 
 import argparse
@@ -29,18 +30,18 @@ def main() -> int:
 
     cluster = cluster_of(flags.hosts, flags.gpus, flags.gpu, flags.network_gb_s)
     plan = Planning(flags.script, cluster)
-    print(plan.about, plan.links, ROW.format(*HEAD), sep="\n", flush=True)
-    lines, doing = list[Line](), [""]
-    found = plan.candidates(doing.append)
+    print(plan.summary, plan.links, ROW.format(*HEAD), sep="\n", flush=True)
+    lines, tasks = list[Line](), [""]
+    candidates = plan.candidates(tasks.append)
     out = None if sys.stdout.isatty() else sys.stdout  # a bar replaces sys.stdout
     display = Display(len(plan.strategies), "", out and sys.stderr)
 
-    def tell() -> None:
+    def show_progress() -> None:
         if display.is_due():
-            display.show(f"{doing[-1]}, {len(lines)} of {len(plan.strategies)} are done", len(lines))
+            display.show(f"{tasks[-1]}, {len(lines)} of {len(plan.strategies)} done", len(lines))
 
     try:
-        while candidate := run_with_heartbeat(lambda: next(found, None), tell):
+        while candidate := run_with_heartbeat(lambda: next(candidates, None), show_progress):
             lines.append(plan.line(*candidate))
             display.print(str(lines[-1]), out)
     finally:
@@ -53,18 +54,29 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser(__doc__, "%(prog)s [flags] SCRIPT [its flags]")
+    """Return the planner's flags. Attribute `script` holds the script and its flags."""
+    parser = command_parser(__doc__, "%(prog)s --gpu NAME [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
-    add("--hosts", type=int, default=1, help="default: 1")
-    add("--gpus", type=int, default=1, help="of each host (default: 1)")
-    add("--gpu", required=True, help="a device of onecurve/telemetry/devices.yaml, as H100")
-    add("--network_gb_s", type=float, help="10^9 bytes a second of a host (default: the device's, or 12.5)")
-    add("--output", type=Path, help="also write the plan here, as JSON")
-    mine, script = split_at_script(argv)
-    flags = parser.parse_args(mine)
+    add("--hosts", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
+    add("--gpus", type=int, default=1, metavar="N", help="GPUs per host (default: 1)")
+    add(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help="a device in onecurve/telemetry/devices.yaml, for example H100",
+    )
+    add(
+        "--network_gb_s",
+        type=float,
+        metavar="RATE",
+        help="network bandwidth of a host in 10^9 bytes/s (default: from devices.yaml, else 12.5)",
+    )
+    add("--output", type=Path, metavar="PATH", help="also write the plan to a JSON file")
+    words, script = split_at_script(argv)
+    flags = parser.parse_args(words)
     flags.script = script
     if not script:
-        parser.error("name the script, as train_vit.py, behind these flags")
+        parser.error("the script is missing. Name it after these flags, for example train_vit.py.")
     check_positive(parser, flags, "hosts", "gpus", "network_gb_s")
     return flags
 

@@ -190,7 +190,7 @@ def test_a_plan_ends_with_max_steps_and_says_that_all_layers_are_planned(capsys)
     plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
     line = plan.line("single", made(peaks={16: {"Total": 0}}), 16, 16)
     assert line.hours == pytest.approx(5 * line.step_s / 3600)
-    assert "--freeze: planned as if all layers were trained" in capsys.readouterr().out
+    assert "--freeze is ignored. The plan is for training all layers" in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -228,7 +228,7 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table: choose one of Tesla T4"),
+        (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table. Choose one of Tesla T4"),
         (["--gpu", "Tesla T4", "nothing.py"], "nothing.py: no such script"),
         (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "--batch_size 64 does not divide among 3 processes"),
         (

@@ -109,7 +109,7 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
         port = taken.getsockname()[1]
         status, output = Job([*words[:2], "--port", port, *words[2:]], env=aws_env(s3)).wait(90)
     assert status == 1
-    assert "FAILS [batch] localhost: --batch_size 1440 of 1,437 images in digits" in output
+    assert "FAILS [batch] localhost: --batch_size 1440 is more than the 1,437 images in digits" in output
     assert f"FAILS [port-taken] localhost: port {port}: Address already in use by process " in output
     assert output.count("FAILS [") == 2, output
     status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=aws_env(s3)).wait(90)

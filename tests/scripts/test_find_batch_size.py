@@ -264,7 +264,7 @@ def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simula
     assert 8 < found["answer"] == int((found["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
 
 
-NO_STEP = "cannot hold one step, even with one image per process. Give"
+NO_STEP = "cannot hold one step, even with one image per process. "
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ NO_STEP = "cannot hold one step, even with one image per process. Give"
             0.95,
             1,
             None,
-            "8 images per process do not fit in 1.00 GiB, but one does. Give a smaller --quantum",
+            "8 images per process do not fit in 1.00 GiB, but one does. Pass a smaller --quantum",
         ),
         (1e6, None, None, f"GiB, this machine's memory for a process, {NO_STEP} a config file that shards"),
         (1.02, None, 1.0, f"the GPU's memory {NO_STEP} a config file that shards"),
@@ -310,14 +310,14 @@ def test_a_batch_that_is_smaller_than_what_fits_is_named_as_the_limit(simulated,
         (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
         (("train_cnn_z.py",), 1, "train_cnn_z.py: No such file or directory"),
         (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
-        (("--memory_limit_gib=9999", *CNN), 1, "more than this machine has"),
+        (("--memory_limit_gib=9999", *CNN), 1, "more than this machine's memory"),
         (
             ("--memory_limit_gib=0.2", *CNN),
             1,
             "0.20 GiB cannot hold one step, even with one image per process",
         ),
         (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
-        (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "no end within"),
+        (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "it did not end within"),
         (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),
     ],
 )

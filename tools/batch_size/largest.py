@@ -1,6 +1,6 @@
-"""The search for the largest batch that fits: which size to try next, and a trial under a memory limit.
+"""Search for the largest batch that fits: the next size to try, and launches under a memory limit.
 
-A trial runs in new processes, as it may run out of memory or hang. All of them end with it.
+A trial runs in new processes, because it may run out of memory or hang. All of them end with the trial.
 """
 
 import contextlib
@@ -24,17 +24,24 @@ from onecurve.system.processes import (
     says_out_of_memory,
 )
 
-FIRST = 8  # images; fewer hardly add to the memory of weights and libraries
-EXTRAPOLATED_SHARE = 0.9  # of the predicted growth to try, if it is larger than the measured range
-KNEE_SPEED_UP = 1.05  # speed relative to a smaller batch's that makes a larger one worthwhile
-SAMPLE_S, PERIOD_S = 0.02, 0.5  # between samples of a process's memory; between lists of processes
+FIRST = 8  # images in the first trial; fewer hardly add to the memory of weights and libraries
+EXTRAPOLATED_SHARE = 0.9  # fraction of the predicted growth to try, if the growth exceeds the measured range
+KNEE_SPEED_UP = 1.05  # speedup over a smaller batch that makes a larger batch worthwhile
+SAMPLE_S, PERIOD_S = 0.02, 0.5  # intervals between samples of memory, and between lists of processes
 
 
 def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
-    """The size to try next, a multiple of quantum; None when the largest that ran plus quantum has failed.
+    """Return the size to try next, or None when the search is over.
 
-    ran: GiB of each size that ran; memory is modelled as a + b * size. failed: the sizes that did not fit.
-    After a wrong prediction the steps down from it double, but not below the middle of the open interval.
+    The search is over when the largest size that ran plus quantum has failed. Memory is modelled as a + b *
+    size. After a wrong prediction the steps down from it double, but they stay above the middle of the open
+    interval.
+
+    Args:
+        ran: GiB of each size that ran.
+        failed: Sizes that did not fit.
+        limit_gib: Memory limit.
+        quantum: Sizes are multiples of this.
     """
     low = max(ran, default=0)
     if not failed:
@@ -51,7 +58,7 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
 
 
 def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """The largest size that should fit, judging by the sizes that ran; always larger than all of them."""
+    """Return the largest size that should fit, extrapolated from the sizes that ran and larger than them."""
     if not ran:
         return max(1, FIRST // quantum) * quantum
     small, low = min(ran), max(ran)
@@ -60,41 +67,43 @@ def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
     image_gib = (ran[low] - ran[small]) / (low - small)
     if image_gib <= 0:
         return 4 * low
-    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; 1e-6 lets an exact fit pass
+    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; 1e-6 tolerates rounding of an exact fit
     if room > low - small:
         room *= EXTRAPOLATED_SHARE
     if room >= quantum:
         return low + int(room / quantum) * quantum
-    # Nothing more should fit. If that was predicted before, more than once, and was wrong, the step grows.
+    # Nothing more should fit. If this prediction was wrong more than once before, the step grows.
     full = sum(gib + quantum * image_gib > limit_gib for gib in ran.values())
     return low + quantum * 2 ** max(0, full - 2)
 
 
 def _safe(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """A size that fits even if memory is proportional to it, without a fixed part; 0 when none ran."""
+    """Return a size that fits even if memory is proportional to the size. Returns 0 if no size ran."""
     low = max(ran, default=0)
     return int(low * limit_gib / ran[low]) // quantum * quantum if low else 0
 
 
 def knee(images_per_s: dict[int, float]) -> int:
-    """The smallest size that no other beats by 5 percent."""
+    """Return the smallest size that no other size beats by 5 percent."""
     best = max(images_per_s.values())
     return min(size for size, speed in images_per_s.items() if best < KNEE_SPEED_UP * speed)
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    status: int | None  # the launcher's; None when it was killed at the deadline
+    """End of a launch under a memory limit."""
+
+    status: int | None  # exit status of the launcher; None if it was killed at the deadline
     output: str
-    data_gib: float  # under a limit: the largest of any of its processes, as RLIMIT_DATA counts
+    data_gib: float  # largest data size of a process, as RLIMIT_DATA counts it; 0 without a limit
     seconds: float
     is_out_of_memory: bool
 
 
 def launch_limited(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
-    """Runs the command with at most limit_gib of data in each process, and kills what is left of it.
+    """Run a command with at most limit_gib of data in each process, and kill all processes that remain.
 
-    Without a limit, as on GPUs, it does not sample the processes' memory.
+    Without a limit, as on GPUs, the processes' memory is not sampled.
     """
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
@@ -125,16 +134,16 @@ def launch_limited(words: list[str], limit_gib: float | None, timeout_s: float) 
         output.seek(0)
         text = output.read()
     killed = "SIGKILL" in text and _killed_by_kernel() > killed_before
-    # A launcher computes nothing: if it crashes, its libraries had no memory.
+    # The launcher computes nothing, so a segmentation fault means that its libraries ran out of memory.
     crashed = status == -signal.SIGSEGV
     is_limited = limit_gib is not None
-    no_room = says_out_of_memory(text, is_limited) or (is_limited and crashed)
-    is_out_of_memory = status != 0 and (killed or no_room)
+    reported = says_out_of_memory(text, is_limited) or (is_limited and crashed)
+    is_out_of_memory = status != 0 and (killed or reported)
     return LaunchResult(status, text, data_gib, time.monotonic() - began, is_out_of_memory)
 
 
 def _limit_process(limit_gib: float | None) -> None:
-    """Limits the launcher's memory before its program starts; its processes inherit the limit."""
+    """Limit the launcher's memory before its program starts. Its processes inherit the limit."""
     end_with_parent()
     if limit_gib is not None:
         size = int(limit_gib * 2**30)
@@ -142,19 +151,19 @@ def _limit_process(limit_gib: float | None) -> None:
 
 
 def _largest_data_gib(before: set[int]) -> float:
-    """The largest data size of any descendant except the pids in `before`, sampled for PERIOD_S."""
-    below = psutil.Process().children(recursive=True)
-    files = [Path(f"/proc/{process.pid}/status") for process in below if process.pid not in before]
+    """Return the largest data size of any descendant except the pids in `before`, sampled for PERIOD_S."""
+    descendants = psutil.Process().children(recursive=True)
+    files = [Path(f"/proc/{process.pid}/status") for process in descendants if process.pid not in before]
     largest, end = 0, time.monotonic() + PERIOD_S
     while files and time.monotonic() < end:
         for file in files:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 largest = max(largest, int((re.findall(r"VmData:\s+(\d+)", file.read_text()) or ["0"])[0]))
         time.sleep(SAMPLE_S)
     return largest / 2**20
 
 
 def _killed_by_kernel() -> int:
-    """Number of processes on this machine that the kernel has killed for lack of memory."""
-    found = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
-    return int(found[1]) if found else 0
+    """Return the number of processes on this machine that the kernel has killed for lack of memory."""
+    match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    return int(match[1]) if match else 0

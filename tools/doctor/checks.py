@@ -1,4 +1,4 @@
-"""The doctor's checks of all hosts. Their findings have codes, which docs/trouble.md explains."""
+"""Checks of all hosts for doctor.py. Each finding has a code that docs/trouble.md explains."""
 
 import argparse
 import secrets
@@ -19,25 +19,27 @@ import yaml
 from onecurve.system.gpus import Devices, driver_problem, runs_on
 from tools.launch.hosts import Connection, Host, master_address, start_on
 
-Facts = dict[str, dict[str, Any]]  # host's name -> its facts
+Facts = dict[str, dict[str, Any]]  # facts by host name
 
-ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # time-outs; a folder of --data may have a million files
-CLOCK_S = 2.0
-SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # the least is what a container has by default
-DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0
-OPEN_FILES = 4096
-HELD_PART = 0.1  # share of a GPU's memory that other processes may hold without a finding
+ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # timeouts; --data may contain a million files
+CLOCK_S = 2.0  # tolerated error of a clock
+SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # less is a warning, or a failure below a container's default of 64 MiB
+DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0  # less is a warning, or a failure
+OPEN_FILES = 4096  # smallest limit without a warning
+HELD_PART = 0.1  # fraction of a GPU's memory that other processes may hold without a finding
 
-# code -> meaning and remedy
+# Meaning and remedy of each code
 FINDINGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
 
 
 @dataclass(frozen=True)
 class Finding:
+    """A problem of a host."""
+
     code: str
     host: str
     what: str
-    fails: bool = True  # True if the job would fail; False for a warning
+    fails: bool = True  # True if the job would fail, False for a warning
 
     @property
     def remedy(self) -> str:
@@ -45,16 +47,16 @@ class Finding:
 
 
 class HostClient(Connection):
-    """The connection to a host, where tools/doctor/facts.py answers questions."""
+    """Connection to tools/doctor/facts.py on a host, which answers questions."""
 
     def __init__(self, host: Host):
         super().__init__(host, start_on(host.name, "tools.doctor.facts"))
         self.name = host.name
-        self.last_line = ""  # of other output
+        self.last_line = ""  # last line of other output
 
     def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
-        """The host's answer; if there is none, the keys `error`, with the reason, and `gone`."""
-        # A late answer would be taken for that to the next question.
+        """Return the host's answer. Without an answer, key `error` holds the reason and key `gone` is set."""
+        # The process is killed at the timeout. A late answer would be mistaken for the next question's.
         timer = threading.Timer(within_s, self.process.kill)
         timer.start()
         self.request(name, **question)
@@ -70,17 +72,21 @@ class HostClient(Connection):
 
 
 class Checks:
-    """The checks in order: each needs the results of those before it."""
+    """Checks in their order. Each check may need results of the checks before it."""
 
     def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
         self.clients, self.flags, self.config = clients, flags, config
         self.first = clients[0].name
         self.facts: Facts = {}
-        self.checked: list[str] = []  # codes, in order
+        self.checked: list[str] = []  # codes in the order of the checks
         self.notes: list[str] = []
 
     def run(self, model: Callable[[], dict[str, Any]] | None) -> list[Finding]:
-        """model: returns the facts of the script's model; None without a script."""
+        """Run all checks and return their findings.
+
+        Args:
+            model: Returns facts about the script's model. None without a script.
+        """
         findings: list[Finding] = []
         for check in (self.hosts, self.deepspeed, self.network, self.folders, self.s3, self.all_reduce):
             findings += check()
@@ -96,7 +102,7 @@ class Checks:
             began = time.time()
             within_s = DATA_S if self.flags.data else ASK_S
             answer = client.ask("facts", within_s, data=self.flags.data)
-            # The host read its clock between `began` and now: a time within that interval is right.
+            # The host read its clock between `began` and now. Any time in this interval is correct.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
 
@@ -110,14 +116,14 @@ class Checks:
                 self.facts[client.name] = answer
         yield from check_hosts([client.host for client in self.clients], self.facts)
         yield from compare_hosts(self.facts)
-        self.gpus = [gpu for own in self.facts.values() for gpu in own["devices"]["gpus"]]
+        self.gpus = [gpu for host_facts in self.facts.values() for gpu in host_facts["devices"]["gpus"]]
         if self.gpus:
             self.checked += ["device-memory", "peer-access", "precision"]
         else:
-            self.notes.append("no GPUs: the job would be a rehearsal, on gloo processes")
+            self.notes.append("No host has GPUs. The job would be a rehearsal with gloo processes.")
 
     def deepspeed(self) -> Iterator[Finding]:
-        """Ask each host as `deepspeed --hostfile` does. launch.py needs less, so these are warnings."""
+        """Check that `deepspeed --hostfile` can connect. launch.py needs less, so findings are warnings."""
         if not any(facts["versions"]["deepspeed"] for facts in self.facts.values()):
             return
         self.checked.append("deepspeed")
@@ -136,7 +142,7 @@ class Checks:
             if "error" in answer:
                 yield Finding("interface", client.name, answer["error"])
             elif len(self.clients) > 1 and answer["address"].startswith("127."):
-                what = f"the first host's address {self.address} is this host's loopback"
+                what = f"the first host's address {self.address} is a loopback address on this host"
                 yield Finding("interface", client.name, what)
         first, *others = self.clients
         answer = first.ask("listen", port=self.flags.port)
@@ -148,11 +154,11 @@ class Checks:
         question = {"address": self.address, "port": self.flags.port}
         for client, answer in _all(others, lambda client: client.ask("connect", **question)):
             if problem := answer.get("refused") or answer.get("error"):
-                what = f"{self.address}:{self.flags.port} is not reached: {problem}"
+                what = f"can't connect to {self.address}:{self.flags.port}: {problem}"
                 yield Finding("port-closed", client.name, what)
 
     def folders(self) -> Iterator[Finding]:
-        """Checks --output_dir. Only rank 0 writes, so a problem on another host is a warning."""
+        """Check --output_dir. Only rank 0 writes there, so a problem on another host is a warning."""
         self.checked += ["output", "disk"]
         folder, token = str(Path(self.flags.output_dir).absolute()), f".doctor-{secrets.token_hex(4)}"
         first, *others = self.clients
@@ -172,9 +178,9 @@ class Checks:
                 is_full = answer["free_gib"] < DISK_LEAST_GIB
                 yield Finding("disk", client.name, what, client is first and is_full)
         if others:
-            shared = all(answer.get("sees") for _, answer in answers)
-            kind = "shared" if shared else "not shared: the first host's is used, which is enough"
-            self.notes.append(f"{folder} is {kind}")
+            is_shared = all(answer.get("sees") for _, answer in answers)
+            not_shared = "not shared. The job uses the first host's folder, which is sufficient"
+            self.notes.append(f"{folder} is {'shared' if is_shared else not_shared}.")
 
     def s3(self) -> Iterator[Finding]:
         if self.flags.s3:
@@ -184,20 +190,20 @@ class Checks:
                 yield Finding("s3", self.first, problem)
 
     def all_reduce(self) -> Iterator[Finding]:
-        """Runs a process per device, as the job does, because GPUs of one host may hang, too."""
+        """Run a process per device, like the job, because even the GPUs of a single host may hang."""
         slots = [len(client.host.devices) for client in self.clients]
         first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
-        unusable = any(_driver_problem(own) for own in self.facts.values())
-        interfaces = [own["interface"] for own in self.facts.values()]
-        if sum(slots) < 2 or unusable or not all(interfaces):
+        is_unusable = any(_driver_problem(host_facts) for host_facts in self.facts.values())
+        interfaces = [host_facts["interface"] for host_facts in self.facts.values()]
+        if sum(slots) < 2 or is_unusable or not all(interfaces):
             return
         self.checked += ["all-reduce", *(["unsupported-gpu", "unusable-gpu"] if self.gpus else [])]
 
         def ask(client: HostClient) -> dict[str, Any]:
             job = {"address": self.address, "port": self.free_port, "processes": sum(slots)}
-            own = {"first_rank": first_ranks[client.name], "devices": client.host.devices}
-            own |= {"interface": self.facts[client.name]["interface"], "gpus": bool(self.gpus)}
-            return client.ask("all_reduce", ALL_REDUCE_S + 10, **job, **own, deadline_s=ALL_REDUCE_S)
+            part = {"first_rank": first_ranks[client.name], "devices": client.host.devices}
+            part |= {"interface": self.facts[client.name]["interface"], "gpus": bool(self.gpus)}
+            return client.ask("all_reduce", ALL_REDUCE_S + 10, **job, **part, deadline_s=ALL_REDUCE_S)
 
         times = []
         for client, answer in _all(self.clients, ask):
@@ -205,12 +211,12 @@ class Checks:
             times += [rank for rank in answer.get("ranks", ()) if "latency_s" in rank]
         if len(times) == sum(slots):
             slowest, speed = max(t["latency_s"] for t in times), min(t["gb_per_s"] for t in times)
-            how = f"{times[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
-            self.notes.append(f"all-reduce ({how}): {slowest * 1e3:.2f} ms, 64 MiB at {speed:.2f} GB/s")
+            backend = f"{times[0]['backend']} over {', '.join(sorted(set(interfaces)))}"
+            self.notes.append(f"all-reduce ({backend}): {slowest * 1e3:.2f} ms, 64 MiB at {speed:.2f} GB/s")
 
     def job(self, model: dict[str, Any]) -> Iterator[Finding]:
         if "unchecked" in model:
-            self.notes.append(f"not checked: model, strategy and batch, as {model['unchecked']}")
+            self.notes.append(f"not checked: model, strategy and batch, because {model['unchecked']}")
             return
         self.checked.append("script")
         if "error" in model:
@@ -222,7 +228,7 @@ class Checks:
 
 
 def deepspeed_problem(host: str) -> str | None:
-    """Return why the question that DeepSpeed's launcher asks a host by ssh fails, else None."""
+    """Return why `ssh HOST hostname` with the options of DeepSpeed's launcher fails, or None if it works."""
     options = ["-o", "PasswordAuthentication=no", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
     try:
         done = subprocess.run(
@@ -235,97 +241,100 @@ def deepspeed_problem(host: str) -> str | None:
 
 
 def _all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[tuple[HostClient, dict]]:
-    """The answers of all clients, which are asked in parallel."""
+    """Ask all clients in parallel, and return each client with its answer."""
     with ThreadPoolExecutor(len(clients) or 1) as threads:
         return list(zip(clients, threads.map(ask, clients), strict=True))
 
 
 def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
+    """Check each host's own facts."""
     for host in hosts:
-        if (own := facts.get(host.name)) is None:
+        if (host_facts := facts.get(host.name)) is None:
             continue
-        gpus = own["devices"]["gpus"]
-        if problem := _driver_problem(own):
-            broken = own["devices"]["problem"]
-            code = "driver-broken" if broken else "old-driver" if own["torch_cuda"] else "unusable-gpu"
-            yield Finding(code, host.name, problem)
+        gpus = host_facts["devices"]["gpus"]
+        if problem := _driver_problem(host_facts):
+            is_broken = host_facts["devices"]["problem"]
+            code = "old-driver" if host_facts["torch_cuda"] else "unusable-gpu"
+            yield Finding("driver-broken" if is_broken else code, host.name, problem)
         if gpus and max(host.devices) >= len(gpus):
-            what = f"slot {max(host.devices)} in the hostfile, and {len(gpus)} GPUs"
+            what = f"the hostfile uses slot {max(host.devices)}, but the host has {len(gpus)} GPUs"
             yield Finding("slots", host.name, what)
         for number in host.devices:
             if number < len(gpus):
                 yield from _check_gpu(host.name, number, gpus[number])
-        is_unknown = own["own_name_is"] is None  # torchrun --standalone waits for it on one host, too
-        if is_unknown or (len(hosts) > 1 and own["own_name_is"].startswith("127.")):
-            what = f"its own name {own['hostname']} is {own['own_name_is'] or 'unknown'} there"
+        address = host_facts["own_name_is"]
+        # torchrun --standalone waits for an unknown name even on one host.
+        if address is None or (len(hosts) > 1 and address.startswith("127.")):
+            what = f"its own name {host_facts['hostname']} is {address or 'unknown'} there"
             yield Finding("own-name", host.name, what, False)
-        if own["shm_gib"] < SHM_GIB:
-            what = f"/dev/shm has {own['shm_gib'] * 1024:.0f} MiB"
-            yield Finding("shm", host.name, what, own["shm_gib"] < SHM_LEAST_GIB)
-        if own["open_files"] < OPEN_FILES:
-            yield Finding("open-files", host.name, f"{own['open_files']} open files at most", False)
-        if own["data"] and own["data"]["problem"]:
-            yield Finding("data", host.name, own["data"]["problem"])
+        if (shm_gib := host_facts["shm_gib"]) < SHM_GIB:
+            what = f"/dev/shm has {shm_gib * 1024:.0f} MiB"
+            yield Finding("shm", host.name, what, shm_gib < SHM_LEAST_GIB)
+        if (limit := host_facts["open_files"]) < OPEN_FILES:
+            yield Finding("open-files", host.name, f"at most {limit} open files", False)
+        if host_facts["data"] and host_facts["data"]["problem"]:
+            yield Finding("data", host.name, host_facts["data"]["problem"])
 
 
-def _driver_problem(own: dict[str, Any]) -> str | None:
-    return driver_problem(Devices(**own["devices"]), own["torch_cuda"])
+def _driver_problem(host_facts: dict[str, Any]) -> str | None:
+    return driver_problem(Devices(**host_facts["devices"]), host_facts["torch_cuda"])
 
 
 def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]:
-    held = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
-    if held > HELD_PART * (gpu["memory_gib"] or 0):
-        by = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
-        yield Finding("device-memory", host, f"{held:.1f} GiB of GPU {number} are held{by}", False)
+    held_gib = gpu["memory_gib"] - gpu["free_gib"] if gpu["memory_gib"] else 0
+    if held_gib > HELD_PART * (gpu["memory_gib"] or 0):
+        holder = f" by process {', '.join(gpu['held_by'])}" if gpu["held_by"] else ""
+        yield Finding("device-memory", host, f"{held_gib:.1f} GiB of GPU {number} are held{holder}", False)
     if gpu["capability"] and gpu["capability"] < [8, 0]:
         name = f"{gpu['name']}, {'.'.join(map(str, gpu['capability']))}"
         yield Finding("precision", host, f"GPU {number} ({name}) has no native bf16", False)
     if not all(gpu["peers"]):
-        yield Finding("peer-access", host, f"GPU {number} does not reach all others directly", False)
+        yield Finding("peer-access", host, f"GPU {number} can't access all other GPUs directly", False)
 
 
 def compare_hosts(facts: Facts) -> Iterator[Finding]:
-    """Findings about differences between hosts. The most common value counts as right."""
-    every = facts.items()
-    rows = [  # code, name, the value on each host, fails
+    """Find differences between hosts. The most common value is taken as correct."""
+    items = facts.items()
+    rows = [  # code, name, value on each host, fails
         *(
-            (code, name, {host: own[code].get(name) for host, own in every}, True)
+            (code, name, {host: host_facts[code].get(name) for host, host_facts in items}, True)
             for code in ("versions", "code")
-            for name in sorted({name for own in facts.values() for name in own[code]})
+            for name in sorted({name for host_facts in facts.values() for name in host_facts[code]})
         ),
-        ("slots", "a GPU", {host: bool(own["devices"]["gpus"]) for host, own in every}, True),
-        ("driver", "driver", {host: own["devices"]["driver"] for host, own in every}, False),
-        ("driver", "NCCL", {host: own["nccl"] for host, own in every}, True),
+        ("slots", "a GPU", {host: bool(host_facts["devices"]["gpus"]) for host, host_facts in items}, True),
+        ("driver", "driver", {host: host_facts["devices"]["driver"] for host, host_facts in items}, False),
+        ("driver", "NCCL", {host: host_facts["nccl"] for host, host_facts in items}, True),
     ]
-    digests = {h: own["data"]["digest"] for h, own in every if "digest" in (own["data"] or {})}
+    data = {host: host_facts["data"] or {} for host, host_facts in items}
+    digests = {host: answer["digest"] for host, answer in data.items() if "digest" in answer}
     for code, name, values, fails in [*rows, ("data", "the content of --data", digests, True)]:
         usual = Counter(values.values()).most_common(1)[0][0] if values else None
         for host, value in values.items():
             if value != usual:
                 yield Finding(code, host, f"{name} is {value}, elsewhere {usual}", fails)
-    for host, own in facts.items():
-        if abs(own["clock_off_s"]) > CLOCK_S:
-            yield Finding("clock", host, f"its clock is {own['clock_off_s']:+.1f} s off this one's", False)
+    for host, host_facts in facts.items():
+        if abs(offset_s := host_facts["clock_off_s"]) > CLOCK_S:
+            yield Finding("clock", host, f"its clock differs by {offset_s:+.1f} s from this machine's", False)
 
 
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
-    """Findings from a host's answer; the same one of several devices is reported once."""
-    devices_of: dict[tuple[str, str], list[int]] = {}  # code and what is wrong -> devices
-    for device, own in zip(host.devices, answer.get("ranks", ()), strict=False):
-        major, minor = own.get("capability") or (0, 0)
-        if "unusable" in own:
-            key = ("unusable-gpu", own["unusable"])
-        elif major and not any(runs_on(built, major, minor) for built in own["built_for"]):
-            what = f"torch is built for {', '.join(own['built_for'])}, the GPU is sm_{major}{minor}"
+    """Check a host's answer. A problem that several devices share is reported once."""
+    devices_of: dict[tuple[str, str], list[int]] = {}  # devices by code and problem
+    for device, rank in zip(host.devices, answer.get("ranks", ()), strict=False):
+        major, minor = rank.get("capability") or (0, 0)
+        if "unusable" in rank:
+            key = ("unusable-gpu", rank["unusable"])
+        elif major and not any(runs_on(arch, major, minor) for arch in rank["built_for"]):
+            what = f"torch is built for {', '.join(rank['built_for'])}, but the GPU is sm_{major}{minor}"
             key = ("unsupported-gpu", what)
-        elif own["problem"]:
-            key = ("all-reduce", own["problem"])
+        elif rank["problem"]:
+            key = ("all-reduce", rank["problem"])
         else:
             continue
         devices_of.setdefault(key, []).append(device)
     for (code, what), devices in devices_of.items():
-        of = "" if len(devices) == len(host.devices) else f"slot {', '.join(map(str, devices))}: "
-        yield Finding(code, host.name, of + what)
+        slots = "" if len(devices) == len(host.devices) else f"slot {', '.join(map(str, devices))}: "
+        yield Finding(code, host.name, slots + what)
     if "error" in answer:
         yield Finding("all-reduce", host.name, answer["error"])
 
@@ -333,14 +342,21 @@ def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
 def check_job(
     host: str, config: dict[str, Any], model: dict[str, Any], memory_gib: float | None
 ) -> Iterator[Finding]:
-    """Checks that strategy, model and data fit. memory_gib: of the smallest GPU; None without a GPU."""
+    """Check that the strategy suits the model, and that the batch is not larger than the data set.
+
+    Args:
+        host: Name of the first host, which the findings refer to.
+        config: Content of the accelerate config.
+        model: Facts about the script's model.
+        memory_gib: Memory of the smallest GPU. None without a GPU.
+    """
     fsdp = config.get("distributed_type") == "FSDP"
     zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))
     needed_gib = 16 * model["parameters"] / 2**30  # fp32 weights, gradients, two moments
     if (fsdp or zero3) and memory_gib and 0 < needed_gib < memory_gib / 5:
-        kind = "FSDP" if fsdp else "ZeRO-3"
-        size = f"{needed_gib:.2f} GiB with its optimizer, on {memory_gib:.0f} GiB"
-        yield Finding("strategy", host, f"{kind} for a model that takes {size}", False)
+        strategy = "FSDP" if fsdp else "ZeRO-3"
+        size = f"{needed_gib:.2f} GiB with its optimizer, and a GPU has {memory_gib:.0f} GiB"
+        yield Finding("strategy", host, f"{strategy} shards a model that needs {size}", False)
     if model["images"] and model["batch_size"] > model["images"]:
-        what = f"--batch_size {model['batch_size']} of {model['images']:,} images in {model['data']}"
-        yield Finding("batch", host, what)
+        size = f"more than the {model['images']:,} images in {model['data']}"
+        yield Finding("batch", host, f"--batch_size {model['batch_size']} is {size}")

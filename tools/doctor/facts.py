@@ -1,7 +1,9 @@
-"""Answers doctor.py's questions on a host, without importing torch. A request names one of QUESTIONS.
+"""Answers to doctor.py's questions, computed on each host without importing torch.
 
-{"request": "connect", "address": "10.0.0.11", "port": 29500}
-EVENT {"event": "answer", "answer": {"refused": null}}
+A request names one of QUESTIONS:
+
+    {"request": "connect", "address": "10.0.0.11", "port": 29500}
+    EVENT {"event": "answer", "answer": {"refused": null}}
 """
 
 import hashlib
@@ -31,24 +33,24 @@ from onecurve.system.processes import interface_problem, interface_to, listening
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
-SMALL, LARGE = 1, 2**24  # fp32 numbers of an all-reduce: 4 bytes, 64 MiB
+SMALL, LARGE = 1, 2**24  # fp32 elements of an all-reduce: 4 bytes and 64 MiB
 ROUNDS = 5
 
-_listening: list[socket.socket] = []  # open until this process ends
+_listening: list[socket.socket] = []  # sockets that stay open until this process ends
 
 
 def main() -> None:
-    """Answers questions until the end of the input, when doctor.py has ended."""
+    """Answer questions until the end of the input, which means that doctor.py has ended."""
     for name, question in requests():
         try:
             answer = QUESTIONS[name](**question)
-        except Exception as error:  # sent as an answer, as further questions can still be answered
+        except Exception as error:  # sent as an answer, because later questions can still be answered
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(event_line("answer", answer=answer), flush=True)
 
 
 def facts(data: str | None) -> dict[str, Any]:
-    """Facts about this host. Sizes in GiB, times in seconds since 1970."""
+    """Return facts about this host. Sizes are in GiB; the clock is in seconds since 1970."""
     return connection_addresses() | {
         "clock": time.time(),
         "hostname": socket.gethostname(),
@@ -65,7 +67,7 @@ def facts(data: str | None) -> dict[str, Any]:
 
 
 def route(master: str) -> dict[str, Any]:
-    """The interface to the master's address, and this host's address on it."""
+    """Return the network interface that reaches the master's address, and this host's address on it."""
     if problem := interface_problem(os.environ, bool(list_gpus().gpus)):
         raise ValueError(problem)
     name, address = interface_to(master)
@@ -73,7 +75,7 @@ def route(master: str) -> dict[str, Any]:
 
 
 def listen(port: int) -> dict[str, Any]:
-    """Listens on the port, if it is not taken. Also answers a port that is free."""
+    """Listen on the port unless it is taken. The answer also contains a port that is free."""
     with socket.create_server(("", 0)) as probe:
         free_port = probe.getsockname()[1]
     taken = None
@@ -93,9 +95,15 @@ def connect(address: str, port: int) -> dict[str, Any]:
 
 
 def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
-    """Tries to write to the folder. Answers `problem` or None, free space, and if it `sees` the token.
+    """Try to write to a folder.
 
-    leave: creates the token, an empty file by which other hosts see that the folder is shared.
+    Args:
+        folder: The folder, or a folder that would be created. Then its nearest existing parent is tested.
+        token: Name of an empty file by which hosts recognise a shared folder.
+        leave: Create the token.
+
+    Returns:
+        Keys `folder` (tested), `free_gib`, `problem` (None if writable) and `sees` (the token exists).
     """
     path = Path(folder)
     existing = next(parent for parent in [path, *path.parents] if parent.exists())
@@ -116,7 +124,7 @@ def remove_token(file: str) -> dict[str, Any]:
 
 
 def s3(url: str) -> dict[str, Any]:
-    """Writes, reads and deletes an object, with this host's credentials."""
+    """Write, read and delete an object with this host's credentials."""
     from onecurve.system.s3 import ObjectStore
 
     try:
@@ -136,10 +144,21 @@ def all_reduce(
     interface: str,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """Runs one process per device in a group of all hosts, as a job would. Returns their answers as `ranks`.
+    """Run one process per device in a process group of all hosts, like a job.
 
-    An answer has latency and bandwidth, or `problem`, and torch's facts about its GPU. devices: numbers as in
-    the hostfile. gpus: True if the job's hosts have GPUs, which torch must then use.
+    Args:
+        address: Address of the first host.
+        port: Port on the first host.
+        first_rank: Rank of the first process on this host.
+        processes: Number of processes on all hosts.
+        devices: Indices of this host's devices, as in the hostfile.
+        gpus: The job's hosts have GPUs, which torch must use.
+        interface: Network interface for NCCL and gloo.
+        deadline_s: Timeout in seconds.
+
+    Returns:
+        Key `ranks`, a list with an answer per process: latency and bandwidth, or `problem`, and torch's facts
+        about the GPU.
     """
     env = use_interface(interface) | os.environ | visible_devices(devices)
     env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
@@ -175,11 +194,11 @@ def all_reduce(
 
 
 def run_rank(within_s: float, gpu: bool) -> None:
-    """One process of the all-reduce, over the backend of a job: nccl between GPUs, else gloo.
+    """Run one process of the all-reduce, with NCCL between GPUs and gloo otherwise.
 
-    Prints JSON lines. On a GPU the first has torch's architectures and the GPU's capability, or why torch
-    can't use the GPU (`unusable`), which ends the process. The last has the seconds of a small all-reduce and
-    GB/s of a large one (bytes of the tensor / s).
+    Prints lines of JSON. On a GPU, the first line contains torch's architectures and the GPU's compute
+    capability. If torch can't use the GPU, it contains the reason (`unusable`), and the process exits.
+    The last line contains the seconds of a small all-reduce, and GB/s of a large one (tensor bytes / s).
     """
     import torch
     import torch.distributed as dist
@@ -189,27 +208,27 @@ def run_rank(within_s: float, gpu: bool) -> None:
         try:
             torch.cuda.init()
             torch.cuda.set_device(device)
-        except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
             print(json.dumps({"unusable": str(error).splitlines()[0]}), flush=True)
             sys.exit(1)
         built_for, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
-        # Printed now, as the rest fails on a GPU that torch was not built for.
+        # Printed before the all-reduce, which fails on a GPU that torch was not built for.
         print(json.dumps({"built_for": built_for, "capability": capability}), flush=True)
 
-    def seconds(numbers: torch.Tensor) -> float:
-        """The median of ROUNDS all-reduces, after one that opens the connections."""
+    def measure_s(tensor: torch.Tensor) -> float:
+        """Return the median seconds of ROUNDS all-reduces, after one that opens the connections."""
         times = []
         for _ in range(ROUNDS + 1):
             began = time.perf_counter()
-            dist.all_reduce(numbers)
+            dist.all_reduce(tensor)
             if gpu:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:])
 
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=within_s))
-    latency_s = seconds(torch.ones(SMALL, device=device))
-    gb_per_s = LARGE * 4 / 1e9 / seconds(torch.ones(LARGE, device=device))
+    latency_s = measure_s(torch.ones(SMALL, device=device))
+    gb_per_s = LARGE * 4 / 1e9 / measure_s(torch.ones(LARGE, device=device))
     dist.barrier()
     answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
     print(json.dumps(answer), flush=True)
@@ -217,7 +236,7 @@ def run_rank(within_s: float, gpu: bool) -> None:
 
 
 def code_digests() -> dict[str, str]:
-    """The first 12 digits of the SHA-256 of each file that a job uses."""
+    """Return the first 12 digits of the SHA-256 of each file that a job uses, by path."""
     patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
@@ -228,9 +247,12 @@ def _digest(content: bytes) -> str:
 
 
 def _contents(data: str) -> dict[str, Any]:
-    """A digest of a folder's file names and sizes, of a list, or of a manifest; or a `problem`."""
+    """Return a digest of --data, or a `problem`.
+
+    The digest covers a folder's file names and sizes, the content of a list or table, or a shard manifest.
+    """
     if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
-        return {"problem": None}  # nothing to compare: generated, or downloaded by each host
+        return {"problem": None}  # each host generates or downloads the data
     answer: dict[str, Any] = {"problem": None}
     try:
         if data.startswith("s3://"):
@@ -239,12 +261,12 @@ def _contents(data: str) -> dict[str, Any]:
 
             return answer | {"digest": find_stored(ObjectStore(data))[0].sha256[:12]}
         root = Path(data)
-        if root.is_file():  # a table, or a list, whose files may be anywhere
+        if root.is_file():  # a table or list, whose images may be in any folder
             return answer | {"digest": sha256_of(root)[:12]}
         files = sorted(_files(root))
         if not files:
-            raise ValueError("the folder of --data is not there, or empty")
-        sizes = ((path, path.exists() and path.stat().st_size) for path in files)  # False: a link to nothing
+            raise ValueError("the folder of --data does not exist or is empty")
+        sizes = ((path, path.exists() and path.stat().st_size) for path in files)  # False for a broken link
         lines = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
         answer["digest"] = _digest(lines.encode(errors="surrogateescape"))
         if (root / "manifest.json").is_file():
@@ -257,7 +279,7 @@ def _contents(data: str) -> dict[str, Any]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Files below a folder, but hidden ones, also behind links; not behind one to a folder above it."""
+    """Yield a folder's files that are not hidden. Links are followed, except to a folder above the link."""
     from onecurve.data.class_folders import is_hidden, leads_above
 
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -278,7 +300,7 @@ def _version(package: str) -> str | None:
 
 
 def _nccl_version() -> str | None:
-    """The version of the NCCL that torch from PyPI loads."""
+    """Return the version of the NCCL package that torch from PyPI loads, or None without one."""
     names = (d.metadata["Name"] for d in metadata.distributions())
     return next((_version(name) for name in names if name and name.startswith("nvidia-nccl-")), None)
 

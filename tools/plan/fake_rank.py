@@ -1,8 +1,8 @@
-"""One process that stands for rank 0 of a job: of one on other devices without GPU, network and memory.
+"""One process as rank 0 of a planned job, without the job's GPUs, network and memory.
 
-Its tensors are then torch's fake ones, with shapes and no contents; its process group is torch's fake one,
-whose collectives return at once. Accelerate, FSDP2, DDP and DeepSpeed run as they are but for what can't work
-without contents: onecurve/upstream/torch_fakes.py has a function for each such place.
+Tensors are torch's fake tensors, which have shapes but no contents. The process group is torch's fake process
+group, whose collectives return immediately. Accelerate, FSDP2, DDP and DeepSpeed run unchanged, except for
+code that needs contents. onecurve/upstream/torch_fakes.py contains a function for each exception.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# DeepSpeed reads it on import, and Accelerate imports DeepSpeed.
+# Set before the imports: Accelerate imports DeepSpeed, which reads this variable.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from tools.plan.cost import Collective
 
 
 def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> JobAccelerator:
-    """The Accelerator of rank 0, with a config file's answers for batch.processes processes on some hosts."""
+    """Return rank 0's Accelerator for a config file and batch.processes processes on `hosts` hosts."""
     env = launchers_environment(config_file, batch.processes, hosts)
     os.environ.update(env)
     deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
@@ -50,7 +50,7 @@ def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe)
 
 
 def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
-    """What `accelerate launch --config_file` gives rank 0; {} to a process without a group."""
+    """Return the variables that `accelerate launch` sets for rank 0. Empty for a job with one process."""
     from accelerate.utils import launch
 
     words = ["--config_file", str(config_file), "--num_processes", str(processes), "--num_machines", "1"]
@@ -67,15 +67,15 @@ def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict
         env = launch.prepare_multi_gpu_env(args)
     else:
         return {}
-    ours = {name: value for name, value in env.items() if os.environ.get(name) != value}
-    own: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # nobody connects
-    own |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
-    return ours | {name: str(value) for name, value in own.items()}
+    changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
+    rank_0: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # nobody connects
+    rank_0 |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
+    return changed | {name: str(value) for name, value in rank_0.items()}
 
 
 @contextlib.contextmanager
 def without_contents() -> Iterator[None]:
-    """Makes the tensors of a block fake, and lets models be wrapped there."""
+    """Make all tensors of a block fake, and let engines wrap models there."""
     torch_fakes.skip_ddp_checks()
     torch_fakes.read_ranks_of_meshes()
     torch_fakes.hide_whole_shapes()
@@ -84,13 +84,13 @@ def without_contents() -> Iterator[None]:
 
 
 def materialize(model: nn.Module) -> nn.Module:
-    """A model of the meta device, on the fake CPU, which stays in place when it is moved.
+    """Move a model from the meta device to the fake CPU, and make later moves do nothing.
 
-    torch can't swap a fake tensor that others refer to, which is how a module moves.
+    A module moves by swapping its tensors, and torch can't swap a fake tensor that other tensors refer to.
     """
     model = model.to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters(), 1):
-        # Accelerate finds a parameter's shard by its address; fake ones have none.
+        # Accelerate finds a parameter's shard by its address, and fake tensors have none.
         parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
 
     def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
@@ -100,26 +100,28 @@ def materialize(model: nn.Module) -> nn.Module:
                     parameter.data = parameter.data.contiguous(memory_format=memory_format)
         return model
 
-    def to_half(kind: torch.dtype) -> nn.Module:
+    def to_half(dtype: torch.dtype) -> nn.Module:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
-                tensor.data = tensor.data.to(kind)
+                tensor.data = tensor.data.to(dtype)
         return model
 
-    for name, moved in {
+    for name, replacement in {
         "to": to,
         "float": lambda: model,
         "bfloat16": lambda: to_half(torch.bfloat16),
         "half": lambda: to_half(torch.float16),
     }.items():
-        setattr(model, name, moved)
+        setattr(model, name, replacement)
     return model
 
 
 def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
-    """Lets DDP's reducer, which reads contents in C++, exchange its buckets with nobody.
+    """Replace the all-reduce of DDP's reducer, which reads contents in C++, by a hook that only records it.
 
-    exchanged: gets the collective, the bytes and the ranks of each bucket.
+    Args:
+        model: The wrapped model. Nothing happens unless DDP wraps it.
+        exchanged: List to which the hook appends an all-reduce for each bucket.
     """
     if not isinstance(model, DistributedDataParallel):
         return

@@ -1,4 +1,4 @@
-"""The plan of a training on a cluster: the lines of plan.py's table, and what is chosen among them."""
+"""Plan of a training on a cluster: the lines of plan.py's table and the recommendation."""
 
 import os
 import re
@@ -22,78 +22,90 @@ from onecurve.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
 
-MOST_AT_ONCE = 4  # traces, of about 1 GiB each
+MOST_AT_ONCE = 4  # parallel traces, which need about 1 GiB each
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
-ALIKE = 1.05  # times as long: more than the estimates can tell apart
+ALIKE = 1.05  # ratio of two times below which the estimates can't tell them apart
 SIZES = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
 HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
 
 
-Candidate = tuple[str, Trace, int, int]  # strategy, its trace, images per forward, and how many would fit
+# Strategy, its trace, images per forward pass, and the most images per forward pass that fit
+Candidate = tuple[str, Trace, int, int]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A strategy's line. Bytes are of a device; images is per forward on a device."""
+    """One strategy in the plan. Numbers refer to one device unless stated otherwise."""
 
     strategy: str
     config_file: str
-    memory: dict[str, int]
-    images: int  # 0: not even a few fit
-    largest: int
+    memory: dict[str, int]  # bytes by part
+    images: int  # per forward pass; 0 if no batch fits
+    largest: int  # most images per forward pass that fit
     limit: str
     link_bytes: float = 0
-    network_bytes: float = 0
-    step_s: float | None = None  # of an optimizer step with all its accumulations; None: not estimated
-    images_per_s: float | None = None
-    efficiency: float | None = None  # images/s of a device, as a share of a single one's
-    hours: float | None = None  # to the recipe's end; None where the number of images is not known
+    network_bytes: float = 0  # per host
+    step_s: float | None = None  # time of an optimizer step with all micro-batches; None if not estimated
+    images_per_s: float | None = None  # of all devices
+    efficiency: float | None = None  # images/s per device, relative to a single device
+    hours: float | None = None  # time of the whole recipe; None if the number of images is unknown
 
     def __str__(self) -> str:
         total = sum(self.memory.values()) / 2**30
         cells = [self.strategy, f"{total:.2f}", self.images or "-", f"{self.largest:,}"]
-        cells += [_shown(self.link_bytes / 1e6), _shown(self.network_bytes / 1e6)]
-        cells += [_shown(self.step_s and self.step_s * 1e3, 1), _shown(self.images_per_s)]
-        cells += [_shown(n, 2) for n in (self.efficiency, self.hours)]
+        cells += [_cell(self.link_bytes / 1e6), _cell(self.network_bytes / 1e6)]
+        cells += [_cell(self.step_s and self.step_s * 1e3, 1), _cell(self.images_per_s)]
+        cells += [_cell(number, 2) for number in (self.efficiency, self.hours)]
         return ROW.format(*cells, self.limit)
 
     def reason(self, best: "Line") -> str:
-        """Why the best line is taken instead of this one."""
+        """Return why the best strategy is recommended instead of this one."""
         if not self.images:
             return f"at most {self.largest} images fit"
         if not self.images_per_s or not best.images_per_s:
-            return "its optimizer steps on the CPU, which is slower; the time is not estimated"
+            return "its optimizer runs on the CPU, which is slower; the time is not estimated"
         return f"{best.images_per_s / self.images_per_s:.2f} times as long"
 
 
-def _shown(number: float | None, digits: int = 0) -> str:
+def _cell(number: float | None, digits: int = 0) -> str:
     return "-" if number is None else f"{number:,.{digits}f}"
 
 
 def cluster_of(hosts: int, gpus: int, name: str, network_gb_s: float | None) -> Cluster:
-    """name: of a device. network_gb_s: None: as the device's row has it."""
+    """Return the cluster of the devices with this name.
+
+    Args:
+        hosts: Number of hosts.
+        gpus: Devices per host.
+        name: Name of the device.
+        network_gb_s: Bandwidth of a host's network. None takes the device's value from devices.yaml.
+    """
     device = named_device(name)
     return Cluster(hosts, gpus, device, network_gb_s or device.network_gb_s)
 
 
 def named_device(name: str) -> Device:
-    """The device that torch calls so, else the first whose name has these words. ValueError without one."""
+    """Return the device with this name in torch, otherwise the first whose name contains all of its words.
+
+    Raises:
+        ValueError: No device matches.
+    """
     if device := find_device(name):
         return device
     words = partial(re.findall, r"\w+")
-    found = [d for d in known_devices() if {*words(name.lower())} <= {*words(d.name.lower())}]
-    if not found:
+    matches = [d for d in known_devices() if {*words(name.lower())} <= {*words(d.name.lower())}]
+    if not matches:
         names = ", ".join(device.name for device in known_devices())
-        raise ValueError(f"--gpu {name} is not in the table: choose one of {names}")
-    if others := ", ".join(device.name for device in found[1:]):
-        print(f"--gpu {name}: {found[0].name}; the table also has {others}")
-    return found[0]
+        raise ValueError(f"--gpu {name} is not in the table. Choose one of {names}.")
+    if others := ", ".join(device.name for device in matches[1:]):
+        print(f"--gpu {name}: using {matches[0].name}. The table also contains {others}.")
+    return matches[0]
 
 
 def _training_images(data: str, holdout: float | str | None) -> int | None:
-    """The number of images to train on; None where it is not known without reading a store."""
+    """Return the number of training images, or None if only a read of remote data could tell."""
     manifest = Path(data) / MANIFEST
     if manifest.is_file():
         count = sum(s.images for s in parse_manifest(manifest.read_bytes(), data).splits["train"].shards)
@@ -104,7 +116,11 @@ def _training_images(data: str, holdout: float | str | None) -> int | None:
 
 
 class Planning:
-    """A script with its flags on a cluster. ValueError for a mistake in them."""
+    """Plan of a script with its flags on a cluster.
+
+    Raises:
+        ValueError: The script or a flag is wrong.
+    """
 
     def __init__(self, script: Sequence[str], cluster: Cluster):
         if not Path(script[0]).is_file():
@@ -114,35 +130,35 @@ class Planning:
         self.recipe = recipe_of(loaded, self.script[1:])
         self.build_optimizer = getattr(loaded, "build_optimizer", lambda: None)
         if self.recipe.freeze:
-            print("--freeze: planned as if all layers were trained, with more memory, traffic and time")
+            print("--freeze is ignored. The plan is for training all layers, which takes more of everything.")
         self.images = _training_images(self.recipe.data, self.recipe.holdout)
-        # Refuses what the training would refuse.
+        # Raises ValueError for a batch that a training would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
-        kinds = [kind for kind in ("bf16", "fp16") if kind in cluster.device.peaks]
-        self.precision = self.recipe.mixed_precision or (kinds[0] if "bf16" in kinds else [*kinds, "no"][0])
+        dtypes = [dtype for dtype in ("bf16", "fp16") if dtype in cluster.device.peaks]
+        self.precision = self.recipe.mixed_precision or [*dtypes, "no"][0]
         self.strategies = possible(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
-        self.first_speed = 0.0  # images/s of a device of the first strategy
-        self.least_launches = 0  # kernels of the first one: no engine launches less than the plain model
+        self.first_speed = 0.0  # images/s per device of the first strategy
+        self.least_launches = 0  # kernels of the first strategy; no engine launches fewer
 
     @property
-    def about(self) -> str:
+    def summary(self) -> str:
         cluster, device = self.cluster, self.cluster.device
         gib = device.memory_gb / 1.073741824
-        shown = f"{cluster.hosts} x {cluster.gpus} {device.name}, {gib:.0f} GiB each"
-        return f"{shown}, batch {self.recipe.batch_size}, mixed precision {self.precision}"
+        devices = f"{cluster.hosts} x {cluster.gpus} {device.name}, {gib:.0f} GiB each"
+        return f"{devices}, batch {self.recipe.batch_size}, mixed precision {self.precision}"
 
     @property
     def links(self) -> str:
-        """What carries `link MB` and `net MB`."""
+        """The links that carry the traffic in columns `link MB` and `net MB`."""
         cluster = self.cluster
         link = f"{cluster.device.link} {cluster.device.link_gb_s / 2:g} GB/s"
         return f"link: {link}; network: {cluster.network_gb_s:g} GB/s of a host"
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was planned: the script, the recipe's size and the cluster."""
+        """The script, the recipe's size and the cluster, for the JSON file of the plan."""
         return {
-            "about": self.about,
+            "about": self.summary,
             "script": Path(self.script[0]).stem,
             "flags": self.script[1:],
             "batch_size": self.recipe.batch_size,
@@ -156,7 +172,7 @@ class Planning:
         }
 
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
-        """Each strategy's trace. report() gets what is being done."""
+        """Trace each strategy. Calls report() with a description of the current task."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, allowed_cores())) as pool:
             yield from pool.map(partial(self.traced, report=report), self.strategies)
 
@@ -172,7 +188,7 @@ class Planning:
         return strategy, compressed(trace, self.recipe.grad_compression), share, largest
 
     def _trace(self, strategy: str, size: int) -> Trace:
-        """Traces a micro-batch of this size, and of twice as many images, without this machine's GPUs."""
+        """Trace a micro-batch of `size` images and one of twice as many, without this machine's GPUs."""
         hosts = 1 if strategy == "single" else self.cluster.hosts
         numbers = [self._processes(strategy), hosts, f"{size},{2 * size}"]
         script = [*self.script, f"--mixed_precision={self.precision}"]
@@ -181,18 +197,22 @@ class Planning:
         command = [sys.executable, "-m", "tools.plan.trace", *words]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.strip()]
-            last = said[-1].removeprefix("error: ") if said else "the process was killed"
-            raise ValueError(f"{strategy} can't be traced: {last}")
+            errors = [line for line in done.stderr.splitlines() if line.strip()]
+            reason = errors[-1].removeprefix("error: ") if errors else "the process was killed"
+            raise ValueError(f"{strategy} can't be traced: {reason}")
         return Trace.from_json(done.stdout.splitlines()[-1])
 
     def _processes(self, strategy: str) -> int:
         return 1 if strategy == "single" else self.cluster.processes
 
     def line(self, strategy: str, trace: Trace, share: int, largest: int) -> Line:
-        """The line of a strategy. The first one is what the others' efficiency refers to.
+        """Return the line of a strategy. Efficiency refers to the first line that this method returns.
 
-        share: 0 where not even a few images fit.
+        Args:
+            strategy: Name of the strategy.
+            trace: Trace of the strategy.
+            share: Images per forward pass. 0 if no batch fits.
+            largest: Most images per forward pass that fit.
         """
         processes, memory = self._processes(strategy), memory_of(strategy, trace)
         line = Line(strategy, config_of_strategy(strategy), memory, share, largest, "does not fit")
@@ -205,8 +225,8 @@ class Planning:
         line = replace(line, link_bytes=link, network_bytes=network)
         if strategy == "offload":
             return replace(line, limit="the CPU's optimizer")
-        how = self.execution(strategy)
-        step_s, limit = cost.step_time(trace, cluster, how, self.least_launches, accumulations)
+        execution = self.execution(strategy)
+        step_s, limit = cost.step_time(trace, cluster, execution, self.least_launches, accumulations)
         speed = self.recipe.batch_size / step_s
         self.first_speed = self.first_speed or speed / processes
         steps = (self.images or 0) // self.recipe.batch_size * self.recipe.epochs
@@ -220,35 +240,35 @@ class Planning:
         )
 
     def execution(self, strategy: str) -> Execution:
-        """Return how a step runs: as CUDA graphs where onecurve/distributed/step_graph.py makes them."""
+        """Return how a step runs. onecurve/distributed/step_graph.py decides if it is one CUDA graph."""
         recipe = self.recipe
-        fits = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False
-        fits &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
-        fits &= not recipe.grad_checkpointing and recipe.grad_compression == "no"
+        is_graph = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False
+        is_graph &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
+        is_graph &= not recipe.grad_checkpointing and recipe.grad_compression == "no"
         fuses_sgd = "fused" in signature(self.build_optimizer).parameters and strategy != "fsdp"
-        fits &= recipe.optimizer in ("adamw", "sgd" if fuses_sgd else "adamw")
-        return Execution.of(recipe.compile, fits)
+        is_graph &= recipe.optimizer in ("adamw", "sgd" if fuses_sgd else "adamw")
+        return Execution.of(recipe.compile, is_graph)
 
     def recommendation(self, lines: Sequence[Line]) -> str:
-        """The fastest strategy that fits, its command, and why not the others."""
+        """Return a text with the recommended strategy, its command, and the reasons against the others."""
         candidates = [line for line in lines if line.strategy != "single" or self.cluster.processes == 1]
         if not (fitting := [line for line in candidates if line.images]):
-            return "nothing fits: take more GPUs, --grad_checkpointing or a smaller model"
+            return "No strategy fits. Use more GPUs, --grad_checkpointing or a smaller model."
         fastest = max(line.images_per_s or 0 for line in fitting)
-        # The table begins with what shards least: of equally fast ones the simplest.
+        # Lines are sorted by how much they shard, so the first of several equally fast lines is the simplest.
         best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / ALIKE)
-        why = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
-        if best.limit == cost.LAUNCHES:  # engines launch differently, which the estimate does not tell apart
+        reason = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
+        if best.limit == cost.LAUNCHES:  # the estimate does not model differences between engines' launches
             best = next(line for line in fitting if line.limit == cost.LAUNCHES)
-            why = "the simplest of the strategies that launch overhead limits"
-        several, gpus = self.cluster.hosts > 1, ["--num_processes", str(self.cluster.gpus)]
-        words = ["python", "launch.py", "--hostfile", "hostfile"] if several else ["accelerate", "launch"]
-        words += ["--config_file", best.config_file, *([] if several else gpus), *self.script]
+            reason = "the simplest of the strategies that launch overhead limits"
+        has_hosts, gpus = self.cluster.hosts > 1, ["--num_processes", str(self.cluster.gpus)]
+        words = ["python", "launch.py", "--hostfile", "hostfile"] if has_hosts else ["accelerate", "launch"]
+        words += ["--config_file", best.config_file, *([] if has_hosts else gpus), *self.script]
         words += ["--per_device_batch_size", str(best.images)]
         if self.precision != "bf16" and not self.recipe.mixed_precision:
             words += ["--mixed_precision", self.precision]
         rest = [f"  not {line.strategy}: {line.reason(best)}" for line in candidates if line is not best]
-        return "\n".join([f"\nRecommended: {best.strategy} ({why}):", f"    {shlex.join(words)}", *rest])
+        return "\n".join([f"\nRecommended: {best.strategy} ({reason}):", f"    {shlex.join(words)}", *rest])
 
 
 def config_of_strategy(strategy: str) -> str:
@@ -256,27 +276,29 @@ def config_of_strategy(strategy: str) -> str:
 
 
 def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
-    """The strategies for a cluster of hosts x gpus devices."""
+    """Return the strategies for a cluster with `gpus` devices on each host."""
     if hosts * gpus == 1:
         return ["single", "offload"]
-    if grad_compression != "no":  # the others refuse it
+    if grad_compression != "no":  # other strategies refuse it
         return ["single", "ddp"]
     return [name for name in STRATEGIES if name != "hybrid" or (hosts > 1 and gpus > 1)]
 
 
 def compressed(trace: Trace, grad_compression: str) -> Trace:
-    """The trace with half of the bytes where DDP exchanges gradients in 16 bits."""
+    """Halve the bytes of DDP's collectives if --grad_compression exchanges gradients in 16 bits."""
     if grad_compression == "no" or trace.strategy != "ddp":
         return trace
-    return replace(trace, collectives=[(kind, moved // 2, n) for kind, moved, n in trace.collectives])
+    halved = [(name, moved // 2, ranks) for name, moved, ranks in trace.collectives]
+    return replace(trace, collectives=halved)
 
 
 def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
-    """The parts of a device's memory at the peak of a step, in bytes.
+    """Return the parts of a device's memory at the peak of a step, in bytes.
 
-    MemTracker does not know DDP's gradients, which are views of its buckets: they count as gradients, too.
+    MemTracker does not recognise DDP's gradients, which are views of its buckets. They are counted as
+    gradients.
     """
-    peak = next(iter(trace.peaks.values()))  # of the planned size
+    peak = next(iter(trace.peaks.values()))  # peak of the planned size
     optimizer = min(trace.optimizer, peak["Total"] - trace.parameters)
     rest = peak["Total"] - trace.parameters - optimizer
     activations = min(peak.get("Activation", 0), rest)

@@ -1,14 +1,18 @@
-"""The trace of a script's training step on one process, without a device.
+"""Trace of a script's training step in one process, without a device.
 
-`python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES DEVICE SCRIPT [its flags]` runs the script's
-model and optimizer as rank 0, by the engines themselves on fake tensors, and prints what torch's MemTracker
-and the dispatcher saw as JSON. SIZES: images per forward, as 8,16. DEVICE: a GPU of devices.yaml. Sizes near
-the largest that fits its memory are traced, too, as with few images the optimizer's step is the peak, and
-attention for few tokens is the kernel of onecurve.models.attention, where the GPU has it. `cpu`: only SIZES,
-with a CPU's attention. benchmarks/plan_memory.py compares the sum of live tensors with real trainings.
+    python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES DEVICE SCRIPT [SCRIPT_FLAGS ...]
 
-The other kernels are a CPU's: what CUDA's or cuDNN's need beside their tensors is not in it. For ViT-B/32 at
-batch 512 10.08 GiB are traced; torch allocated 10.80 on an H200.
+This command runs the script's model and optimizer as rank 0. The engines themselves run, on fake tensors. It
+prints the memory that torch's MemTracker saw, and the operations that the dispatcher saw, as JSON. SIZES are
+images per forward pass, for example 8,16. DEVICE is a GPU in devices.yaml, or `cpu`.
+
+For a GPU, sizes near the largest that fits its memory are traced as well, because with few images the
+optimizer's step is the peak. Attention for few tokens uses the kernel of onecurve.models.attention if the GPU
+supports it. For `cpu`, only SIZES are traced, with a CPU's attention. benchmarks/plan_memory.py compares the
+sum of live tensors with real trainings.
+
+All other kernels are the CPU's, so the trace lacks the workspaces of CUDA's and cuDNN's kernels. For ViT-B/32
+at batch 512 the trace contains 10.08 GiB, and torch allocated 10.80 GiB on an H200.
 """
 
 import dataclasses
@@ -40,7 +44,8 @@ from onecurve.upstream.torch_fakes import leaves
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
-COLLECTIVES = {  # torch's operator: the collective, and the argument that has all of its bytes
+# Collective of each of torch's operators, and the index of the argument that contains all of its bytes
+COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
     "allgather_": ("all_gather", 0),
@@ -52,8 +57,10 @@ COLLECTIVES = {  # torch's operator: the collective, and the argument that has a
     "reduce_": ("reduce", 0),
 }
 DispatchMode: Any = torch_fakes.dispatch_mode()
-LINES = 6  # at most so many through two sizes each: memory is a few lines, each steeper than the one before
-WITH_KERNELS = ("aten", "onecurve")  # namespaces of operators: torch's and onecurve.models.attention_kernels'
+# Memory grows with the images in a few linear pieces, each steeper than the piece before it. At most this
+# many extrapolations, each from two sizes, search for the largest size that fits.
+LINES = 6
+WITH_KERNELS = ("aten", "onecurve")  # operators' namespaces: torch's and onecurve.models.attention_kernels'
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
@@ -78,20 +85,20 @@ class _Operations(DispatchMode):
                 formula = flop_registry.get(func.overloadpacket)
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
                 moved = sum(t.nbytes for t in {id(t): t for t in (*read, *written)}.values())
-                if moved:  # none is launched for empty tensors
+                if moved:  # empty tensors launch no kernel
                     self.kernels.append((str(written[0].dtype).removeprefix("torch."), int(flops), moved))
         return result
 
     def _collective(self, name: str, args: tuple[Any, ...]) -> None:
         if name in COLLECTIVES:
-            kind, which = COLLECTIVES[name]
-            moved = sum(t.nbytes for t in leaves(args[which]) if isinstance(t, Tensor))
+            collective, index = COLLECTIVES[name]
+            moved = sum(t.nbytes for t in leaves(args[index]) if isinstance(t, Tensor))
             group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a))
-            self.collectives.append((kind, moved, dist.ProcessGroup.unbox(group).size()))
+            self.collectives.append((collective, moved, dist.ProcessGroup.unbox(group).size()))
 
 
 class Training:
-    """A script's model and optimizer on this process as rank 0, under an engine."""
+    """A script's model and optimizer in this process as rank 0, under an engine."""
 
     def __init__(
         self,
@@ -102,11 +109,20 @@ class Training:
         words: list[str],
         device: Device | None,
     ):
-        """words: the script and its flags. device: None is this CPU."""
+        """Build the model on the meta device.
+
+        Args:
+            config_file: Accelerate config.
+            processes: Processes of the job.
+            hosts: Hosts of the job.
+            size: Images per forward pass.
+            words: The script and its flags.
+            device: The job's GPU. None is this CPU.
+        """
         self.script = script = load_script(Path(words[0]))
         recipe = recipe_of(script, words[1:])
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
-            raise ValueError(f"{words[0]} has no build_model(): only scripts for images can be planned")
+            raise ValueError(f"{words[0]} has no build_model(). plan.py supports only scripts for images.")
         recipe = dataclasses.replace(untrained(recipe), grad_compression="no", compile="no")
         self.recipe = recipe
         batch = Batch(size * processes, size, processes, 1)
@@ -127,11 +143,11 @@ class Training:
         return size, 3, edge, edge
 
     def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
-        """An optimizer step of one micro-batch. It calls at_gradients() when they are there."""
+        """Run an optimizer step of one micro-batch. Calls at_gradients() after the backward pass."""
         reseed(self.recipe.seed, 0, 0)
         with self.accelerator.accumulate(self.model):
             loss = F.cross_entropy(self.model(images).float(), labels)
-            self.accelerator.backward(loss)  # under DeepSpeed with the optimizer's step
+            self.accelerator.backward(loss)  # under DeepSpeed, this includes the optimizer's step
             at_gradients()
             if clip := self.recipe.clip_norm:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -142,7 +158,7 @@ class Training:
 
 
 def _has_kernel(device: Device, accelerator: JobAccelerator) -> bool:
-    """Do as onecurve.models.attention.has_kernel: GPUs from compute capability 8.0 on have units for bf16."""
+    """Return onecurve.models.attention.has_kernel() for a GPU. GPUs since capability 8.0 have bf16 units."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 
@@ -155,7 +171,7 @@ def trace(
     device: Device | None,
     words: list[str],
 ) -> Trace:
-    """Traces an optimizer step of one micro-batch for each of the sizes, on this process as rank 0."""
+    """Trace an optimizer step of one micro-batch for each size, with this process as rank 0."""
     training = Training(config_file, processes, hosts, sizes[0], words, device)
     memory_bytes = device.memory_gb * 1e9 if device else 0
     recorded = _Operations()
@@ -163,7 +179,7 @@ def trace(
         training.model = materialize(training.model)
         training.wrap()
         model, averages = training.model, training.averaged.averages if training.averaged else ()
-        exchanged: list[Collective] = []  # by DDP's reducer
+        exchanged: list[Collective] = []  # collectives of DDP's reducer
         fake_reducer(model, exchanged)
         layout = layout_of(model, training.optimizer)
         tracker = torch_fakes.memory_tracker()
@@ -175,7 +191,7 @@ def trace(
             gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
 
         def step(size: int) -> None:
-            # In the memory format that onecurve.numerics.augment gives
+            # onecurve.numerics.augment returns images in this memory format.
             images = torch.empty(training.shape(size), memory_format=torch.channels_last)
             training.step(images, torch.empty(size, dtype=torch.int64), count_gradients)
             tracker.reset_mod_stats()
@@ -186,10 +202,10 @@ def trace(
             torch_fakes.forget_peak(tracker)
             step(size)
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-            peaks[size] = {str(getattr(kind, "value", kind)): moved for kind, moved in peak.items()}
+            peaks[size] = {str(getattr(part, "value", part)): moved for part, moved in peak.items()}
 
         with tracker:
-            step(sizes[0])  # makes the optimizer's state
+            step(sizes[0])  # creates the optimizer's state
             with recorded:
                 exchanged.clear()
                 step(sizes[0])
@@ -225,10 +241,10 @@ def main() -> None:
     sys.argv[:] = words  # errors name the script
     numbers = [int(size) for size in sizes.split(",")]
     try:
-        found = trace(Path(config_file), int(processes), int(hosts), numbers, find_device(device), words)
+        result = trace(Path(config_file), int(processes), int(hosts), numbers, find_device(device), words)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps(dataclasses.asdict(found)), flush=True)
+    print(json.dumps(dataclasses.asdict(result)), flush=True)
     os._exit(0)  # gloo's threads sometimes abort in their destructors (pytorch #179291)
 
 
