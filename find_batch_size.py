@@ -98,8 +98,10 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     add("--hostfile", type=Path, metavar="PATH", help="launch on these hosts; the first must be this machine")
     add("--quantum", type=int, default=8, metavar="N", help="try only multiples of N images (default: 8)")
     add(
-        "--memory_limit_gib", type=float, metavar="GIB", help="limit on each process's data, without a GPU
-        (default: 1.25 times the memory of the first trial)",
+        "--memory_limit_gib",
+        type=float,
+        metavar="GIB",
+        help="without a GPU: limit on each process's data (default: 1.25 times the first trial's memory)",
     )
     add(
         "--trial_timeout_s",

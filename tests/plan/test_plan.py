@@ -222,7 +222,7 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
     monkeypatch.setattr("onecurve.system.progress.LINE_S", 0)
     status, output = call(plan_script.main, "--gpu", "T4", *SMALL)
     assert status == 0, output
-    assert re.search(r"^tracing (single|offload), 0 of 2 are done$", output, re.M), output
+    assert re.search(r"^tracing (single|offload), 0 of 2 done$", output, re.M), output
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
         ),
         (["--gpu", "Tesla T4", "--hosts", "0", *SMALL], "--hosts 0: must be more than 0"),
         (["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL], "--network_gb_s nan: must be more than 0"),
-        (["--gpu", "Tesla T4"], "name the script"),
+        (["--gpu", "Tesla T4"], "the script is missing"),
         (SMALL, "the following arguments are required: --gpu"),
     ],
 )

@@ -270,15 +270,20 @@ NO_STEP = "cannot hold one step, even with one image per process. "
 @pytest.mark.parametrize(
     ("fixed_gib", "limit_gib", "gpu_gib", "message"),
     [
-        (1.02, 1, None, f"1.00 GiB {NO_STEP} a larger --memory_limit_gib"),
+        (1.02, 1, None, f"1.00 GiB {NO_STEP}Pass a larger --memory_limit_gib"),
         (
             0.95,
             1,
             None,
             "8 images per process do not fit in 1.00 GiB, but one does. Pass a smaller --quantum",
         ),
-        (1e6, None, None, f"GiB, this machine's memory for a process, {NO_STEP} a config file that shards"),
-        (1.02, None, 1.0, f"the GPU's memory {NO_STEP} a config file that shards"),
+        (
+            1e6,
+            None,
+            None,
+            f"GiB, this machine's memory for a process, {NO_STEP}Choose a config file that shards",
+        ),
+        (1.02, None, 1.0, f"the GPU's memory {NO_STEP}Choose a config file that shards"),
     ],
 )
 def test_a_limit_that_holds_no_step_is_told_from_a_batch_that_is_too_large(
@@ -302,14 +307,14 @@ def test_a_batch_that_is_smaller_than_what_fits_is_named_as_the_limit(simulated,
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        ((), 2, "name the script"),
+        ((), 2, "the script is missing"),
         (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
         (("--memory=1", *CNN), 2, "--memory=1"),
         ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
         (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
-        (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts: give --hostfile"),
+        (("--config_file=accelerate_configs/ddp_2x2gpu.yaml", *CNN), 1, "is for 2 hosts. Pass --hostfile"),
         (("train_cnn_z.py",), 1, "train_cnn_z.py: No such file or directory"),
-        (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py has no images"),
+        (("--memory_limit_gib=1", "train_hello.py"), 1, "train_hello.py does not train on images"),
         (("--memory_limit_gib=9999", *CNN), 1, "more than this machine's memory"),
         (
             ("--memory_limit_gib=0.2", *CNN),

@@ -130,7 +130,8 @@ class Planning:
         self.recipe = recipe_of(loaded, self.script[1:])
         self.build_optimizer = getattr(loaded, "build_optimizer", lambda: None)
         if self.recipe.freeze:
-            print("--freeze is ignored. The plan is for training all layers, which takes more of everything.")
+            remark = "--freeze is ignored. The plan is for training all layers"
+            print(f"{remark}, which needs more memory, traffic and time.")
         self.images = _training_images(self.recipe.data, self.recipe.holdout)
         # Raises ValueError for a batch that a training would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
