@@ -1,11 +1,11 @@
-"""A fire drill: a training command on virtual hosts, once undisturbed and once with each fault.
+"""Fire drill that runs a training on virtual hosts, once undisturbed and once with each fault.
 
-The command runs on an extra host. It starts the training on the hosts of /etc/hostfile; `--output_dir` is
-appended to it. When the job ends before its training is finished, the same command is started again, as a
-person would do. The table shows what each fault cost.
+The training's command runs on an extra host, and the training runs on the hosts in /etc/hostfile. The drill
+appends `--output_dir` to the command. When the job ends before its training is finished, the drill starts the
+same command again, as a user would. The table shows the cost of each fault.
 
-For a command with --s3, moto's S3 server is started on the command's host. Pass its variables to launch.py by
-`--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
+For a command with --s3, the drill starts moto's S3 server on the command's host. Pass its variables to
+launch.py with `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
 import argparse
@@ -30,38 +30,40 @@ from onecurve.system.files import read_lines
 from onecurve.system.processes import kill
 
 VICTIM = "node2"
-ON = 0.2  # share of the steps to be trained during the fault, which shows that the job continues
-PAUSE_S = 25  # minimum length of the fault: longer than it takes to notice a lost host
-PATIENCE_S = 120  # added to the undisturbed run's time; a job without progress for so long hangs
-STARTS = 4  # of the same command, after which the training counts as lost
-AFTER = 0.3  # share of the steps before the fault
+ON = 0.2  # fraction of the steps to train during the fault, which shows that the job continues
+PAUSE_S = 25  # minimum duration of the fault, longer than the detection of a lost host takes
+PATIENCE_S = 120  # a job hangs if it makes no progress for this long plus the undisturbed run's time
+STARTS = 4  # starts of the same command after which the training counts as lost
+AFTER = 0.3  # fraction of the steps before the fault
 DISK_MIB = 512
-STORE_S = 30  # for the S3 server to start
+STORE_S = 30  # timeout for the start of the S3 server
 
 
 @dataclass
 class Outcome:
+    """Result of a training with one fault."""
+
     fault: str
     survived: bool = False
     starts: int = 1
     lost_steps: int = 0
-    pause_s: float = 0.0  # longest time without a new step, from the fault on; 0: none came
+    pause_s: float = 0.0  # longest time without a new step after the fault; 0 if no step followed
     difference: float = math.nan  # largest relative difference of a loss
     notes: str = ""
 
 
 @dataclass
 class Training:
-    """A run of the command in a folder. words: as the user gave them."""
+    """A run of the command in a folder."""
 
-    words: list[str]
+    words: list[str]  # the user's command
     folder: Path
-    control: str  # the host on which the command runs
-    env: dict[str, str]  # of the command, added to this process's
+    control: str  # host that runs the command
+    env: dict[str, str]  # variables of the command in addition to this process's
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        urls = re.findall(r"s3://\S+", " ".join(self.words))  # a prefix belongs to one run
+        urls = re.findall(r"s3://\S+", " ".join(self.words))  # each run needs its own prefix
         prefix = ["--s3", f"{urls[0].rstrip('/')}/{self.folder.name}"] if urls else []
         words = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder), *prefix])
         with open(self.folder.with_suffix(".log"), "ab") as log:
@@ -73,7 +75,7 @@ class Training:
         return self.process is not None and self.process.poll() is None
 
     def status(self) -> int | None:
-        """Waits for the end of the command."""
+        """Wait for the end of the command and return its exit status."""
         return self.process.wait() if self.process else None
 
     @property
@@ -83,7 +85,7 @@ class Training:
         return False
 
     def lines(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl that have a training loss."""
+        """Return the lines of metrics.jsonl that contain a training loss."""
         return [line for line in read_lines(self.folder / "metrics.jsonl") if "train/loss" in line]
 
     def step(self) -> int:
@@ -96,7 +98,7 @@ class Training:
         return any((self.folder / "checkpoints").glob("step_*/manifest.json"))
 
     def end(self) -> None:
-        """Kills what is left of the command and of the job on all hosts."""
+        """Kill the command and all processes of the job that still run on any host."""
         if self.process and self.is_running:
             os.killpg(self.process.pid, signal.SIGKILL)
         for host in filter(cluster._is_up, cluster.names()):
@@ -104,14 +106,14 @@ class Training:
 
 
 class StepWatch:
-    """Watches a training for new steps: the last one that was logged, and the longest time between two."""
+    """Newest logged step of a training, and the longest time between two steps."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.reached, self.at, self.longest_s = training.step(), time.monotonic(), 0.0
 
     def watch(self, until: float) -> None:
-        """Returns when the command ends, or at `until`, in seconds of time.monotonic."""
+        """Watch until the command ends or time.monotonic() reaches `until`."""
         is_over = False
         while not is_over:
             time.sleep(0.1)
@@ -121,7 +123,7 @@ class StepWatch:
                 self.reached, self.at = step, time.monotonic()
 
 
-# --- Faults: context managers, at whose end the fault is repaired, after the job has continued or ended
+# --- Faults. Each is a context manager that repairs the fault at its end, after the job continued or ended.
 
 
 @contextlib.contextmanager
@@ -132,7 +134,7 @@ def kill_a_rank(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kill_an_agent(_: Training) -> Iterator[None]:
-    """Kills the parent of the ranks: torchrun's agent, or accelerate's."""
+    """Kill the parent of the ranks, which is the agent of torchrun or accelerate."""
     ranks_on(VICTIM)[-1].parent().kill()
     yield
 
@@ -153,7 +155,7 @@ def power_off(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_a_rank(_: Training) -> Iterator[None]:
-    """Suspends a rank, which then neither answers nor ends."""
+    """Suspend a rank, so that it neither answers nor ends."""
     victim = ranks_on(VICTIM)[-1]
     victim.suspend()
     yield
@@ -173,7 +175,7 @@ def fill_the_disk(training: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preempt(_: Training) -> Iterator[None]:
-    """Sends SIGTERM to the host's ranks, as at the end of a spot machine."""
+    """Send SIGTERM to the host's ranks, as when a spot machine is reclaimed."""
     for rank in ranks_on(VICTIM):
         rank.terminate()
     yield
@@ -181,7 +183,7 @@ def preempt(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence_s3(training: Training) -> Iterator[None]:
-    """Suspends the store, which then accepts connections and does not answer."""
+    """Suspend the S3 server, so that it accepts connections but does not answer."""
     store = [p for p in _processes(training.control) if "moto.server" in (p.info["cmdline"] or ())]
     for process in store:
         process.suspend()
@@ -210,28 +212,38 @@ S3_ENV = {
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Runs the drill with the flags of cluster/virtual_cluster.py. Returns 0 if each training survived."""
+    """Run the drill with the flags of cluster/virtual_cluster.py. Return 0 if each training survived."""
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     has_store = any("s3://" in word for word in command)
-    usual = [fault for fault in FAULTS if has_store or fault != "silence-s3"]
-    faults = flags.faults.split(",") if flags.faults else usual
+    default = [fault for fault in FAULTS if has_store or fault != "silence-s3"]
+    faults = flags.faults.split(",") if flags.faults else default
     if unknown := [fault for fault in faults if fault not in FAULTS]:
         raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(FAULTS)}")
     if "silence-s3" in faults and not has_store:
-        raise ValueError("silence-s3: the command has no --s3")
+        raise ValueError("--faults silence-s3 needs a command with --s3")
     if not command:
-        raise ValueError("give the command after --")
-    if flags.hosts < 2 or cluster.STATE.exists():
-        raise ValueError("--hosts: at least 2, and no virtual cluster that is up")
+        raise ValueError("the command is missing. Pass it after --.")
+    if flags.hosts < 2:
+        raise ValueError(f"--hosts {flags.hosts}: must be at least 2")
+    if cluster.STATE.exists():
+        raise ValueError("a virtual cluster is already running. Remove it with `down`.")
     outcomes = drill(command, flags.hosts, flags.slots, flags.folder.resolve(), faults)
     print(table(outcomes))
     return 0 if all(outcome.survived for outcome in outcomes) else 1
 
 
 def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:
-    """Runs the command once undisturbed and once with each fault. ValueError if the first does not finish.
+    """Run the command once undisturbed and once with each fault.
 
-    folder: for the runs. During the drill it is a small disk in memory, which can be filled; it stays.
+    Args:
+        words: Command of the training.
+        hosts: Hosts of the training.
+        slots: Slots per host.
+        folder: Folder for the runs. During the drill it is a small in-memory disk that a fault can fill.
+        faults: Names of the faults.
+
+    Raises:
+        ValueError: The undisturbed run does not finish.
     """
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(
@@ -247,11 +259,11 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
         began = time.monotonic()
         reference.start()
         reference.status()
-        took_s = time.monotonic() - began
+        duration_s = time.monotonic() - began
         if not reference.is_finished:
-            raise ValueError(f"the undisturbed run does not finish: see {reference.folder}.log")
+            raise ValueError(f"the undisturbed run did not finish. See {reference.folder}.log.")
         return [
-            _try(fault, replace(reference, folder=folder / fault, process=None), reference, took_s)
+            _try(fault, replace(reference, folder=folder / fault, process=None), reference, duration_s)
             for fault in faults
         ]
     finally:
@@ -260,9 +272,9 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
 
 
 def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
-    """Starts moto's S3 server with the bucket on the host, and returns its clients' environment.
+    """Start moto's S3 server with the bucket on a host, and return the environment of its clients.
 
-    It needs requirements-dev.txt, and ends with the host.
+    The server needs requirements-dev.txt. It ends with the host.
     """
     address = f"10.77.0.{host.removeprefix('node')}"
     clients = S3_ENV | {"AWS_ENDPOINT_URL": f"http://{address}:5000", "NO_PROXY": address}
@@ -281,8 +293,8 @@ def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
             raise ValueError(f"no S3 server on {host}: {done.stderr.strip().splitlines()[-1]}")
 
 
-def _try(fault: str, training: Training, reference: Training, took_s: float) -> Outcome:
-    """Runs the training with one fault. took_s: time of the undisturbed run."""
+def _try(fault: str, training: Training, reference: Training, duration_s: float) -> Outcome:
+    """Run the training with one fault. duration_s is the time of the undisturbed run."""
     say(fault)
     outcome = Outcome(fault)
     training.start()
@@ -297,7 +309,7 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
         with FAULTS[fault](training):
             steps.watch(until=at + PAUSE_S)
             while training.is_running and training.step() < enough:
-                if time.monotonic() > at + PATIENCE_S + took_s:
+                if time.monotonic() > at + PATIENCE_S + duration_s:
                     outcome.notes = "hangs"
                     return outcome
                 steps.watch(until=time.monotonic() + 1)
@@ -311,16 +323,16 @@ def _try(fault: str, training: Training, reference: Training, took_s: float) -> 
         training.end()
     outcome.pause_s = steps.longest_s
     outcome.lost_steps = _repeated(training.folder.with_suffix(".log").read_text(errors="replace"))
-    ours, theirs = training.losses(), reference.losses()
-    if outcome.survived and set(ours) == set(theirs):
-        outcome.difference = max(abs(ours[step] / theirs[step] - 1) for step in theirs)
+    losses, expected = training.losses(), reference.losses()
+    if outcome.survived and set(losses) == set(expected):
+        outcome.difference = max(abs(losses[step] / expected[step] - 1) for step in expected)
     return outcome
 
 
 def _repeated(log: str) -> int:
-    """Steps that were trained again: those named before the job continued, beyond the one it continued at.
+    """Return the number of repeated steps: the last step before the job resumed, minus its first step then.
 
-    The log knows better than metrics.jsonl, which has a line for many steps.
+    The log is more precise than metrics.jsonl, where a line stands for many steps.
     """
     reached = max(_numbers(r"\bstep ([\d,]+)", log.partition("continuing at")[0]), default=0)
     return max(0, reached - min(_numbers(r"continuing at step ([\d,]+)(?: with|;)", log), default=reached))
@@ -331,13 +343,13 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 
 def ranks_on(host: str) -> list[psutil.Process]:
-    """The training's ranks on the host."""
-    # A rank's children (workers) have its environment. The oldest process is the rank itself.
-    first: dict[int, psutil.Process] = {}
+    """Return the training's ranks on a host."""
+    # A rank's workers inherit its environment. The oldest process is the rank itself.
+    oldest: dict[int, psutil.Process] = {}
     for process in _job_processes(host):
         if "RANK" in process.info["environ"]:
-            first.setdefault(int(process.info["environ"]["RANK"]), process)
-    return [first[rank] for rank in sorted(first)]
+            oldest.setdefault(int(process.info["environ"]["RANK"]), process)
+    return [oldest[rank] for rank in sorted(oldest)]
 
 
 def _job_processes(host: str) -> list[psutil.Process]:
@@ -345,13 +357,13 @@ def _job_processes(host: str) -> list[psutil.Process]:
 
 
 def _processes(host: str) -> list[psutil.Process]:
-    """The host's processes, the oldest first, with `cmdline` and `environ` in their `info`."""
+    """Return a host's processes, the oldest first, with `cmdline` and `environ` in their `info`."""
     pids = cluster.processes(host)
     return [process for process in psutil.process_iter(["cmdline", "environ"]) if process.pid in pids]
 
 
 def _keep(folder: Path) -> None:
-    """Copies the runs from the disk in memory to its mount point, and unmounts it."""
+    """Copy the runs from the in-memory disk to its mount point, and unmount the disk."""
     kept = folder.with_name(f".{folder.name}.kept")
     shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("checkpoints", "filler"))
     subprocess.run(["umount", "--lazy", folder], check=True)
@@ -359,12 +371,12 @@ def _keep(folder: Path) -> None:
     shutil.rmtree(kept)
 
 
-def say(what: str) -> None:
-    print(f"drill: {what}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    print(f"drill: {text}", file=sys.stderr, flush=True)
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Markdown, a row for each fault."""
+    """Return a Markdown table with a row for each fault."""
     head = "| fault | survived | starts | steps repeated | seconds without a new step | losses differ by |"
     rows = [head, "|---|---|---|---|---|---|"]
     for outcome in outcomes:

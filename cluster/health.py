@@ -1,10 +1,12 @@
-"""Checks if the training in this container is alive: prints one line, and exits with status 0 or 1.
+"""Check if the training in this container is alive. Prints one line and exits with status 0 or 1.
 
-    python cluster/health.py --within_s 1800
+    python cluster/health.py
+    python cluster/health.py --within_s 600
 
-It is alive while processes of a train script run, none of them is stopped, and, if the main process is among
-them, its log has got a line within --within_s seconds. A line comes every --log_every steps and at each
-evaluation. Before the first line (start, preparation of data) running processes are enough.
+A training is alive if processes of a train script run and none of them is stopped. If the main process is
+among them, its log must also have received a line within --within_s seconds. The log receives a line every
+--log_every steps and at each evaluation. Before the first line (start, preparation of data), running
+processes are sufficient.
 """
 
 import argparse
@@ -20,33 +22,45 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--within_s", type=float, default=1800, help="how old the log's last line may be")
-    is_alive, about = health(parser.parse_args().within_s)
-    print(about)
+    description, _, epilog = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--within_s",
+        type=float,
+        default=1800,
+        metavar="SECONDS",
+        help="maximum age of the log's last line (default: %(default)s)",
+    )
+    is_alive, message = health(parser.parse_args().within_s)
+    print(message)
     sys.exit(0 if is_alive else 1)
 
 
 def health(within_s: float) -> tuple[bool, str]:
-    """True if the training is alive, and a line about it."""
-    processes = psutil.process_iter(["pid", "cmdline", "status", "open_files"])
-    found = [process.info for process in processes if trains(process.info["cmdline"] or [""])]
-    if not found:
+    """Return True if the training is alive, and a line that says why."""
+    candidates = psutil.process_iter(["pid", "cmdline", "status", "open_files"])
+    processes = [process.info for process in candidates if trains(process.info["cmdline"] or [""])]
+    if not processes:
         return False, "no process of a train script runs"
-    if stopped := next((process["pid"] for process in found if process["status"] in STOPPED), None):
+    if stopped := next((process["pid"] for process in processes if process["status"] in STOPPED), None):
         return False, f"process {stopped} of the training is stopped"
-    files = {Path(file.path) for process in found for file in process["open_files"] or ()}
+    files = {Path(file.path) for process in processes for file in process["open_files"] or ()}
     logs = [file for file in files if file.name == "metrics.jsonl" and file.exists()]
     ages = {log: time.time() - log.stat().st_mtime for log in logs if log.stat().st_size}
     for log, age_s in ages.items():
         if age_s > within_s:
-            return False, f"{log} has got no line for {age_s:.0f} s, more than --within_s {within_s:.0f}"
+            return False, f"{log} received no line for {age_s:.0f} s, longer than --within_s {within_s:.0f}"
     newest = f"; the newest line is {min(ages.values()):.0f} s old" if ages else ""
-    return True, f"processes that train: {len(found)}{newest}"
+    return True, f"training processes: {len(processes)}{newest}"
 
 
 def trains(words: list[str]) -> bool:
-    """True for Python with a script train_*.py: a rank or a worker, but no launcher. words: its command."""
+    """Return True for a rank's or worker's command line: Python with a script train_*.py, not a launcher."""
     script = next((word for word in words[1:] if not word.startswith("-")), "")
     return bool(re.match(r"python[\d.]*$", Path(words[0]).name) and SCRIPT.fullmatch(script))
 

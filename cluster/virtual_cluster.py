@@ -1,4 +1,4 @@
-"""Several virtual hosts on one Linux machine, to rehearse launches and faults: real sshd and interfaces.
+"""Run virtual hosts with real sshd and interfaces on one Linux machine, to rehearse launches and faults.
 
     python cluster/virtual_cluster.py up --hosts 2 --rate 1gbit --delay 2ms
     python cluster/virtual_cluster.py run python launch.py --hostfile /etc/hostfile train_hello.py
@@ -10,16 +10,16 @@
     python cluster/virtual_cluster.py down
     python cluster/virtual_cluster.py drill -- python launch.py --hostfile /etc/hostfile train_hello.py
 
-Each host (node1, node2, ...) is a set of Linux namespaces: it has its own name, interface eth0 (10.77.0.1,
-10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that accepts one key, made by `up`.
-`ssh node2` works on each of them. This machine's cores are divided among the hosts; where there are more
-hosts than cores, several use one. They share its memory, GPUs and files. --private FOLDER gives each host its
-own copy of that folder, as if it were not shared. VIRTUAL_CLUSTER=NAME in the environment makes another
-cluster beside the usual one.
+Each host (node1, node2, ...) is a set of Linux namespaces. It has its own name, interface eth0 (10.77.0.1,
+10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that accepts one key, which `up` creates.
+`ssh node2` works on every host. This machine's cores are divided among the hosts, so several hosts share a
+core if there are more hosts than cores. All hosts share this machine's memory, GPUs and files. --private
+FOLDER gives each host its own copy of a folder. VIRTUAL_CLUSTER=NAME in the environment selects another
+cluster, independent of the default one.
 
-Nothing of this machine is changed: the hosts are on a switch in its own namespace, without a route out.
-`down` kills all their processes and removes everything. It needs root, and Debian's iproute2, nftables and
-openssh-server.
+The machine itself is not changed. The hosts are connected to a switch in a separate namespace, without a
+route to other networks. `down` kills all their processes and removes everything. The command needs root, and
+Debian's iproute2, nftables and openssh-server.
 """
 
 import argparse
@@ -40,29 +40,63 @@ def main() -> None:
     )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("up", help="start the hosts")
-    verb.add_argument("--hosts", type=int, default=2)
-    verb.add_argument("--slots", type=int, default=2, help="per host, for /etc/hostfile on each host")
-    verb.add_argument("--rate", help="limit on each host's outgoing rate, as 1gbit")
-    verb.add_argument("--delay", help="delay of each outgoing packet, as 2ms")
-    verb.add_argument("--loss", type=float, default=0, help="percent of incoming packets that are dropped")
-    verb.add_argument("--private", type=Path, action="append", default=[], metavar="FOLDER")
-    verb = verbs.add_parser("run", help="run a command on a host, in this folder")
-    verb.add_argument("--host", default="node1")
-    verb.add_argument("command", nargs=argparse.REMAINDER)
+    verb.add_argument("--hosts", type=int, default=2, metavar="N", help="number of hosts (default: 2)")
+    verb.add_argument(
+        "--slots", type=int, default=2, metavar="N", help="slots per host in /etc/hostfile (default: 2)"
+    )
+    verb.add_argument("--rate", metavar="RATE", help="limit of each host's outgoing rate, for example 1gbit")
+    verb.add_argument("--delay", metavar="TIME", help="delay of each outgoing packet, for example 2ms")
+    verb.add_argument(
+        "--loss", type=float, default=0, metavar="PERCENT", help="percentage of incoming packets to drop"
+    )
+    verb.add_argument(
+        "--private",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="give each host its own copy of FOLDER (repeatable)",
+    )
+    verb = verbs.add_parser(
+        "run",
+        help="run a command on a host, in the working folder",
+        usage="%(prog)s [--host HOST] [COMMAND ...]",
+    )
+    verb.add_argument("--host", default="node1", metavar="HOST", help="host of the command (default: node1)")
+    verb.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="default: bash")
     for name, action in ACTIONS.items():
-        verb = verbs.add_parser(name, help=action.__doc__.partition("\n")[0])
-        verb.add_argument("host")
-    verbs.add_parser("down", help="kill and remove everything")
-    verb = verbs.add_parser("drill", help="run a command with faults, and show what each costs")
-    verb.add_argument("--hosts", type=int, default=3, help="of the training; an extra one runs the command")
-    verb.add_argument("--slots", type=int, default=1)
-    verb.add_argument("--faults", help="only these, as kill-rank,cut-cable")
-    verb.add_argument("--folder", type=Path, default=Path("runs/drill"), help="for the runs")
-    verb.add_argument("command", nargs=argparse.REMAINDER)
+        summary = (action.__doc__ or "").partition("\n")[0].rstrip(".")
+        verb = verbs.add_parser(name, help=summary[:1].lower() + summary[1:])
+        verb.add_argument("host", metavar="HOST")
+    verbs.add_parser("down", help="kill and remove all hosts")
+    verb = verbs.add_parser(
+        "drill",
+        help="run a command with faults and show the cost of each fault",
+        usage="%(prog)s [flags] -- COMMAND ...",
+    )
+    verb.add_argument(
+        "--hosts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="hosts of the training (default: 3); an extra host runs the command",
+    )
+    verb.add_argument("--slots", type=int, default=1, metavar="N", help="slots per host (default: 1)")
+    verb.add_argument(
+        "--faults", metavar="NAME,...", help="faults to cause, for example kill-rank,cut-cable (default: all)"
+    )
+    verb.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/drill"),
+        metavar="PATH",
+        help="folder for the runs (default: runs/drill)",
+    )
+    verb.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="command that trains")
     flags = parser.parse_args()
     try:
         if os.geteuid() != 0:
-            raise ValueError("hosts are namespaces: this needs root")
+            raise ValueError("hosts are Linux namespaces, which need root. Run this command as root.")
         sys.exit(act(flags))
     except ValueError as error:
         sys.exit(f"error: {error}")
@@ -74,10 +108,10 @@ def act(flags: argparse.Namespace) -> int:
         for name in hosts.names():
             hosts.shape(name, flags.rate, flags.delay)
             hosts.lose(name, flags.loss)
-        print(f"{', '.join(hosts.names())} are up; python {sys.argv[0]} run --host node1 COMMAND")
+        print(f"{', '.join(hosts.names())} are up. Try: python {sys.argv[0]} run --host node1 COMMAND")
     elif flags.verb == "run":
         words = hosts.inside(flags.host, flags.command or ["bash"])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the command, not this process
         return subprocess.run(words).returncode
     elif flags.verb == "down":
         hosts.down()
@@ -90,7 +124,7 @@ def act(flags: argparse.Namespace) -> int:
     return 0
 
 
-# Verbs that take a host
+# Verbs with a host as argument
 ACTIONS = {"cut": hosts.cut, "heal": hosts.heal, "kill": hosts.kill, "revive": hosts.revive}
 
 

@@ -1,6 +1,6 @@
-"""Virtual hosts on one Linux machine: starts them, runs commands on them, and causes faults.
+"""Virtual hosts on one Linux machine: functions that start them, run commands on them and cause faults.
 
-cluster/virtual_cluster.py says what a host is; cluster/drill.py trains on hosts while it causes faults.
+cluster/virtual_cluster.py describes the hosts. cluster/drill.py trains on hosts while it causes faults.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ MaxStartups 100
 Subsystem sftp internal-sftp
 """
 SSH_CONFIG = "IdentityFile /etc/ssh/user\nGlobalKnownHostsFile /etc/ssh/ssh_known_hosts\n"
-# The first process of a host. When it ends, the kernel kills the host's other processes. $1: host's folder.
+# Script of a host's first process, with the host's folder as $1. When this process ends, the kernel kills the
+# host's other processes.
 INIT = """
 set -e
 folder=$1
@@ -60,12 +61,19 @@ done
 
 
 def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0) -> None:
-    """Starts the hosts. The hostfile names all but the last `spare` ones."""
+    """Start the hosts.
+
+    Args:
+        hosts: Number of hosts.
+        slots: Slots per host in the hostfile.
+        private: Folders of which each host gets its own copy.
+        spare: Number of hosts at the end that the hostfile does not name.
+    """
     if STATE.exists():
-        raise ValueError(f"there is a virtual cluster already ({STATE}): `down` removes it")
+        raise ValueError(f"a virtual cluster is already running ({STATE}). Remove it with `down`.")
     if missing := [program for program in NEEDS if not shutil.which(program, path=PATH)]:
         packages = " ".join(sorted({NEEDS[program] for program in missing}))
-        raise ValueError(f"missing: {', '.join(missing)}. apt-get install {packages}")
+        raise ValueError(f"missing programs: {', '.join(missing)}. Run apt-get install {packages}.")
     if not 1 <= hosts <= 250:
         raise ValueError(f"--hosts {hosts}: must be from 1 to 250")
     STATE.mkdir(parents=True, mode=0o700)
@@ -77,7 +85,7 @@ def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0)
 
 
 def down() -> None:
-    """Kills all processes of all hosts, and removes their namespaces and files."""
+    """Kill all processes of all hosts, and remove their namespaces and files."""
     for name in names():
         with contextlib.suppress(ValueError):
             kill(name)
@@ -91,30 +99,30 @@ def names() -> list[str]:
 
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
-    """The command line that runs a command on a host, in the given folder or the working folder."""
+    """Return the command line that runs a command on a host, in the given folder or the working folder."""
     init = _init(host)
     target = [*_on_its_cores(host), "nsenter", f"--target={init}", "-m", "-u", "-i", "-n", "-p"]
-    # Not nsenter's --wd, which would take the folder outside of the host, without its --private copy.
+    # nsenter's --wd would enter the folder outside the host, not the host's --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
     return [*target, "sh", "-c", f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"]
 
 
 def cut(host: str) -> None:
-    """Disconnects the host's network; its processes continue."""
+    """Disconnect a host's network, while its processes continue."""
     _init(host)
     _ip(SWITCH, "link set", f"to-{host}", "down")
 
 
 def heal(host: str) -> None:
-    """Connects the host again after cut()."""
+    """Reconnect a host's network after a cut."""
     _init(host)
     _ip(SWITCH, "link set", f"to-{host}", "up")
-    for name in names():  # else failed look-ups of its address would still cause "No route to host"
+    for name in names():  # otherwise, failed lookups of its address would still cause "No route to host"
         _ip(_namespace(name), "neigh flush all")
 
 
 def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
-    """Limits the host's outgoing rate and adds a delay, in tc's units: `1gbit`, `2ms`. None: no limit."""
+    """Limit a host's outgoing rate and add a delay, in tc's units: `1gbit`, `2ms`. None removes the limit."""
     _init(host)
     tc = ["tc", "-n", _namespace(host), "qdisc"]
     subprocess.run([*tc, "del", "dev", "eth0", "root"], capture_output=True)
@@ -122,13 +130,13 @@ def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
         try:
             _run(*tc, *f"add dev eth0 root netem delay {delay} {f'rate {rate}' if rate else ''}".split())
         except ValueError as error:
-            raise ValueError(f"--delay needs the kernel's sch_netem ({error})") from None
+            raise ValueError(f"--delay needs the kernel module sch_netem ({error})") from None
     elif rate:
         _run(*tc, *f"add dev eth0 root tbf rate {rate} burst 256kb latency 50ms".split())
 
 
 def lose(host: str, percent: float) -> None:
-    """Drops a random share of the packets to the host, without netem, which not every kernel has."""
+    """Drop a random share of the packets to a host. Does not need netem, which some kernels lack."""
     rules = "table inet lossy\ndelete table inet lossy\n"
     if percent:
         chance = f"numgen random mod 10000 < {round(percent * 100)}"
@@ -138,22 +146,22 @@ def lose(host: str, percent: float) -> None:
 
 
 def processes(host: str) -> set[int]:
-    """The pids, as this machine numbers them, of all processes of the host but the first one."""
+    """Return this machine's pids of all processes of a host except the first process."""
     init = _init(host)
-    own = os.readlink(f"/proc/{init}/ns/pid")
-    found = set()
+    namespace = os.readlink(f"/proc/{init}/ns/pid")
+    pids = set()
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended just now
-            if os.readlink(path / "ns" / "pid") == own and int(path.name) != init:
-                found.add(int(path.name))
-    return found
+        with contextlib.suppress(OSError):  # the process has just ended
+            if os.readlink(path / "ns" / "pid") == namespace and int(path.name) != init:
+                pids.add(int(path.name))
+    return pids
 
 
 def stop_sshd(host: str) -> None:
-    """Stops the host's sshd; open connections stay."""
+    """Stop a host's sshd. Open connections stay open."""
     (STATE / host / "no_sshd").touch()
     for process in processes(host):
-        with contextlib.suppress(OSError):  # of a connection that ended just now
+        with contextlib.suppress(OSError):  # the process of a connection that has just ended
             if "[listener]" in Path(f"/proc/{process}/cmdline").read_text():
                 os.kill(process, signal.SIGTERM)
 
@@ -164,7 +172,7 @@ def start_sshd(host: str) -> None:
 
 
 def kill(host: str) -> None:
-    """Kills all processes of the host at once, like a power failure."""
+    """Kill all processes of a host at once, like a power failure."""
     init = _init(host)
     os.kill(init, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -173,50 +181,52 @@ def kill(host: str) -> None:
 
 
 def revive(host: str) -> None:
-    """Starts the host again after kill(), with its address and its --private files."""
+    """Restart a host after a kill, with the same address and --private files."""
     if host not in names():
-        raise ValueError(f"no host {host}; there are {', '.join(names()) or 'none'}")
+        raise ValueError(f"there is no host {host}. Hosts: {', '.join(names()) or 'none'}.")
     if _is_up(host):
-        raise ValueError(f"{host} is up already")
+        raise ValueError(f"{host} is already up")
     (STATE / host / "up").unlink()
     _wait_for(host, _start(host))
 
 
 def _make(hosts: int, slots: int, private: list[Path], spare: int) -> None:
     _keygen(STATE / "user")
-    everyone = {f"node{n}": f"10.77.0.{n}" for n in range(1, hosts + 1)}
+    addresses = {f"node{n}": f"10.77.0.{n}" for n in range(1, hosts + 1)}
     _run("ip", "netns", "add", SWITCH)
     _ip(SWITCH, "link add br0 type bridge")
     _ip(SWITCH, "link set br0 up")
-    for name in everyone:
+    for name in addresses:
         (STATE / name).mkdir()
         _keygen(STATE / name / "host_key")
     shares = max(1, hosts - spare)
-    for number, (name, address) in enumerate(everyone.items()):
-        _write_files(name, everyone, slots, private, spare)
+    for number, (name, address) in enumerate(addresses.items()):
+        _write_files(name, addresses, slots, private, spare)
         (STATE / name / "cores").write_text(_share_of_cores(number % shares, shares))
         _plug_in(name, address)
-    for name, process in [(name, _start(name)) for name in everyone]:
+    for name, process in [(name, _start(name)) for name in addresses]:
         _wait_for(name, process)
 
 
 def _share_of_cores(number: int, shares: int) -> str:
-    """The cores of one host of so many, of those that this process may use, in taskset's form."""
+    """Return a host's share of the cores that this process may use, in taskset's format."""
     cores = sorted(os.sched_getaffinity(0))
     return ",".join(map(str, cores[number % len(cores) :: shares]))
 
 
-def _write_files(name: str, everyone: dict[str, str], slots: int, private: list[Path], spare: int) -> None:
+def _write_files(name: str, addresses: dict[str, str], slots: int, private: list[Path], spare: int) -> None:
     folder = STATE / name
     (folder / "ssh").mkdir()
-    known = (f"{n},{a} {(STATE / n / 'host_key.pub').read_text()}" for n, a in everyone.items())
+    known = (f"{n},{a} {(STATE / n / 'host_key.pub').read_text()}" for n, a in addresses.items())
     files = {
         "name": name,
         "hostname": name + "\n",
-        # As Debian's installer does: on the host its own name is a loopback address.
+        # A host's own name is a loopback address, as with Debian's installer.
         "hosts": f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
-        + "".join(f"{address} {other}\n" for other, address in everyone.items() if other != name),
-        "hostfile": "".join(f"{other} slots={slots}\n" for other in list(everyone)[: len(everyone) - spare]),
+        + "".join(f"{address} {other}\n" for other, address in addresses.items() if other != name),
+        "hostfile": "".join(
+            f"{other} slots={slots}\n" for other in list(addresses)[: len(addresses) - spare]
+        ),
         "private_folders": "".join(f"{folder}\n" for folder in private),
         "ssh/sshd_config": SSHD_CONFIG,
         "ssh/ssh_config": SSH_CONFIG,
@@ -239,9 +249,9 @@ def _plug_in(name: str, address: str) -> None:
 
 
 def _on_its_cores(host: str) -> list[str]:
-    """The words before a command that keep it, and its number of threads, on the host's cores.
+    """Return the prefix that restricts a command, and its number of threads, to the host's cores.
 
-    A small ViT on 4 hosts and 2 cores takes 0.07 s a step, 1.5 without them.
+    A step of a small ViT on 4 hosts and 2 cores takes 0.07 s with this prefix and 1.5 s without it.
     """
     return ["taskset", "--cpu-list", (STATE / host / "cores").read_text()]
 
@@ -260,7 +270,7 @@ def _wait_for(name: str, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 20
     while not (STATE / name / "up").exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise ValueError(f"{name} does not start: {(STATE / name / 'init.log').read_text().strip()}")
+            raise ValueError(f"{name} did not start: {(STATE / name / 'init.log').read_text().strip()}")
         time.sleep(0.02)
     _wait_for_sshd(name)
 
@@ -275,18 +285,19 @@ def _wait_for_sshd(host: str) -> None:
 
 
 def _init(host: str) -> int:
-    """The pid of the host's first process, as this machine numbers it."""
+    """Return this machine's pid of a host's first process."""
     if not _is_up(host):
-        there = ", ".join(filter(_is_up, names())) or "none: `up` starts them"
-        raise ValueError(f"no host {host} is up; there are {there}")
+        running = ", ".join(filter(_is_up, names()))
+        remedy = f"Running hosts: {running}." if running else "No host runs. Start hosts with `up`."
+        raise ValueError(f"{host} is not up. {remedy}")
     return _first_child(host)
 
 
 def _is_up(host: str) -> bool:
-    """True if the recorded pid still is this host's first process, as pids are reused."""
+    """Return True if the recorded pid is still the host's first process. Pids can be reused."""
     try:
-        own = os.stat(f"/run/netns/{_namespace(host)}").st_ino
-        return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == own
+        network = os.stat(f"/run/netns/{_namespace(host)}").st_ino
+        return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == network
     except (OSError, IndexError, ValueError):
         return False
 

@@ -112,11 +112,11 @@ def test_a_slow_and_a_delayed_cable(cluster):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--host", "node9", "true"], "no host node9 is up; there are node1, node2, node3, node4"),
-        (["cut", "node9"], "no host node9 is up"),
-        (["revive", "node9"], "no host node9"),
-        (["revive", "node2"], "node2 is up"),
-        (["up"], "there is a virtual cluster already"),
+        (["run", "--host", "node9", "true"], "node9 is not up. Running hosts: node1, node2, node3, node4"),
+        (["cut", "node9"], "node9 is not up"),
+        (["revive", "node9"], "there is no host node9"),
+        (["revive", "node2"], "node2 is already up"),
+        (["up"], "a virtual cluster is already running"),
     ],
 )
 def test_a_mistake_is_one_line(words, message, cluster):
@@ -130,7 +130,10 @@ def test_root_is_needed(cluster_tools):
     words = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", *may_read]
     words += [sys.executable, "-m", "cluster.virtual_cluster", "down"]
     completed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert (completed.returncode, completed.stderr) == (1, "error: hosts are namespaces: this needs root\n")
+    assert (completed.returncode, completed.stderr) == (
+        1,
+        "error: hosts are Linux namespaces, which need root. Run this command as root.\n",
+    )
 
 
 def test_down_leaves_nothing(cluster_tools):
