@@ -1,15 +1,17 @@
-"""How long a save holds up a step of ViT-B/32 with AdamW, beside accelerator.save_state.
+"""Measure how long a checkpoint blocks training, compared with `accelerator.save_state`.
 
     python -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves --resume
 
-Ours holds it up for the copy of what a process has, save_state for everything, though it does not wait for
-the disk. A barrier precedes and follows each save, so the slowest process counts. The ten steps after a save,
-beside which it is gathered and written, are compared with ten quiet ones before it. Memory is the peak of the
-resident set meanwhile, on the main process and on the largest of the others. --resume, after a run without
-it, measures the time from the start of the process to the first step after its checkpoint. Results:
-docs/resuming.md.
+The model is ViT-B/32 with AdamW by default. onecurve blocks a step while each process copies its state.
+save_state blocks it for the whole save, although it does not wait for the disk. A barrier precedes and
+follows each save, so the slowest process determines the time.
+
+During the ten steps after a save, the checkpoint is gathered and written. They are compared with ten steps
+before the save. Memory is the peak resident set during these steps, of the main process and of the largest
+other process. --resume needs an earlier run without it, and measures the time from the start of the process
+to the first step after that run's checkpoint. Results are in docs/resuming.md.
 """
 
 import argparse
@@ -38,21 +40,30 @@ from onecurve.numerics.order import reseed
 from onecurve.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
 
-STEPS = 10  # that follow a save
+STEPS = 10  # steps after a save
 
 
 def main() -> None:
     parser = benchmark_parser(__doc__, rounds=5)
-    parser.add_argument("--model", default="vit_base_patch32_224")
-    parser.add_argument("--per_device_batch_size", type=int, default=4)
-    parser.add_argument("--mixed_precision")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "checkpoint_saves")
-    parser.add_argument("--resume", action="store_true", help="time a resume from what an earlier run left")
+    add = parser.add_argument
+    add("--model", default="vit_base_patch32_224", metavar="NAME", help="timm model (default: %(default)s)")
+    add("--per_device_batch_size", type=int, default=4, metavar="N", help="images per process (default: 4)")
+    add("--mixed_precision", metavar="NAME", help="no, fp16 or bf16 (default: the script's)")
+    add(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "checkpoint_saves",
+        metavar="PATH",
+        help="folder for checkpoints (default: %(default)s)",
+    )
+    add("--resume", action="store_true", help="time a resume from the checkpoint of an earlier run")
     flags = parser.parse_args()
     Benchmark(flags).resume() if flags.resume else Benchmark(flags).save()
 
 
 class Benchmark:
+    """A model in training, whose saves or resume are timed."""
+
     def __init__(self, flags: argparse.Namespace):
         self.flags, size = flags, flags.per_device_batch_size
         recipe = Vit(
@@ -82,7 +93,7 @@ class Benchmark:
         self.steps += 1
 
     def timed(self, work: Callable[[], None]) -> float:
-        """Seconds, from all processes ready to all processes done."""
+        """Return the seconds of `work`, from when all processes are ready until all are done."""
         self.wait()
         began = time.perf_counter()
         work()
@@ -99,8 +110,8 @@ class Benchmark:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").touch()
-        about = {"recipe": {}, "classes": []}
-        saver = Saver(self.training, folder if self.is_main else None, about)
+        facts = {"recipe": {}, "classes": []}
+        saver = Saver(self.training, folder if self.is_main else None, facts)
         saves: list[dict[str, Any]] = []
 
         def ours() -> float:
@@ -110,20 +121,21 @@ class Benchmark:
             seconds = self.timed(lambda: saver.save(self.steps, state, None))
             ended: list[float] = []
             saver.running[-1].add_done_callback(lambda _: ended.append(time.perf_counter()))
-            beside_s, beside_gb = self.ten_steps(saver)
+            saving_s, saving_gb = self.ten_steps(saver)
             if saver.problem:
                 raise ValueError(saver.problem)
-            sizes = gather_object([sum(one.buffer.nbytes for one in self.training.snapshots.values())])
+            snapshots = self.training.snapshots.values()
+            sizes = gather_object([sum(snapshot.buffer.nbytes for snapshot in snapshots)])
             saves.append(
                 {
                     "held_up_s_per_gb": seconds / (sizes[0] / 1e9),
                     "committed_after_s": ended[0] - began,
-                    "ten_next_over_quiet_steps": beside_s / quiet_s,
+                    "ten_next_over_quiet_steps": saving_s / quiet_s,
                     "quiet_step_s": quiet_s / STEPS,
                 }
                 | _main_and_other("snapshot_gb", [size / 1e9 for size in sizes])
                 | _main_and_other("quiet_memory_gb", quiet_gb)
-                | _main_and_other("memory_gb", beside_gb)
+                | _main_and_other("memory_gb", saving_gb)
             )
             return seconds
 
@@ -137,14 +149,14 @@ class Benchmark:
         arms = {"save_state": save_state, "ours": ours}
         rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # the first is a warm-up
         if self.is_main:
-            place = f"{strategy(self.accelerator)} x {self.accelerator.num_processes}"
+            processes = f"{strategy(self.accelerator)} x {self.accelerator.num_processes}"
             report(
                 rounds,
                 "s held up",
                 "save_state",
                 self.flags.json,
-                where=f"{self.flags.model}, {place}, {device_name(self.accelerator)}",
-                **{key: round(statistics.median(one[key] for one in saves[1:]), 3) for key in saves[0]},
+                where=f"{self.flags.model}, {processes}, {device_name(self.accelerator)}",
+                **{key: round(statistics.median(save[key] for save in saves[1:]), 3) for key in saves[0]},
                 saves=saves[1:],
             )
 
@@ -153,8 +165,8 @@ class Benchmark:
             self.step()
 
     def ten_steps(self, saver: Saver | None = None) -> tuple[float, list[float]]:
-        """Seconds of ten steps, and the peak memory of each process in GB until the saver has ended."""
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        """Return the seconds of ten steps, and each process's peak memory in GB until the save is over."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         seconds = self.timed(self.take_steps)
         if saver:
             saver.wait()
@@ -163,23 +175,22 @@ class Benchmark:
         return seconds, gather_object([int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9])
 
     def resume(self) -> None:
-        found = newest(self.flags.folder / "checkpoints") if self.is_main else None
+        checkpoint = newest(self.flags.folder / "checkpoints") if self.is_main else None
         if self.is_main:
-            if found is None:
+            if checkpoint is None:
                 raise ValueError(
-                    f"--folder {self.flags.folder} has no checkpoint: run without --resume first"
+                    f"--folder {self.flags.folder} contains no checkpoint. Run without --resume first."
                 )
-            self.training.check(found)
-        # The state has the optimizer's scalars, but nothing of a run.
-        scalars = json.loads((found.folder / STATE_FILE).read_text()) if found else None
-        self.training.restore(found, broadcast_object_list([scalars])[0])
+            self.training.check(checkpoint)
+        # The state contains the optimizer's scalars, but nothing about a run.
+        scalars = json.loads((checkpoint.folder / STATE_FILE).read_text()) if checkpoint else None
+        self.training.restore(checkpoint, broadcast_object_list([scalars])[0])
         self.step()
         self.wait()
-        if found:
-            since_s = time.time() - psutil.Process().create_time()
-            print(
-                f"from the start of the process to the first step after {found.folder.name}: {since_s:.1f} s"
-            )
+        if checkpoint:
+            seconds = time.time() - psutil.Process().create_time()
+            name = checkpoint.folder.name
+            print(f"from the start of the process to the first step after {name}: {seconds:.1f} s")
 
 
 def _main_and_other(name: str, by_rank: list[float]) -> dict[str, float]:

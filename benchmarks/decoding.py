@@ -1,13 +1,14 @@
-"""Decoding and cropping of photographs, beside the usual code with PIL and torchvision, on one thread.
+"""Compare decoding and cropping of photographs with PIL and torchvision, on one thread.
 
     python -m benchmarks.decoding --images FOLDER
+    python -m benchmarks.decoding --images FOLDER --size 160 --limit 100
 
-PIL:  Image.open, RandomResizedCrop, ToTensor, Normalize: float32 [3, S, S].
-ours: onecurve/data/decode.py and crops.py, as in a worker of the training: uint8 [S, S, 3]. Flips and
-      normalisation come later, on the device, on whole batches.
+PIL    Image.open, RandomResizedCrop, ToTensor, Normalize. Returns float32 [3, S, S].
+ours   onecurve/data/decode.py and crops.py, as in a worker of a training. Returns uint8 [S, S, 3]. Flips and
+       normalisation follow on the device, for whole batches.
 
-Both on the same files in memory: the originals, and resized as prep_imagenet.py --resize 256 does it. Images
-a second of processor time. Results: benchmarks/README.md.
+Both arms read the same files from memory: the originals, and files resized like prep_imagenet.py --resize
+256. The unit is images per second of processor time. Results are in benchmarks/README.md.
 """
 
 import io
@@ -36,14 +37,15 @@ SHORT_SIDE, QUALITY = 256, 90
 
 def main() -> int:
     parser = benchmark_parser(__doc__, rounds=9)
-    parser.add_argument("--images", type=Path, required=True, help="folder, searched with all below it")
-    parser.add_argument("--size", type=int, default=224, help="edge of a crop in pixels")
-    parser.add_argument("--limit", type=int, default=500, help="use the first so many files")
+    add = parser.add_argument
+    add("--images", type=Path, required=True, metavar="PATH", help="folder, searched recursively")
+    add("--size", type=int, default=224, metavar="N", help="edge of a crop in pixels (default: 224)")
+    add("--limit", type=int, default=500, metavar="N", help="maximum number of files (default: 500)")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     files = sorted(path for path in flags.images.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise ValueError(f"--images {flags.images}: holds no file that ends in {', '.join(SUFFIXES)}")
+        raise ValueError(f"--images {flags.images}: contains no file that ends in {', '.join(SUFFIXES)}")
     originals = [path.read_bytes() for path in files[: flags.limit]]
     small = [smaller(data, SHORT_SIDE, QUALITY) or data for data in originals]
     augment = transforms.Compose(
@@ -60,8 +62,8 @@ def main() -> int:
             augment(Image.open(io.BytesIO(data)).convert("RGB"))
 
     def by_ours(files: list[bytes], interpolation: str = "bilinear") -> None:
-        for data, own in zip(files, draws, strict=True):
-            random_resized_crop(decode_image(data), flags.size, own, interpolation)
+        for data, draw in zip(files, draws, strict=True):
+            random_resized_crop(decode_image(data), flags.size, draw, interpolation)
 
     by_ours_bicubic = partial(by_ours, interpolation="bicubic")
 
@@ -79,7 +81,7 @@ def main() -> int:
         "ours, resized, bicubic": lambda: speed(by_ours_bicubic, small),
     }
     for arm in arms.values():
-        arm()  # a warm-up
+        arm()  # warm-up
     report(in_turn(arms, flags.rounds), "images/s", "PIL, originals", flags.json, files=len(originals))
     return 0
 

@@ -1,17 +1,19 @@
-"""Proves or disproves, on the GPUs at hand, what this project says of GPUs: a table in ten minutes.
+"""Check the project's claims about GPUs on this machine's GPUs, and write a table in ten minutes.
 
     python -m benchmarks.gpu_suite --out gpu --data /data/cifar10
     python -m benchmarks.gpu_suite --out gpu --only strategies,throughput
     python -m benchmarks.gpu_suite --out gpu --only thorough --budget_s 1200
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
-The sections of benchmarks/gpu/ run one after the other, the most telling first, until a deadline: they share
---budget_s by weight, and what one leaves is for those after it. It begins with a smoke test, without which
-nothing else is tried. What measures or trains is a process of its own, with all variants of a case. Checks,
-which measure no time, run several at once where cores and memory allow. `thorough`, which only --only runs,
-has what was found right once. In --out table.md and rows.json are written anew after each row,
-and failures.log has the whole output of each failed one. A row that fails does not end the others. --dry_run
-does all of it small on the CPU, and leaves out what would show there nothing else.
+The sections of benchmarks/gpu/ run one after another until a deadline, the most informative first. They share
+--budget_s by weight, and time that a section does not use goes to the sections after it. The suite begins
+with a smoke test and ends if that fails. Each measurement or training runs in a separate process with all
+variants of its case. Checks that measure no time run in parallel if cores and memory permit. Section
+`thorough` repeats checks that have passed before and runs only with --only.
+
+After each row, the suite rewrites table.md and rows.json in --out. failures.log contains the whole output of
+each failed row. A failed row does not end the other rows. --dry_run runs small versions of all rows on the
+CPU, except rows that would only repeat another row there.
 """
 
 import argparse
@@ -38,9 +40,9 @@ from onecurve.system.files import write_text
 from onecurve.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
-# Section -> its rows' function, and its weight in the budget, in order of what it tells for its time. Weights
-# are seconds on one H200, by the rows there; estimates for ceilings, attention, scripts, strategies,
-# determinism, snapshots, memory and inputs.
+# Function that returns a section's rows, and the section's weight in the budget. Sections are sorted by how
+# much they tell for their time. Weights are seconds, measured on one H200. They are estimates for ceilings,
+# attention, scripts, strategies, determinism, snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
@@ -58,19 +60,19 @@ SECTIONS = {
     "thorough": (lambda: speed.thorough() | checks.thorough() | device.thorough(), 600),
 }
 SEVERAL_GPUS = ("scaling", "several")
-AT_ONCE = ("scripts", "strategies", "determinism", "several")  # they measure no time
+AT_ONCE = ("scripts", "strategies", "determinism", "several")  # sections that measure no time
 BUDGET_S = 560
-COMMAND_S = 150  # with this budget a command that takes longer hangs
-DRY_RUN_S = 900  # a section may take so long on a CPU
-CHECK_CORES, CHECK_GIB = 2, 16  # processor cores and GPU memory for each of several checks at once
+COMMAND_S = 150  # timeout of a command with the default budget
+DRY_RUN_S = 900  # timeout of a section on a CPU
+CHECK_CORES, CHECK_GIB = 2, 16  # processor cores and GPU memory per parallel check
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    if flags.dry_run:  # one thread: with more a single process rounds otherwise than each of several
+    if flags.dry_run:  # with more than one thread, one process would round differently than several processes
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     elif not torch.cuda.is_available():
-        raise ValueError("there is no GPU that torch can use: --dry_run does all of it small on the CPU")
+        raise ValueError("torch can't use a GPU on this machine. Pass --dry_run for small rows on the CPU.")
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "failures.log").unlink(missing_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -83,7 +85,7 @@ def main() -> int:
             suite.run()
         except KeyboardInterrupt:
             suite.write("interrupted")
-            print(f"interrupted: {flags.out / 'table.md'} has what was measured", flush=True)
+            print(f"interrupted. Completed rows are in {flags.out / 'table.md'}.", flush=True)
             return 130
     print(f"{len(suite.rows)} rows, {suite.failed} failed: {flags.out / 'table.md'}")
     return int(suite.failed > 0)
@@ -92,24 +94,40 @@ def main() -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "python -m benchmarks.gpu_suite --out FOLDER [flags]")
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="where table.md and rows.json go")
-    add("--scratch", type=Path, help="for runs, until they are read (default: a temporary folder)")
-    add("--budget_s", type=float, default=BUDGET_S, help="for all sections (default: 560)")
-    add("--only", default="", help=f"of the sections {', '.join(SECTIONS)}")
-    add("--gpus", type=int, help="GPUs to use (default: all)")
-    add("--data", default="synthetic", help="CIFAR-10, or other images of 32 pixels")
-    add("--dry_run", action="store_true", help="all of it small, on the CPU")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for table.md and rows.json")
+    add(
+        "--scratch",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for runs, which are removed after use (default: a temporary folder)",
+    )
+    add(
+        "--budget_s",
+        type=float,
+        default=BUDGET_S,
+        metavar="SECONDS",
+        help="time for all sections (default: 560)",
+    )
+    add("--only", default="", metavar="NAME,...", help=f"sections to run, from {', '.join(SECTIONS)}")
+    add("--gpus", type=int, metavar="N", help="number of GPUs to use (default: all)")
+    add(
+        "--data",
+        default="synthetic",
+        metavar="DATA",
+        help="CIFAR-10 or other images of 32 pixels (default: synthetic)",
+    )
+    add("--dry_run", action="store_true", help="run small versions of all rows on the CPU")
     flags = parser.parse_args(argv)
     flags.only = [name for name in flags.only.split(",") if name]
     if unknown := [name for name in flags.only if name not in SECTIONS]:
-        raise ValueError(f"--only {unknown[0]}: choose of {', '.join(SECTIONS)}")
+        raise ValueError(f"--only {unknown[0]}: choose among {', '.join(SECTIONS)}")
     if not flags.dry_run and flags.gpus is None:
         flags.gpus = torch.cuda.device_count()
     return flags
 
 
 class Suite:
-    """Runs the sections as child processes, and keeps the table."""
+    """Runner of the sections, with the table of their rows."""
 
     def __init__(self, flags: argparse.Namespace, scratch: Path):
         self.flags, self.scratch = flags, scratch
@@ -136,6 +154,7 @@ class Suite:
                 return
 
     def usual(self) -> list[str]:
+        """Return the sections that run without --only."""
         absent = {"thorough", *(SEVERAL_GPUS if not self.flags.dry_run and self.flags.gpus < 2 else ())}
         return [name for name in SECTIONS if name not in absent]
 
@@ -151,16 +170,16 @@ class Suite:
                 for row in rows:
                     self.add(name, row)
         finally:
-            while left := running_descendants():
-                kill(left)
-                psutil.wait_procs(left, timeout=1)
+            while remaining := running_descendants():
+                kill(remaining)
+                psutil.wait_procs(remaining, timeout=1)
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, section: str, row: dict[str, Any]) -> None:
         self.rows.append({"section": section, **row})
         names = ("section", "row", "value", "unit", "verdict", "note", "seconds")
-        said = [str(self.rows[-1].get(name, "")) for name in names]
-        print(" ".join(filter(None, said)), flush=True)
+        cells = [str(self.rows[-1].get(name, "")) for name in names]
+        print(" ".join(filter(None, cells)), flush=True)
         self.write()
 
     def write(self, remark: str = "") -> None:
@@ -168,7 +187,7 @@ class Suite:
         write_text(out / "rows.json", json.dumps(self.rows, indent=1) + "\n")
         columns = ("section", "row", "value", "unit", "expected", "verdict", "note", "seconds")
         parts = [table(columns, [[row.get(column) for column in columns] for row in self.rows])]
-        for row in self.rows:  # the dearest kernels of each case
+        for row in self.rows:  # the most expensive kernels of each case
             if cells := [(name, f"{ms:.3f}", f"{n:g}") for name, ms, n in row.get("kernels", ())]:
                 parts += [row["row"] + ":", table(("kernel", "ms a step", "a step"), cells)]
         write_text(out / "table.md", "\n\n".join([*parts, *([remark] if remark else [])]) + "\n")
@@ -180,7 +199,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def checks_at_once(dry_run: bool) -> int:
-    """Number of rows that may run at the same time when they measure no time."""
+    """Return the number of rows without time measurements that may run in parallel."""
     cores = len(os.sched_getaffinity(0))
     if dry_run:
         return min(2, cores)

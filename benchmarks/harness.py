@@ -1,4 +1,4 @@
-"""What the benchmarks share: arms that take turns, medians and ratios of the rounds, and a table of them."""
+"""Shared parts of the benchmarks: arms that take turns, medians and ratios of their rounds, and a table."""
 
 import argparse
 import contextlib
@@ -22,21 +22,25 @@ from torch import Tensor
 from onecurve.system.cli import command_parser
 from onecurve.system.env import rank
 
-if TYPE_CHECKING:  # what trains is imported by train_watched alone
+if TYPE_CHECKING:  # only train_watched imports the code that trains
     from onecurve.numerics.order import Steps
     from onecurve.run.run import Run
 
-Rounds = list[dict[str, float]]  # each arm's number, by round
+Rounds = list[dict[str, float]]  # one dict per round, with each arm's number
 
 
-def benchmark_parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    parser = command_parser(doc)
-    parser.add_argument("--rounds", type=positive, default=rounds, help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers of all rounds there")
+def benchmark_parser(doc: str | None, rounds: int, usage: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the flags that all benchmarks share. `rounds` is the default number of rounds."""
+    parser = command_parser(doc, usage)
+    parser.add_argument(
+        "--rounds", type=positive, default=rounds, metavar="N", help="number of rounds (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers of all rounds to a file")
     return parser
 
 
 def positive(text: str) -> int:
+    """Return a flag's value as an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -44,31 +48,34 @@ def positive(text: str) -> int:
 
 
 def in_turn(arms: dict[str, Callable[[], float]], rounds: int) -> Rounds:
-    """Runs all arms in each round, every second one in reverse: each arm is as often early as late."""
-    found = []
+    """Run all arms in each round. Every second round reverses the order, so that no arm is always first."""
+    results = []
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
         numbers = {name: arms[name]() for name in order}
-        found.append({name: numbers[name] for name in arms})
+        results.append({name: numbers[name] for name in arms})
         if rank() == 0:
-            words = (f"{name} {value:,.5g}" for name, value in found[-1].items())
+            words = (f"{name} {value:,.5g}" for name, value in results[-1].items())
             print(f"round {number + 1} of {rounds}: {', '.join(words)}", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
 def ratios(rounds: Rounds, base: str) -> dict[str, list[float]]:
-    """Each arm's number divided by the base's of the same round, which the same other work has disturbed."""
-    return {name: [found[name] / found[base] for found in rounds] for name in rounds[0]}
+    """Return each arm's number relative to the base's number of the same round.
+
+    Other work on the machine disturbs all arms of a round alike, so ratios vary less than numbers.
+    """
+    return {name: [numbers[name] / numbers[base] for numbers in rounds] for name in rounds[0]}
 
 
 def report(rounds: Rounds, unit: str, base: str, file: Path | None = None, **facts: Any) -> None:
-    """Prints medians and ratios to the base, and writes them to the file with every round."""
+    """Print medians and ratios to the base, and write them with all rounds to a file."""
     table = Table("arm", title=f"Medians of {len(rounds)} rounds", title_justify="left")
     for column in (unit, f"of {base}", "least", "most"):
         table.add_column(column, justify="right")
     by_arm = ratios(rounds, base)
     for name, values in by_arm.items():
-        median = statistics.median(found[name] for found in rounds)
+        median = statistics.median(numbers[name] for numbers in rounds)
         cells = (statistics.median(values), min(values), max(values))
         table.add_row(name, f"{median:,.5g}", *(f"{value:.2f}" for value in cells))
     Console(width=None if sys.stdout.isatty() else 110).print(table)
@@ -85,7 +92,7 @@ def wait_for_device() -> None:
 
 
 class Enough(Exception):
-    """Raised by on_step of train_watched: the training ends there, and another one may follow."""
+    """Exception that on_step of train_watched raises to end the training. Another training may follow."""
 
 
 def train_watched(
@@ -94,9 +101,13 @@ def train_watched(
     on_step: "Callable[[Run], None]",
     is_resident: Callable[[], bool] = lambda: False,
 ) -> None:
-    """The script's main(), without evaluations, that calls on_step after each optimizer step, until Enough.
+    """Run a script's main() without evaluations and with its output discarded, until on_step raises Enough.
 
-    While is_resident() is true it trains on the same batch: no data, no augmentation. What it prints is lost.
+    Args:
+        script: The script's module.
+        words: The script's flags.
+        on_step: Called after each optimizer step.
+        is_resident: While it returns True, the script trains on the same batch without augmentation.
     """
 
     from accelerate.state import AcceleratorState, GradientState
@@ -109,12 +120,12 @@ def train_watched(
     class WatchedRun(Run):
         def begin(self, *words: Any, **named: Any) -> "Steps":
             steps = super().begin(*words, **named)
-            self.ranks.steps = replace(steps, per_epoch=sys.maxsize)  # no evaluation and no line at its end
+            self.ranks.steps = replace(steps, per_epoch=sys.maxsize)  # no evaluation at the end of an epoch
             return steps
 
-        def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool | None:
+        def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> bool | None:
             if not isinstance(error, Enough):
-                return super().__exit__(kind, error, trace)  # type: ignore[func-returns-value]
+                return super().__exit__(error_type, error, trace)  # type: ignore[func-returns-value]
             if self.feeding:
                 self.feeding.close()
             self.ranks.exchange.telemetry.stop()

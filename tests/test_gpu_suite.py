@@ -176,7 +176,7 @@ def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
 def test_without_a_gpu_it_says_what_to_do():
     status, output = Job([*SUITE[:-1], "--out", ROOT / "nowhere"]).wait(60)
     assert status == 1
-    assert "error: there is no GPU that torch can use: --dry_run does" in output
+    assert "error: torch can't use a GPU on this machine. Pass --dry_run" in output
     assert not (ROOT / "nowhere").exists()
 
 

@@ -129,7 +129,7 @@ class ElasticJob(Launcher):
         while not self.signals:
             self._connect_missing()
             ready, waited_s = self._ready(), time.monotonic() - begin
-            awaited = [host for host in self.hosts if host.name not in self.away and not self._leaves(host)]
+            awaited = [h for h in self.hosts if h.name not in self.away and not self._leaves(h)]
             chosen = self._choose(ready) if time.monotonic() > self.fenced_at else None
             if chosen and (len(ready) >= len(awaited) or waited_s > patience_s):
                 return chosen
