@@ -44,7 +44,7 @@ STEPS = 10  # steps after a save
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, rounds=5)
+    parser = benchmark_parser(__doc__, 5, "python -m benchmarks.checkpoint_saves [flags]")
     add = parser.add_argument
     add("--model", default="vit_base_patch32_224", metavar="NAME", help="timm model (default: %(default)s)")
     add("--per_device_batch_size", type=int, default=4, metavar="N", help="images per process (default: 4)")

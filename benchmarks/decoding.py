@@ -36,7 +36,7 @@ SHORT_SIDE, QUALITY = 256, 90
 
 
 def main() -> int:
-    parser = benchmark_parser(__doc__, rounds=9)
+    parser = benchmark_parser(__doc__, 9, "python -m benchmarks.decoding --images PATH [flags]")
     add = parser.add_argument
     add("--images", type=Path, required=True, metavar="PATH", help="folder, searched recursively")
     add("--size", type=int, default=224, metavar="N", help="edge of a crop in pixels (default: 224)")

@@ -353,7 +353,7 @@ def means(values: list[float]) -> tuple[range, list[float]]:
 
 
 def main() -> int:
-    parser = command_parser(__doc__)
+    parser = command_parser(__doc__, "python -m benchmarks.elastic_drill [flags]")
     add = parser.add_argument
     add("--scripts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS), help="models to train (default: all)")
     add(

@@ -1,13 +1,13 @@
-"""Memory of a training step: as plan.py traces it without a device, and as torch's allocator has it.
+"""Compare the memory of a training step that plan.py traces with the memory that torch's allocator measures.
 
     python -m benchmarks.plan_memory
     python -m benchmarks.plan_memory --models vit_s --configs fsdp_2gpu,zero2_2gpu
 
-Each model trains four steps on two CPU processes under each config. Rank 0 records torch's allocator; the
-largest sum after an operator in a step is its measured peak of live tensors (`live`), and the least of the
-last three steps counts. Beside it stand the largest sum at all, with what kernels allocate for themselves,
-and the resident memory, with Python and torch's code. The exit status is 1 if traced and live differ by more
-than 3 percent. Its table stands in docs/performance.md.
+Each model trains four steps on two CPU processes under each config, and rank 0 records torch's allocator. A
+step's peak of live tensors (`live`) is the largest sum after an operator. The smallest peak of the last three
+steps is used. The table also contains the largest sum at any time, which includes temporary memory of
+kernels, and the resident memory, which includes Python and torch's code. The exit status is 1 if traced and
+live memory differ by more than 3 percent. docs/performance.md contains the table.
 """
 
 import bisect
@@ -49,9 +49,12 @@ FLAGS += ["--max_val_images=2", "--checkpoint_every=1000", "--mixed_precision=no
 
 
 def main() -> int:
-    parser = command_parser(__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--configs", default=",".join(CONFIGS))
+    parser = command_parser(__doc__, "python -m benchmarks.plan_memory [flags]")
+    models, configs = ",".join(MODELS), ",".join(CONFIGS)
+    parser.add_argument("--models", default=models, metavar="NAME,...", help="models (default: %(default)s)")
+    parser.add_argument(
+        "--configs", default=configs, metavar="NAME,...", help="accelerate configs (default: %(default)s)"
+    )
     flags = parser.parse_args()
     print("| model | config | traced, MiB | live, MiB | difference | with kernels', MiB | resident, MiB |")
     print("|---|---|---|---|---|---|---|", flush=True)
@@ -59,11 +62,11 @@ def main() -> int:
     for model, config in itertools.product(flags.models.split(","), flags.configs.split(",")):
         processes = 1 if config == "single_gpu" else 2
         file, words = f"accelerate_configs/{config}.yaml", [*MODELS[model], *FLAGS]
-        traced, found = _traced(file, processes, words), _measured(file, processes, words)
-        difference = 100 * (traced / found["live"] - 1)
+        traced, measured = _traced(file, processes, words), _measured(file, processes, words)
+        difference = 100 * (traced / measured["live"] - 1)
         worst = max(worst, abs(difference))
-        sizes = (traced, found["live"], found["allocated"], found["resident"])
-        size, live, peak, resident = (f"{each / 2**20:,.0f}" for each in sizes)
+        sizes = (traced, measured["live"], measured["allocated"], measured["resident"])
+        size, live, peak, resident = (f"{number / 2**20:,.0f}" for number in sizes)
         cells = (model, config, size, live, f"{difference:+.1f} %", peak, resident)
         print(f"| {' | '.join(cells)} |", flush=True)
     return int(worst > BOUND_PCT)
@@ -78,17 +81,17 @@ def _traced(config_file: str, processes: int, words: list[str]) -> int:
 
 
 def trace_over_gloo() -> None:
-    """Lets collectives allocate what gloo's do beside their results. NCCL's allocate no tensors."""
+    """Make collectives allocate the same temporary tensors as gloo's. NCCL's collectives allocate none."""
     from tools.plan import trace
 
     gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
     def all_gather_into_tensor(output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        torch.empty_like(output_tensor)  # it gathers there, and copies
+        torch.empty_like(output_tensor)  # gloo gathers into this buffer and copies it
         return gather(output_tensor, *args, **kwargs)
 
     def reduce_scatter_tensor(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return reduce(output, input.clone(), *args, **kwargs)  # it reduces a copy on each process
+        return reduce(output, input.clone(), *args, **kwargs)  # gloo reduces a copy on each process
 
     dist.all_gather_into_tensor = all_gather_into_tensor
     dist.reduce_scatter_tensor = reduce_scatter_tensor
@@ -97,12 +100,12 @@ def trace_over_gloo() -> None:
 
 def _measured(config_file: str, processes: int, words: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
-        found = Path(scratch) / "found.json"
+        result = Path(scratch) / "result.json"
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
         launcher += ["--num_processes", processes, "--main_process_port", 0]
-        launcher += ["-m", "benchmarks.plan_memory", "--of", found]
+        launcher += ["-m", "benchmarks.plan_memory", "--of", result]
         _output([*launcher, *words, f"--output_dir={scratch}/run"])
-        return json.loads(found.read_text())
+        return json.loads(result.read_text())
 
 
 def _output(words: list[Any]) -> str:
@@ -113,16 +116,16 @@ def _output(words: list[Any]) -> str:
     return done.stdout
 
 
-def measure(to: Path, words: list[str]) -> None:
-    """Trains in this process of a job; the main one writes its least peak of a step, in bytes."""
+def measure(file: Path, words: list[str]) -> None:
+    """Train in this process of a job. The main process writes the smallest peak of a step, in bytes."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.run.run import Run
 
     count_all_threads()
-    # The buffers of a checkpoint are the host's memory, also where a GPU trains.
+    # A checkpoint's buffers are host memory, even if a GPU trains.
     TrainingState.allocate = lambda *_: None  # type: ignore[method-assign]
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    marks_ns: list[int] = []  # when each step ended
+    marks_ns: list[int] = []  # end of each step
 
     def on_step(run: Run) -> None:
         marks_ns.append(time.time_ns())
@@ -131,12 +134,12 @@ def measure(to: Path, words: list[str]) -> None:
         if rank() == 0:
             recorded.stop()
             tree = recorded.profiler.kineto_results.experimental_event_tree()
-            found = least_peaks(tree, marks_ns)
-            found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            write_json(to, found)
-        while not to.exists():
+            peaks = least_peaks(tree, marks_ns)
+            peaks["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            write_json(file, peaks)
+        while not file.exists():
             time.sleep(0.05)
-        os._exit(0)  # without an evaluation, a checkpoint and a report
+        os._exit(0)  # skips the evaluation, the checkpoint and the report
 
     if rank() == 0:
         recorded.start()
@@ -144,22 +147,25 @@ def measure(to: Path, words: list[str]) -> None:
 
 
 def count_all_threads() -> None:
-    """Lets torch's CPU allocator keep the sum of all threads.
+    """Make torch's CPU allocator count the memory of all threads.
 
-    The profiler turns that on in its own thread alone. Without the others it takes a tensor that gloo's
-    thread is the last to release for one that lives on.
+    The profiler enables this only in its own thread. Without the other threads, a tensor that gloo's thread
+    releases last would count as live.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def least_peaks(roots: list[Any], marks_ns: list[int]) -> dict[str, int]:
-    """The least of the steps' peaks, in bytes: after an operator (`live`), and at all (`allocated`).
+    """Return the smallest peak of a step, in bytes: after an operator (`live`) and at any time (`allocated`).
 
-    roots: the profiler's events. marks_ns: when the first step began, and when each one ended. The steps'
-    peaks are the same but for gloo's threads, which release what they sent a moment after it was waited for.
+    Peaks differ between steps because gloo's threads release sent tensors shortly after the wait for them.
+
+    Args:
+        roots: The profiler's events.
+        marks_ns: Start of the first step, and end of each step.
     """
-    sums: list[tuple[int, bool, int]] = []  # a time; if an operator ends there; the allocator's sum, if not
+    sums: list[tuple[int, bool, int]] = []  # time; True at an operator's end; otherwise the allocator's sum
     waiting = [(root, False) for root in roots]
     while waiting:
         event, is_inside = waiting.pop()
@@ -170,8 +176,8 @@ def least_peaks(roots: list[Any], marks_ns: list[int]) -> dict[str, int]:
             sums.append((event.end_time_ns, True, 0))
         waiting += [(child, is_inside or is_operator) for child in event.children]
     total, live, allocated = 0, [0] * len(marks_ns), [0] * len(marks_ns)
-    for at_ns, is_end, sum_there in sorted(sums):
-        total = total if is_end else sum_there
+    for at_ns, is_end, allocator_sum in sorted(sums):
+        total = total if is_end else allocator_sum
         step = bisect.bisect(marks_ns, at_ns)
         if 0 < step < len(marks_ns):
             allocated[step] = max(allocated[step], total)

@@ -1,10 +1,10 @@
-"""Planned throughput of three models under DDP on 1 to 8 GPUs, with and without graphs of the step.
+"""Plan the throughput of three models under DDP on 1 to 8 GPUs, with and without CUDA graphs.
 
     python -m benchmarks.plan_scaling
     python -m benchmarks.plan_scaling --scripts train_cnn_a.py --gpu "NVIDIA A100-SXM4-40GB"
 
-Nothing is measured: each number is plan.py's estimate. The batch is 512 images in all, or 512 per GPU. The
-table is in docs/performance.md.
+Nothing is measured. Each number is an estimate by plan.py. The batch is 512 images in total, or 512 per GPU.
+docs/performance.md contains the table.
 """
 
 import itertools
@@ -23,9 +23,10 @@ HEAD = ["script", "batch", "graph", *map(str, ON_ONE_HOST), *(f"2 x 4, {name}" f
 
 
 def main() -> int:
-    parser = command_parser(__doc__)
-    parser.add_argument("--scripts", default=",".join(SCRIPTS))
-    parser.add_argument("--gpu", default="NVIDIA H200")
+    parser = command_parser(__doc__, "python -m benchmarks.plan_scaling [flags]")
+    add, scripts = parser.add_argument, ",".join(SCRIPTS)
+    add("--scripts", default=scripts, metavar="PATH,...", help="train scripts (default: %(default)s)")
+    add("--gpu", default="NVIDIA H200", metavar="NAME", help="device of devices.yaml (default: %(default)s)")
     flags = parser.parse_args()
     print(line(HEAD), line(["---"] * len(HEAD)), sep="\n", flush=True)
     for script, is_total in itertools.product(flags.scripts.split(","), (True, False)):
@@ -46,7 +47,7 @@ def speeds(script: str, is_total: bool, gpu: str) -> Iterator[tuple[float, float
         plan = planning(script, BATCH if is_total else BATCH * gpus, 1, gpus, gpu)
         candidate = plan.traced("ddp" if gpus > 1 else "single")
         yield speed(plan, candidate)
-    hosts = cluster_of(2, 4, gpu, None)  # the trace is that of 8 GPUs of a host
+    hosts = cluster_of(2, 4, gpu, None)  # the trace of 8 GPUs in one host is also valid here
     for gb_s in NETWORKS_GB_S.values():
         plan.cluster = replace(hosts, network_gb_s=gb_s)
         yield speed(plan, candidate)
@@ -59,11 +60,11 @@ def planning(script: str, batch_size: int, hosts: int, gpus: int, gpu: str) -> P
 
 def speed(plan: Planning, candidate: Candidate) -> tuple[float, float]:
     """Return images/s without and with a graph."""
-    found = []
+    speeds = []
     for graph in (False, None):
         plan.recipe = replace(plan.recipe, step_graph=graph)
-        found.append(plan.line(*candidate).images_per_s or 0.0)
-    return found[0], found[1]
+        speeds.append(plan.line(*candidate).images_per_s or 0.0)
+    return speeds[0], speeds[1]
 
 
 if __name__ == "__main__":

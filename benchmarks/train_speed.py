@@ -1,6 +1,4 @@
-"""Training speed of a script, beside the tutorials' way, a batch that is ready, or other flags.
-
-Results and machines: benchmarks/README.md.
+"""Compare a script's training speed with a tutorial's loop, with a resident batch, or with other flags.
 
     python -m benchmarks.train_speed train_cnn_a.py --batch_size 512
     python -m benchmarks.train_speed train_cnn_b.py
@@ -8,16 +6,18 @@ Results and machines: benchmarks/README.md.
     python -m benchmarks.train_speed --arms ready --vary "--telemetry_s 0.02" train_cnn_a.py
     python -m benchmarks.train_speed --processes 2 --arms ready --vary=--deterministic train_cnn_b.py
 
-In each round each arm is a process of its own, or --processes under DDP, one after the other: it trains a
-block of --steps, after some steps that do not count. All flags behind the script are its own, in all arms.
+In each round, the arms run one after another. Each arm is one new process, or --processes processes under
+DDP. It trains a block of --steps after some steps that are not measured. Flags after the script apply to all
+arms.
 
-tutorial  Accelerate's basic loop: PIL images, torchvision's transforms in --workers of a DataLoader, float32,
-          contiguous, `.item()` each step; all else is the script's. For train_cnn_*.py
-ours      the script's main(), without evaluations and telemetry
-ready     the same on one batch that stays on the device: no data, no augmentation
---vary    one more arm like `ready`, with these flags in addition
+tutorial  Accelerate's basic loop for train_cnn_*.py: PIL images, torchvision's transforms in the --workers of
+a
+          DataLoader, float32, contiguous, and `.item()` in each step. Everything else is the script's.
+ours      The script's main(), without evaluations and telemetry.
+ready     The same on one batch that stays on the device, without data and augmentation.
+--vary    Another arm like `ready`, with additional flags.
 
-On a GPU benchmarks/peers.py measures two of these arms.
+On a GPU, benchmarks/peers.py measures two of these arms. Results and machines are in benchmarks/README.md.
 """
 
 import json
@@ -52,16 +52,16 @@ from onecurve.system.env import rank, world_size
 from onecurve.system.processes import kill, running_descendants
 
 ARMS = ("tutorial", "ours", "ready")
-STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # of a block, some seconds on a CPU
-LEAD_IN = 5  # steps before each block: more than the 4 batches that the tutorial's workers make ahead
+STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # steps of a block, which takes some seconds on a CPU
+LEAD_IN = 5  # unmeasured steps before each block; the tutorial's workers prefetch 4 batches
 
-Stopwatch = Generator[None, tuple[int, str], None]  # receives each step's images, and facts
+Stopwatch = Generator[None, tuple[int, str], None]  # receives the images and facts of each step
 
 
 def stopwatch(steps: int) -> Stopwatch:
-    """Times so many steps after LEAD_IN, prints what they took as JSON, and ends the process.
+    """Time a number of steps after LEAD_IN, print the result as JSON, and end the process.
 
-    Of several processes the first one prints, and counts its own time for each.
+    With several processes, the first one prints, and its CPU time counts for each process.
     """
     output = sys.stdout
     for _ in range(LEAD_IN):
@@ -81,12 +81,12 @@ def stopwatch(steps: int) -> Stopwatch:
 
 
 def used_s() -> float:
-    """Seconds of all cores that this process and its workers have used."""
+    """Return the CPU seconds that this process and its workers have used."""
     return sum(sum(process.cpu_times()[:2]) for process in (psutil.Process(), *running_descendants()))
 
 
 class TutorialImages(Dataset):
-    """torchvision's way with CIFAR10: decoded arrays in memory, each made a PIL image for the transforms."""
+    """Images like torchvision's CIFAR10: arrays in memory that become PIL images for the transforms."""
 
     def __init__(self, split: ArraySplit, transform: Callable):
         self.data, self.targets, self.transform = np.array(split.images), split.labels.tolist(), transform
@@ -99,20 +99,21 @@ class TutorialImages(Dataset):
 
 
 def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
+    """Train the script's model with the loop of Accelerate's tutorial."""
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
     recipe = recipe_of(script, words)
     cache = Path(recipe.cache_dir or "~/.cache/train-images").expanduser()
     images, size = open_images(prepare_data(recipe.data, cache)), recipe.image_size
     if not isinstance(images.train, ArraySplit) or images.train.size != (size, size):
-        raise ValueError(f"--data {recipe.data}: needs images of {size} pixels that fit in memory")
+        raise ValueError(f"--data {recipe.data}: the tutorial needs images of {size} pixels in memory")
     steps = [RandomCrop(size, padding=size // 8), *([RandomHorizontalFlip()] if images.train.mirror else [])]
     augment = Compose([*steps, ToTensor(), Normalize(script.MEAN, script.STD)])
     fork: Any = dict(num_workers=recipe.workers, multiprocessing_context="fork")
     train: Any = DataLoader(TutorialImages(images.train, augment), recipe.batch_size, shuffle=True, **fork)
     torch.manual_seed(recipe.seed)
     net = script.build_model(recipe, len(images.classes))
-    for block in getattr(net, "blocks", ()):  # the usual order: the same function and weights
+    for block in getattr(net, "blocks", ()):  # a tutorial's order of layers, which computes the same
         block[1], block[2] = block[2], block[1]
     accelerator = Accelerator()
     net, optimizer, train = accelerator.prepare(net, script.build_optimizer(net, recipe), train)
@@ -131,7 +132,7 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
 
 
 def work(arm: str, steps: int, file: str, words: list[str]) -> int:
-    """Runs an arm in this process, for one block of steps."""
+    """Run an arm in this process for one block of steps."""
     script, watch = load_script(Path(file).resolve()), stopwatch(steps)
     next(watch)
 
@@ -147,7 +148,13 @@ def work(arm: str, steps: int, file: str, words: list[str]) -> int:
 
 
 class Arm:
-    """An arm, whose blocks are processes. cpu_s, images: of all of them."""
+    """An arm, which runs each block in new processes.
+
+    Attributes:
+        cpu_s: CPU seconds of all blocks.
+        images: Images of all blocks.
+        facts: Device and batch of the last block.
+    """
 
     def __init__(self, processes: int, *words: str):
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -155,41 +162,56 @@ class Arm:
         self.cpu_s, self.images, self.facts = 0.0, 0, ""
 
     def block(self) -> float:
-        """Images a second of one block."""
+        """Run one block and return its images/s."""
         with tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, *self.words, "--output_dir", f"{folder}/run"]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            raise ValueError(f"an arm ended with status {done.returncode}")
-        found = json.loads(done.stdout.splitlines()[-1])
-        self.cpu_s, self.images = self.cpu_s + found["cpu_s"], self.images + found["images"]
-        self.facts = found["facts"]
-        return found["images"] / found["seconds"]
+            raise ValueError(f"an arm ended with exit status {done.returncode}. See its output above.")
+        result = json.loads(done.stdout.splitlines()[-1])
+        self.cpu_s, self.images = self.cpu_s + result["cpu_s"], self.images + result["images"]
+        self.facts = result["facts"]
+        return result["images"] / result["seconds"]
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--as"]:  # a process of an arm
         return work(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
-    parser = benchmark_parser(__doc__, rounds=5)
-    parser.add_argument("--arms", default=",".join(ARMS), help="(default: %(default)s)")
-    parser.add_argument("--vary", action="append", default=[], metavar="FLAGS", help="also with these flags")
-    parser.add_argument("--steps", type=positive, help="optimizer steps of a block")
-    parser.add_argument("--processes", type=positive, default=1, help="of ours and ready, under DDP")
-    own, words = split_at_script(sys.argv[1:])
-    flags = parser.parse_args(own)
+    usage = "python -m benchmarks.train_speed [flags] SCRIPT [SCRIPT_FLAGS ...]"
+    parser = benchmark_parser(__doc__, rounds=5, usage=usage)
+    add, default = parser.add_argument, ",".join(ARMS)
+    add("--arms", default=default, metavar="NAME,...", help="arms to compare (default: %(default)s)")
+    add(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="add an arm like `ready` with these flags (repeatable)",
+    )
+    add("--steps", type=positive, metavar="N", help="optimizer steps of a block (default: by script)")
+    add(
+        "--processes",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes of `ours` and `ready`, under DDP (default: 1)",
+    )
+    arguments, words = split_at_script(sys.argv[1:])
+    flags = parser.parse_args(arguments)
     if not words:
-        parser.error("name a script: train_cnn_a.py")
+        parser.error("the script is missing. Name one, for example train_cnn_a.py.")
     file, *words = words
-    parse(recipe_class(load_script(Path(file).resolve())), words)  # a mistake ends it here
+    parse(recipe_class(load_script(Path(file).resolve())), words)  # exits if a flag of the script is wrong
     if flags.processes > 1 and "tutorial" in flags.arms:
-        parser.error("the tutorial has one process: give --arms ready")
+        parser.error("--processes: the tutorial runs in one process. Pass --arms ready.")
     if unknown := set(names := flags.arms.split(",")) - {*ARMS}:
-        parser.error(f"--arms {unknown.pop()}: choose of {', '.join(ARMS)}")
+        parser.error(f"--arms {unknown.pop()}: choose among {', '.join(ARMS)}")
     steps = str(flags.steps or STEPS.get(Path(file).stem, 10))
     words += ["--epochs", "100000", "--checkpoint_every", "1000000000", "--log_every", "1000000000"]
     words += ["--telemetry_s", "0", "--trackers", "none"]
     arms = {name: Arm(flags.processes, name, steps, file, *words) for name in names}
-    arms |= {more: Arm(flags.processes, "ready", steps, file, *words, *more.split()) for more in flags.vary}
+    for extra in flags.vary:
+        arms[extra] = Arm(flags.processes, "ready", steps, file, *words, *extra.split())
     rounds = in_turn({name: arm.block for name, arm in arms.items()}, flags.rounds)
     us = {name: round(1e6 * arm.cpu_s / arm.images) for name, arm in arms.items()}
     facts = f"{arms[names[-1]].facts}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -1,8 +1,9 @@
-"""Attention of a ViT's layer, forward and backward: the project's kernel beside torch's, with their errors.
+"""Comparison of the project's attention kernel with torch's backends: time and error, forward and backward.
 
     python -m benchmarks.gpu_suite --out gpu --only attention
 
-What is expected is what one H200 had (docs/gpu.md), the kernel's times by a prototype, where it was measured.
+Expected values were measured on one H200 (docs/gpu.md). The kernel's expected time was measured with a
+prototype.
 """
 
 import statistics
@@ -19,21 +20,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.rows import Result, check
 from onecurve.models.attention import has_kernel, plain_attention
 
-REPEATED = 10  # layers in a CUDA graph
+REPEATED = 10  # attention layers in a CUDA graph
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-AS_EXACT = 1.5  # the kernel's error beside float64 may be so many times flash's
+AS_EXACT = 1.5  # largest error of the kernel against float64, relative to flash's error
 
 
 class Shape(NamedTuple):
+    """Shape of an attention layer's inputs."""
+
     samples: int
     tokens: int
     heads: int
-    size: int = 64
-    expected: dict[str, float] = {}  # noqa: RUF012  # ms of each arm
+    size: int = 64  # of a head
+    expected: dict[str, float] = {}  # noqa: RUF012  # milliseconds by arm
 
 
 SHAPES = {
@@ -46,47 +49,47 @@ SHAPES = {
     ),
     "256 tokens": Shape(256, 256, 6),
 }
-TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]  # of forward: rows, keys, warps
-TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]
+TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]  # forward: rows, keys, warps
+TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]  # backward
 
 Arm = Callable[[Tensor], Tensor]
 
 
 def attention(device: torch.device) -> dict[str, Result]:
-    """Milliseconds of each arm and shape, and whether the kernel is as exact as flash."""
-    found = {}
+    """Measure the milliseconds of each arm and shape, and check that the kernel is as exact as flash."""
+    results = {}
     for name, shape in shapes(device):
         errors = {}
         for arm, run in arms(device).items():
             inputs = inputs_of(shape, device)
             ms, errors[arm] = milliseconds(run, *inputs), error(run, *inputs)
-            note = f"error {errors[arm]:.1e}, bytes alone {shape_ms(shape):.3f} ms on an H200"
-            found[f"{name}, {arm}"] = Result(round(ms, 4), "ms", shape.expected.get(arm, ""), note=note)
+            note = f"error {errors[arm]:.1e}, memory traffic alone {shape_ms(shape):.3f} ms on an H200"
+            results[f"{name}, {arm}"] = Result(round(ms, 4), "ms", shape.expected.get(arm, ""), note=note)
         if "kernel" in errors:
             least = errors.get("flash", errors.get("plain twin", 0.0))
             is_exact = errors["kernel"] <= AS_EXACT * least
             promised = f"at most {AS_EXACT} x {least:.1e}"
-            found[f"{name}, error"] = check(is_exact, f"{errors['kernel']:.1e}", "", promised)
-    return found
+            results[f"{name}, error"] = check(is_exact, f"{errors['kernel']:.1e}", "", promised)
+    return results
 
 
 def tiles(device: torch.device) -> dict[str, Result]:
-    """Milliseconds of the kernel with other tiles than onecurve/models/attention_kernels.py has."""
+    """Measure the kernel with other tiles than the defaults in onecurve/models/attention_kernels.py."""
     from onecurve.models import attention_kernels as kernels
 
-    found, usual = {}, (kernels.FORWARD, kernels.BACKWARD)
-    pairs = [(kernels.Tiles(*tile), usual[1]) for tile in TILES]
-    pairs += [(usual[0], kernels.Tiles(*tile)) for tile in TILES_BACK]
+    results, defaults = {}, (kernels.FORWARD, kernels.BACKWARD)
+    pairs = [(kernels.Tiles(*tile), defaults[1]) for tile in TILES]
+    pairs += [(defaults[0], kernels.Tiles(*tile)) for tile in TILES_BACK]
     for name, shape in shapes(device):
         for pair in pairs if shape.tokens > kernels.WHOLE else ():
             kernels.FORWARD, kernels.BACKWARD = pair
             cell = f"{name}, forward {tuple(pair[0])}, backward {tuple(pair[1])}"
             try:
-                found[cell] = Result(round(milliseconds(kernel, *inputs_of(shape, device)), 4), "ms")
-            except Exception as problem:  # too much shared memory, as one of Triton's errors
-                found[cell] = Result(note=f"{type(problem).__name__}: {str(problem)[:100]}")
-    kernels.FORWARD, kernels.BACKWARD = usual
-    return found
+                results[cell] = Result(round(milliseconds(kernel, *inputs_of(shape, device)), 4), "ms")
+            except Exception as error:  # Triton raises several types for too much shared memory
+                results[cell] = Result(note=f"{type(error).__name__}: {str(error)[:100]}")
+    kernels.FORWARD, kernels.BACKWARD = defaults
+    return results
 
 
 def shapes(device: torch.device) -> Iterator[tuple[str, Shape]]:
@@ -95,43 +98,43 @@ def shapes(device: torch.device) -> Iterator[tuple[str, Shape]]:
 
 
 def arms(device: torch.device) -> dict[str, Arm]:
-    found: dict[str, Arm] = {"plain twin": plain_attention}
+    by_name: dict[str, Arm] = {"plain twin": plain_attention}
     if device.type == "cuda":
-        found = {name: partial(torchs, backend) for name, backend in BACKENDS.items()}
+        by_name = {name: partial(torch_attention, backend) for name, backend in BACKENDS.items()}
     if has_kernel(device, "bf16"):
         import onecurve.models.attention_kernels  # noqa: F401
 
-        found = {"kernel": kernel} | found
-    return found
+        by_name = {"kernel": kernel} | by_name
+    return by_name
 
 
 def kernel(qkv: Tensor) -> Tensor:
     return torch.ops.onecurve.short_attention(qkv)[0]
 
 
-def torchs(backend: SDPBackend, qkv: Tensor) -> Tensor:
+def torch_attention(backend: SDPBackend, qkv: Tensor) -> Tensor:
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
 def inputs_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """qkv, [B, N, 3, H, D], and the gradient of the outputs, [B, N, H, D]."""
+    """Return random qkv, [B, N, 3, H, D], and a random gradient of the outputs, [B, N, H, D]."""
     samples, tokens, heads, size, _ = shape
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     return draw(samples, tokens, 3, heads, size).requires_grad_(), draw(samples, tokens, heads, size)
 
 
 def shape_ms(shape: Shape) -> float:
-    """Return the time of the bytes at 4.2 TB/s.
+    """Return the milliseconds of the memory traffic at 4.2 TB/s.
 
-    qkv is read twice, its gradient and the outputs are written, the outputs and their gradient are read.
+    qkv is read twice, its gradient and the outputs are written, and the outputs and their gradient are read.
     """
     return 1e3 * 12 * 2 * shape.samples * shape.tokens * shape.heads * shape.size / 4.2e12
 
 
 def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Return the time of forward and backward, one of REPEATED in a CUDA graph; on a CPU that of a call."""
+    """Return the time of one forward and backward: of REPEATED in a CUDA graph, or of one call on a CPU."""
 
     def layers() -> None:
         for _ in range(REPEATED if qkv.is_cuda else 1):
@@ -160,11 +163,11 @@ def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
 
 
 def error(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """The larger relative error of outputs and gradients beside float64, of the first 8 samples."""
+    """Return the larger relative error of outputs and gradients against float64, for the first 8 samples."""
     few, few_gradient = qkv[:8].detach().requires_grad_(), gradient[:8]
     exact = few.detach().double().requires_grad_()
     out, precise = run(few), plain_attention(exact)
     (grad,) = torch.autograd.grad(out, few, few_gradient)
     (precise_grad,) = torch.autograd.grad(precise, exact, few_gradient.double())
     pairs = [(out, precise), (grad, precise_grad)]
-    return max(((one.double() - other).norm() / other.norm()).item() for one, other in pairs)
+    return max(((value.double() - exact).norm() / exact.norm()).item() for value, exact in pairs)

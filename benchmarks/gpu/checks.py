@@ -1,4 +1,4 @@
-"""Checks of one GPU: every script, with telemetry and memory; bits; and what happens out of memory."""
+"""Checks on one GPU: all scripts with telemetry and memory, deterministic bits, and running out of memory."""
 
 import contextlib
 import importlib.util
@@ -18,13 +18,14 @@ from onecurve.system.files import read_lines
 
 CNNS = ("train_cnn_a", "train_cnn_b")
 SCRIPTS = (*CNNS, "train_vit")
-# Flags of runs of 20 steps; the smoke test has train_cnn_a.
+# Flags and scripts of runs of 20 steps. The smoke test runs train_cnn_a.
 FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     (): ("train_cnn_b", "train_vit"),
     ("--grad_checkpointing",): ("train_vit",),
     ("--compile", "default"): SCRIPTS,
 }
-# Found right once, or slow. CUDA graphs of --compile are for the CNNs: a ViT's blocks refuse them.
+# Flags that have passed before or are slow. --compile uses CUDA graphs only for CNNs, as a ViT's blocks
+# refuse them.
 REPEATED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--mixed_precision", "fp16"): SCRIPTS,
     ("--compile", "reduce-overhead"): CNNS,
@@ -34,7 +35,7 @@ DRY = ("train_cnn_a --mixed_precision fp16", "train_cnn_a --compile default", "t
 
 
 def smoke() -> dict[str, Row]:
-    """What must work before anything else is worth its time. Its process loads CUDA's libraries first."""
+    """Return the row that must pass before all others run. It is the first to load CUDA's libraries."""
     return {"a few steps": row(runs, "train_cnn_a")}
 
 
@@ -43,12 +44,12 @@ def scripts() -> dict[str, Row]:
 
 
 def with_flags(table: dict[tuple[str, ...], tuple[str, ...]]) -> dict[str, Row]:
-    found = [" ".join((script, *flags)) for flags, names in table.items() for script in names]
-    return {name: (row if name in DRY else on_gpu)(runs, *name.split()) for name in found}
+    names = [" ".join((script, *flags)) for flags, scripts in table.items() for script in scripts]
+    return {name: (row if name in DRY else on_gpu)(runs, *name.split()) for name in names}
 
 
 def thorough() -> dict[str, Row]:
-    fp32 = ("--deterministic", "--mixed_precision", "no")  # attention has another kernel
+    fp32 = ("--deterministic", "--mixed_precision", "no")  # attention uses another kernel in fp32
     return with_flags(REPEATED) | {
         "train_hello, waits": hello_waits,
         "train_vit, twice, --deterministic, fp32": on_gpu(twice, "train_vit", *fp32),
@@ -67,9 +68,10 @@ def hello_waits(setting: Setting) -> Result:
     return no_waits(json.loads(rows.succeeds(setting, words))[0]["waits"])
 
 
-def no_waits(found: dict[str, Any]) -> Result:
-    places = ", ".join(f"{place} {count}" for place, count in found["places"].items())
-    return check(not found["waits"], found["waits"], "a step", 0, places)
+def no_waits(watch: dict[str, Any]) -> Result:
+    """Check that a step does not wait for the GPU, from the result of the probe's watch `waits`."""
+    lines = ", ".join(f"{line} {count}" for line, count in watch["places"].items())
+    return check(not watch["waits"], watch["waits"], "a step", 0, lines)
 
 
 def runs(setting: Setting, script: str, *flags: Any) -> Result:
@@ -79,17 +81,17 @@ def runs(setting: Setting, script: str, *flags: Any) -> Result:
 
 @rows.once
 def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
-    """Train the script with each set of flags that the section has for it, all in one process."""
+    """Train the script with each of the section's sets of flags, in one process. Return the run folders."""
     table = REPEATED if setting.folder.name == "thorough" else FLAGS
-    wanted = [flags for flags, scripts in table.items() if script in scripts]
+    flag_sets = [flags for flags, scripts in table.items() if script in scripts]
     if setting.dry_run:
-        wanted = [flags for flags in wanted if " ".join((script, *flags)) in DRY]
+        flag_sets = [flags for flags in flag_sets if " ".join((script, *flags)) in DRY]
     if setting.folder.name == "smoke":
-        wanted = [()]
+        flag_sets = [()]
     words, folders, commands = small_images(setting, script), {}, []
     steps = ["--max_steps", setting.size(20, 2), "--log_every", setting.size(5, 1), "--telemetry_s", 0.5]
     steps += ["--max_val_images", setting.size(4096, 64)]
-    for flags in wanted:
+    for flags in flag_sets:
         folders[flags] = setting.folder / "_".join([script, *flags]).replace("--", "")
         commands.append([*words, *rows.run_flags(setting, folders[flags], words), *steps, *flags])
     rows.train_all(setting, script, commands)
@@ -97,32 +99,33 @@ def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
 
 
 def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
-    """Finished, with a loss in each line; on a GPU with memory and utilisation, too."""
+    """Check that a run has finished with plausible losses and, on a GPU, with GPU memory in its telemetry."""
     problems = [] if result["status"] == "finished" else [f"status {result['status']}"]
-    losses = [x["train/loss"] for x in read_lines(folder / "metrics.jsonl") if "train/loss" in x]
+    lines = read_lines(folder / "metrics.jsonl")
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]
     if not losses or not all(loss < 100 for loss in losses):
         problems.append(f"losses {losses}")
     if not setting.dry_run and importlib.util.find_spec("pynvml"):
         samples = [sample for file in folder.glob("telemetry-*.jsonl") for sample in read_lines(file)]
         gpus = [gpu for sample in samples for gpu in sample.get("gpus", [])]
-        problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["no GPU memory in the telemetry"]
-        problems += [] if "cuda" in str(result["device"]).lower() or gpus else ["it trained on the CPU"]
+        problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["telemetry has no GPU memory"]
+        problems += [] if "cuda" in str(result["device"]).lower() or gpus else ["the run used the CPU"]
     note = "; ".join(problems) or f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {result['mixed_precision']}"
     return check(not problems, round(result["peak_memory_gib"], 3), "GiB", "finished", note)
 
 
-# --- Bits: two equal runs, and a run that was stopped and resumed
+# --- Bits of two equal runs, and of a run that was stopped and resumed
 
 
 def determinism() -> dict[str, Row]:
-    """A dry run has CNN-A's: on a CPU the bits of all scripts are the same for the same reason."""
-    found: dict[str, Row] = {}
+    """Return the rows of all scripts. A dry run has only CNN-A, because tests cover all scripts on a CPU."""
+    table: dict[str, Row] = {}
     for script in SCRIPTS:
-        kind = row if script == "train_cnn_a" else on_gpu
-        found[f"{script}, twice, --deterministic"] = kind(twice, script, "--deterministic")
-        found[f"{script}, resumed, --deterministic"] = kind(resumed, script)
-        found[f"{script}, with and without a step graph, --deterministic"] = kind(graphed, script)
-    return found
+        make = row if script == "train_cnn_a" else on_gpu
+        table[f"{script}, twice, --deterministic"] = make(twice, script, "--deterministic")
+        table[f"{script}, resumed, --deterministic"] = make(resumed, script)
+        table[f"{script}, with and without a step graph, --deterministic"] = make(graphed, script)
+    return table
 
 
 def twice(setting: Setting, script: str, *flags: str) -> Result:
@@ -131,14 +134,14 @@ def twice(setting: Setting, script: str, *flags: str) -> Result:
 
 
 def graphed(setting: Setting, script: str) -> Result:
-    """What the graph has frozen would show: a seed, a learning rate, an input."""
-    found = trainings(setting, script, "--deterministic")
-    return same(found["without a graph"], found["with a graph"])
+    """Compare runs with and without a graph. They differ if the graph freezes a seed, a rate or an input."""
+    checkpoints = trainings(setting, script, "--deterministic")
+    return same(checkpoints["without a graph"], checkpoints["with a graph"])
 
 
 def resumed(setting: Setting, script: str) -> Result:
-    found = trainings(setting, script, "--deterministic")
-    return same(found["first"], found["resumed"])
+    checkpoints = trainings(setting, script, "--deterministic")
+    return same(checkpoints["first"], checkpoints["resumed"])
 
 
 @rows.once
@@ -162,17 +165,18 @@ def trainings(setting: Setting, script: str, *flags: str) -> dict[str, Path]:
     return {name: folders[name] / result["checkpoint"] for name, result in results.items()}
 
 
-def same(one: Path, other: Path, promised: Any = 0) -> Result:
-    a, b = (load_file(folder / "model.safetensors") for folder in (one, other))
+def same(first: Path, second: Path, promised: Any = 0) -> Result:
+    """Compare the weights of two checkpoints. The result is only a measurement if `promised` is not 0."""
+    a, b = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert a.keys() == b.keys()
-    off = max(float((a[name].double() - b[name].double()).abs().max()) for name in a if a[name].numel())
+    difference = max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
     unit = "largest difference of a weight"
-    return Result(off, unit, promised) if promised else check(off == 0, off, unit, 0)
+    return Result(difference, unit, promised) if promised else check(difference == 0, difference, unit, 0)
 
 
-# --- Out of memory, beside a process that holds most of the GPU
+# --- Running out of memory while another process holds most of the GPU
 
-FREE_GIB = 6  # what the ballast leaves
+FREE_GIB = 6  # memory that the ballast leaves free
 BALLAST = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
@@ -180,7 +184,7 @@ held = torch.empty(max(0, free - int(float(sys.argv[1]) * 2**30)), dtype=torch.u
 print("held", flush=True)
 sys.stdin.read()
 """
-# A dry run limits memory as find_batch_size.py does.
+# A dry run limits memory like find_batch_size.py.
 LIMITED = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
@@ -195,7 +199,7 @@ def memory() -> dict[str, Row]:
 
 @contextlib.contextmanager
 def ballast() -> Iterator[None]:
-    """Holds the GPU's memory but FREE_GIB, in another process."""
+    """Hold all of the GPU's memory except FREE_GIB, in another process."""
     words = [sys.executable, "-c", BALLAST, str(FREE_GIB)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -207,26 +211,26 @@ def ballast() -> Iterator[None]:
 
 
 def one_line(setting: Setting) -> Result:
-    """A batch of all generated images, enlarged: it needs 40 times what is free."""
+    """Train with a batch of all generated images, enlarged, which needs 40 times the free memory."""
     words = [*small_images(setting, "train_cnn_b"), "--width", 64, "--batch_size", 4096, "--image_size", 128]
     words += rows.run_flags(setting, setting.folder / "full", words)
     with ballast() if not setting.dry_run else contextlib.nullcontext():
         done = rows.command(setting, ["-c", LIMITED, *words] if setting.dry_run else words)
-    found = re.findall(r"^error: out of memory.*", done.output, re.MULTILINE)
-    holds = done.status not in (0, None) and len(found) == 1 and "Traceback" not in done.output
-    note = (found or done.output.splitlines()[-1:] or [""])[0][:200]
+    errors = re.findall(r"^error: out of memory.*", done.output, re.MULTILINE)
+    holds = done.status not in (0, None) and len(errors) == 1 and "Traceback" not in done.output
+    note = (errors or done.output.splitlines()[-1:] or [""])[0][:200]
     return check(holds, promised="one line", note=note)
 
 
 def search(setting: Setting) -> Result:
-    """In a dry run CNN-A under a limit of memory, which stands for the GPU's."""
-    file, script = setting.folder / "found.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
+    """Run find_batch_size.py. A dry run limits CNN-A's memory instead of the GPU's."""
+    file, script = setting.folder / "search.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
     limit = ["--memory_limit_gib", 2, "--quantum", 1024] if setting.dry_run else ["--quantum", 256]
     config = ["--config_file", "accelerate_configs/single_gpu.yaml", "--output", file]
     words = ["find_batch_size.py", *config, *limit, *small_images(setting, script)]
     words += ["--cache_dir", setting.folder.parent / "cache"]
     with ballast() if not setting.dry_run else contextlib.nullcontext():
         rows.succeeds(setting, [*words, "--widths", "32,64,128"] if setting.dry_run else words)
-    found = json.loads(file.read_text())
-    tried = f"{len(found['trials'])} trials, knee {found.get('knee')}"
-    return check(found["answer"] > 0, found["answer"], "images", "above 0", tried)
+    result = json.loads(file.read_text())
+    note = f"{len(result['trials'])} trials, knee {result.get('knee')}"
+    return check(result["answer"] > 0, result["answer"], "images", "above 0", note)

@@ -1,8 +1,8 @@
-"""The device: its facts and ceilings, and the snapshot of a checkpoint beside a blocking copy.
+"""Facts and performance ceilings of the device, and a checkpoint's snapshot compared with a blocking copy.
 
     python -m benchmarks.gpu.device ceilings
 
-prints what it finds as a line of JSON: the cells of each row by its name.
+The command prints a line of JSON with the cells of each row by the row's name.
 """
 
 import json
@@ -19,16 +19,16 @@ from benchmarks.gpu import attention
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, succeeds
 from onecurve.system.gpus import list_gpus
 
-# Type, and the TFLOP/s that are expected. What is expected here is what one H200 had: docs/gpu.md.
+# Type, and expected TFLOP/s. All expected values in this file were measured on one H200 (docs/gpu.md).
 PRODUCTS = {"fp32": (torch.float32, 50.9), "bf16": (torch.bfloat16, 738), "fp16": (torch.float16, 689)}
 
 
 def rows_of(name: str) -> dict[str, Row]:
-    """The rows of a function of this file, which a process of their own measures."""
+    """Return the rows that a function of this file measures in a separate process."""
 
     def row(setting: Setting) -> dict[str, Result]:
-        found = json.loads(succeeds(setting, ["-m", "benchmarks.gpu.device", name]))
-        return {name: Result(**cells) for name, cells in found.items()}
+        measured = json.loads(succeeds(setting, ["-m", "benchmarks.gpu.device", name]))
+        return {name: Result(**cells) for name, cells in measured.items()}
 
     return {"": row, "vit saves": saves} if name == "snapshots" else {"": row}
 
@@ -38,9 +38,9 @@ def ceilings(device: torch.device) -> dict[str, Result]:
     small = torch.zeros(1, device=device)
     source = torch.zeros(2**30 if on_gpu else 2**22, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    found = {
+    results = {
         "facts": facts(on_gpu),
-        # What the host needs for one kernel, while the GPU keeps up.
+        # The host's time for one kernel; the GPU keeps up.
         "one launch": Result(round(1e6 * median_s(lambda: small.add_(1)), 1), "us", 5.9),
         "copy on the device": speed_of(lambda: target.copy_(source), 2 * len(source), 4239),
     }
@@ -48,10 +48,10 @@ def ceilings(device: torch.device) -> dict[str, Result]:
         pinned = torch.zeros(2**28, dtype=torch.uint8).pin_memory()
         part = target[: len(pinned)]
         copying = speed_of(lambda: part.copy_(pinned, non_blocking=True), len(pinned), 55.5)
-        found["copy from pinned memory"] = copying
-    for name, (kind, expected) in PRODUCTS.items():
-        found[f"matrix product, {name}"] = tflops(product_flops(device, kind), expected)
-    return found
+        results["copy from pinned memory"] = copying
+    for name, (dtype, expected) in PRODUCTS.items():
+        results[f"matrix product, {name}"] = tflops(product_flops(device, dtype), expected)
+    return results
 
 
 def thorough() -> dict[str, Row]:
@@ -69,21 +69,21 @@ def tflops(flops: float, expected: float) -> Result:
 def facts(on_gpu: bool) -> Result:
     if not on_gpu:
         return Result("CPU", note=f"torch {torch.__version__}, {torch.get_num_threads()} threads")
-    about = torch.cuda.get_device_properties(0)
-    size = f"{about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} multiprocessors"
+    properties = torch.cuda.get_device_properties(0)
+    size = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
     versions = f"driver {list_gpus().driver}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return Result(about.name, note=f"{size}, {versions}")
+    return Result(properties.name, note=f"{size}, {versions}")
 
 
-def speed_of(work: Callable[[], object], count: int, expected: float) -> Result:
-    """count: the bytes that are read and written."""
-    return Result(round(count / median_s(work) / 1e9, 1), "GB/s", expected)
+def speed_of(work: Callable[[], object], moved: int, expected: float) -> Result:
+    """Measure the bandwidth of work that reads and writes `moved` bytes in total."""
+    return Result(round(moved / median_s(work) / 1e9, 1), "GB/s", expected)
 
 
-def product_flops(device: torch.device, kind: torch.dtype, tf32: bool = False) -> float:
-    """Floating-point operations in a second of a large square product: a peak that MFU is measured by."""
+def product_flops(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float:
+    """Return the FLOP/s of a large square matrix product, which serves as a peak for MFU."""
     size = 256 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     try:
@@ -93,7 +93,7 @@ def product_flops(device: torch.device, kind: torch.dtype, tf32: bool = False) -
 
 
 def median_s(work: Callable[[], object]) -> float:
-    """Seconds of one call, by torch's timer, which waits for the device after each block of calls."""
+    """Return the seconds of one call. torch's timer waits for the device after each block of calls."""
     return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=0.1).median
 
 
@@ -101,15 +101,15 @@ def median_s(work: Callable[[], object]) -> float:
 
 
 def snapshots(device: torch.device) -> dict[str, Result]:
-    found = {"snapshots are of one step": consistent(64 if device.type == "cpu" else 8192)}
-    if device.type == "cuda":  # a model of ViT-B's size
+    results = {"snapshots are of one step": consistent(64 if device.type == "cpu" else 8192)}
+    if device.type == "cuda":  # as many weights as ViT-B
         weights = torch.zeros(86_000_000, device=device)
-        found["a blocking copy"] = Result(round(1e3 * median_s(weights.cpu), 1), "ms", 150)
-    return found
+        results["a blocking copy"] = Result(round(1e3 * median_s(weights.cpu), 1), "ms", 150)
+    return results
 
 
 def consistent(size: int) -> Result:
-    """Steps go on right after each snapshot. A copy that is overtaken by one would have its numbers."""
+    """Check that a snapshot contains one step's weights, although steps continue right after it."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.distributed.accelerator import prepare, start
     from onecurve.flags.recipe import Job
@@ -135,19 +135,20 @@ def consistent(size: int) -> Result:
 
 
 def saves(setting: Setting) -> Result:
-    """How long a save holds up a step, beside accelerator.save_state."""
+    """Measure how long a save blocks a step, compared with `accelerator.save_state`."""
     model = ["--model", "vit_tiny_patch16_224"] if setting.is_small else []
     file = setting.folder / "saves.json"
     words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(2, 1), *model, "--json", file]
     succeeds(setting, [*words, "--folder", setting.folder / "saves"])
     rounds = json.loads(file.read_text())["rounds"]
-    ours, theirs = (1e3 * statistics.median(each[arm] for each in rounds) for arm in ("ours", "save_state"))
-    return Result(round(ours, 1), "ms", "below save_state's", note=f"save_state {theirs:,.1f} ms")
+    medians = {arm: 1e3 * statistics.median(numbers[arm] for numbers in rounds) for arm in rounds[0]}
+    note = f"save_state {medians['save_state']:,.1f} ms"
+    return Result(round(medians["ours"], 1), "ms", "below save_state's", note=note)
 
 
 if __name__ == "__main__":
-    here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     functions = {"ceilings": ceilings, "snapshots": snapshots, "tf32": tf32}
     functions |= {"attention": attention.attention, "tiles": attention.tiles}
-    measured = functions[sys.argv[1]](here)
+    measured = functions[sys.argv[1]](device)
     print(json.dumps({name: asdict(result) for name, result in measured.items()}))

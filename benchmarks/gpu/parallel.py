@@ -1,4 +1,4 @@
-"""Strategies beside one process: on one GPU, and on several, with the doctor, lost ranks and scaling."""
+"""Checks of strategies against one process, on one or more GPUs, with doctor.py, lost ranks and scaling."""
 
 import hashlib
 import json
@@ -23,59 +23,59 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-# Instead of --deterministic, whose sums ZeRO does not have on several processes.
+# Used instead of --deterministic, whose exact sums are not available to ZeRO on several processes.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-WITHIN = 1e-4  # of the loss after some steps in fp32; on a CPU it is 1e-5
-END_S = 60  # beyond --timeout_s, until a job with a stopped rank must have ended
+WITHIN = 1e-4  # tolerance of the loss after some steps in fp32; on a CPU the difference is 1e-5
+END_S = 60  # time after --timeout_s within which a job with a stopped rank must end
 
 
 def strategies() -> dict[str, Row]:
-    """One process with the GPU's own backend, and two ranks that share one GPU."""
-    found: dict[str, Row] = {
+    """Return rows for one process with the GPU's own backend, and for two ranks that share one GPU."""
+    table: dict[str, Row] = {
         "single": lambda setting: Result(round(loss_of(setting, "single", 1), 6), "loss")
     }
-    found |= {f"{name}, one process": on_gpu(beside_single, name, 1) for name in STRATEGIES}
-    found |= {f"{name}, two ranks on one GPU": row(beside_single, name, 2) for name in STRATEGIES}
-    found["zero: a ring of strategies, two ranks on one GPU"] = on_gpu(ring, 2)
+    table |= {f"{name}, one process": on_gpu(beside_single, name, 1) for name in STRATEGIES}
+    table |= {f"{name}, two ranks on one GPU": row(beside_single, name, 2) for name in STRATEGIES}
+    table["zero: a ring of strategies, two ranks on one GPU"] = on_gpu(ring, 2)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         for graph in ("--step_graph", "--no_step_graph"):
             name = f"ddp, {number.name} to one of two ranks on one GPU, {graph}"
-            found[name] = on_gpu(lost, "ddp", number, 2, graph)
-    return found
+            table[name] = on_gpu(lost, "ddp", number, 2, graph)
+    return table
 
 
 def same_bits() -> dict[str, Row]:
-    """A dry run has CNN-A's: tests have those of all scripts on a CPU."""
-    found: dict[str, Row] = {}
+    """Return the rows of all scripts. A dry run has only CNN-A, because tests cover all scripts on a CPU."""
+    table: dict[str, Row] = {}
     for script in SCRIPTS:
-        kind = row if script == "train_cnn_a" else on_gpu
-        found[f"{script}, same bits on 1, 2 and 4 ranks of a GPU"] = kind(one_hash, script)
-    return found
+        make = row if script == "train_cnn_a" else on_gpu
+        table[f"{script}, same bits on 1, 2 and 4 ranks of a GPU"] = make(one_hash, script)
+    return table
 
 
-# Strategy, ranks, and if the step is a graph
+# Strategy, number of ranks, and True if the step is a graph
 CASES = [("single", 1, False), ("ddp", 2, False), ("ddp", 2, True), ("ddp", 4, True), ("fsdp", 2, True)]
 
 
 def one_hash(setting: Setting, script: str) -> Result:
-    """Compare the SHA-256 of the weights after some steps of 12 micro-batches, more than a warm-up has."""
-    first = SCRIPTS.index(script)  # so that rows that run at once make different launches
+    """Compare the SHA-256 of the weights after steps of 12 micro-batches, more than a graph's warm-up."""
+    first = SCRIPTS.index(script)  # rows that run in parallel begin with different launches
     hashes = {case: hashes_of(setting, *case)[script] for case in [*CASES[first:], *CASES[:first]]}
-    found = {text for text in hashes.values()}
+    distinct = len(set(hashes.values()))
     names = [
         f"{name} on {count}{', graph' * is_graph} {hashes[name, count, is_graph]}"
         for name, count, is_graph in CASES
     ]
-    return check(len(found) == 1, len(found), "hashes", 1, "; ".join(names))
+    return check(distinct == 1, distinct, "hashes", 1, "; ".join(names))
 
 
 @rows.once
 def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[str, str]:
-    """Train each script in one launch. Return the first digits of its weights' hash."""
+    """Train all scripts in one launch. Return the first digits of the hash of each script's weights."""
     launcher, flags, env = launch(name, count)
     module = ["-m", "benchmarks.gpu.trainings"]
     if count > 1 and not setting.dry_run:
-        module = [*shared(setting), "benchmarks/gpu/trainings.py"]  # it starts a file
+        module = [*shared(setting), "benchmarks/gpu/trainings.py"]  # shared_gpu starts a file
     each, case = setting.size(32, 4), f"{name}_{count}{'_graph' * is_graph}"
     is_graph &= setting.dry_run or has_new_nccl()
     common = ["--deterministic", "--max_val_images", 64, "--max_steps", setting.size(16, 2), *flags]
@@ -86,37 +86,37 @@ def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[s
         folders[script], words = setting.folder / f"{script}_{case}", small_images(setting, script)
         commands.append([*words, *rows.run_flags(setting, folders[script], words), *common])
     rows.train_all(setting, case, commands, [*launcher, *module], env)
-    found = {}
+    digits = {}
     for script, folder in folders.items():
         result = json.loads((folder / "result.json").read_text())
         if result["step_graph"] != is_graph:
             raise RuntimeError(f"{script}, {case}: step_graph is {result['step_graph']}")
         weights = (folder / result["checkpoint"] / "model.safetensors").read_bytes()
-        found[script] = hashlib.sha256(weights).hexdigest()[:12]
-    return found
+        digits[script] = hashlib.sha256(weights).hexdigest()[:12]
+    return digits
 
 
 def shared(setting: Setting) -> list[str]:
-    """What starts a script whose ranks share one GPU."""
+    """Return the module that starts a script whose ranks share one GPU. A dry run needs none."""
     return [] if setting.dry_run else ["-m", "benchmarks.gpu.shared_gpu"]
 
 
 def scaling() -> dict[str, Row]:
-    found: dict[str, Row] = {"doctor.py": doctor, "train_cnn_b, scaling": row(scales, "train_cnn_b")}
-    return found | {"train_vit, scaling": on_gpu(scales, "train_vit")}
+    table: dict[str, Row] = {"doctor.py": doctor, "train_cnn_b, scaling": row(scales, "train_cnn_b")}
+    return table | {"train_vit, scaling": on_gpu(scales, "train_vit")}
 
 
 def several() -> dict[str, Row]:
-    found: dict[str, Row] = {f"{name} beside one GPU": on_gpu(beside_single, name) for name in STRATEGIES}
-    found["zero: a ring of strategies"] = ring
+    table: dict[str, Row] = {f"{name} beside one GPU": on_gpu(beside_single, name) for name in STRATEGIES}
+    table["zero: a ring of strategies"] = ring
     for name in STRATEGIES:
-        found[f"{name}, a killed rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGKILL)
-        found[f"{name}, a stopped rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGSTOP)
-    return found
+        table[f"{name}, a killed rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGKILL)
+        table[f"{name}, a stopped rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGSTOP)
+    return table
 
 
 def launch(name: str, processes: int, *module: str) -> tuple[list[str], list[str], dict[str, str]]:
-    """Launcher, flags and environment of a strategy. module: what starts the script."""
+    """Return launcher, flags and environment of a strategy. `module` is the flags that start the script."""
     if name == "single":
         return [], [], NO_TF32
     flags = ["--deepspeed_config", f"ds_configs/{name}.json"] if name.startswith("zero") else []
@@ -131,25 +131,25 @@ def all_gpus(setting: Setting) -> int:
 
 
 def beside_single(setting: Setting, name: str, processes: int | None = None) -> Result:
-    """processes: that share one GPU; None: one for each GPU."""
+    """Compare a strategy's loss with one process. `processes` share one GPU; None is one process per GPU."""
     module = shared(setting) if processes == 2 else []
     loss = loss_of(setting, name, processes or all_gpus(setting), *module)
     return near(abs(loss - loss_of(setting, "single", 1)))
 
 
-def near(off: float) -> Result:
-    return check(off < WITHIN, float(f"{off:.2g}"), "of the loss", f"below {WITHIN}")
+def near(difference: float) -> Result:
+    return check(difference < WITHIN, float(f"{difference:.2g}"), "of the loss", f"below {WITHIN}")
 
 
 def fp32(setting: Setting) -> list[Any]:
-    """CNN-A in fp32, without TF32. BatchNorm would multiply rounding by a hundred within a few steps."""
+    """Return the words of CNN-A in fp32. BatchNorm would amplify rounding 100 times within a few steps."""
     words = [*small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
     return [*words, "--max_val_images", 256]
 
 
 @rows.once
 def loss_of(setting: Setting, name: str, processes: int, *module: str) -> float:
-    """The validation loss after some steps."""
+    """Return the validation loss after some steps."""
     launcher, flags, env = launch(name, processes, *module)
     steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), *flags]
     words = [*launcher, *fp32(setting)]
@@ -162,14 +162,14 @@ def doctor(setting: Setting) -> Result:
     hostfile.write_text(f"localhost slots={all_gpus(setting)}\n")
     words = ["doctor.py", "--hostfile", hostfile, "--output_dir", setting.folder / "runs"]
     done = rows.command(setting, words)
-    found = [line for line in done.output.splitlines() if "all-reduce (" in line or "FAILS" in line]
-    return check(done.status == 0, promised="exit status 0", note="; ".join(found)[:300])
+    lines = [line for line in done.output.splitlines() if "all-reduce (" in line or "FAILS" in line]
+    return check(done.status == 0, promised="exit status 0", note="; ".join(lines)[:300])
 
 
 def ring(setting: Setting, processes: int | None = None) -> Result:
-    """One run, continued by each strategy in turn, ends near one that DDP trained alone.
+    """Check that a run that each strategy continues in turn ends near a run with only DDP.
 
-    processes: that share one GPU; None: one for each GPU.
+    `processes` share one GPU; None runs one process per GPU.
     """
     count, each = processes or all_gpus(setting), setting.size(5, 1)
     module = shared(setting) if processes else []
@@ -186,9 +186,14 @@ def ring(setting: Setting, processes: int | None = None) -> Result:
 def lost(
     setting: Setting, name: str, number: signal.Signals, processes: int | None = None, *graph: str
 ) -> Result:
-    """A rank is killed or stopped in the middle of the training; the job must end by itself.
+    """Check that a job ends after one of its ranks is killed or stopped during the training.
 
-    processes: that share one GPU; None: one for each GPU. graph: the flag.
+    Args:
+        setting: Setting of the section.
+        name: Strategy.
+        number: Signal to the rank.
+        processes: Number of processes that share one GPU. None runs one process per GPU.
+        graph: Flag that enables or disables step graphs.
     """
     if "--step_graph" in graph and not has_new_nccl():
         raise rows.Skip("needs NCCL 2.30")
@@ -211,26 +216,26 @@ def lost(
 
 
 def wait_for(file: Path, job: psutil.Popen, setting: Setting, lines: int) -> None:
-    """Wait for so many lines of the log, each of a step: a graph is replayed after its warm-up."""
+    """Wait for a number of lines of the log, one per step. A graph is only replayed after its warm-up."""
     while not file.exists() or file.read_text().count("\n") < lines:
         if job.poll() is not None or setting.left_s < 0:
-            raise RuntimeError("the training did not begin")
+            raise RuntimeError("the training did not start")
         time.sleep(0.2)
 
 
 def ranks(job: psutil.Popen) -> list[psutil.Process]:
-    below = job.children(recursive=True)
-    found = [p for p in below if "train_cnn_b.py" in " ".join(p.cmdline()) and "RANK" in p.environ()]
-    return sorted(found, key=lambda p: int(p.environ()["RANK"]))
+    children = job.children(recursive=True)
+    trainers = [p for p in children if "train_cnn_b.py" in " ".join(p.cmdline()) and "RANK" in p.environ()]
+    return sorted(trainers, key=lambda p: int(p.environ()["RANK"]))
 
 
 def scales(setting: Setting, script: str) -> Result:
-    """Images a second of all GPUs, divided by their number and by one GPU's; each has as many images."""
+    """Measure weak scaling: images/s per GPU of all GPUs, relative to one GPU, at the same images per GPU."""
     speeds: dict[int, float] = {}
     for number in (1, count := all_gpus(setting)):
         words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]
-        each = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
-        steps = ["--max_steps", setting.size(100, 3), "--batch_size", each * number]
+        per_gpu = int(re.findall(r"--batch_size (\d+)", " ".join(map(str, words)) + " --batch_size 128")[0])
+        steps = ["--max_steps", setting.size(100, 3), "--batch_size", per_gpu * number]
         steps += ["--max_val_images", 64]
         with rows.trained(setting, f"{script}_{number}", words, *steps) as (_, result):
             speeds[number] = result["images_per_s"]

@@ -1,17 +1,19 @@
-"""Watches a train script's own loop, one thing after another, and prints a line of JSON.
+"""Run a train script's loop under one or more watches, and print a line of JSON.
 
+    python -m benchmarks.gpu.probe --watch fed train_cnn_a.py --batch_size 512
     python -m benchmarks.gpu.probe --watch fed,resident,profile --watch "fed --compile default" train_vit.py
 
-Each --watch is a training in this process, with more flags, that ends when all is seen. A training that fails
-has an `error`, and ends no other.
+Each --watch is a training in this process with additional flags, which ends after its last watch. A failed
+training reports an `error` and does not end the other trainings.
 
-fed       images/s: a warm-up of --seconds, then three windows of --seconds
-resident  likewise, on one batch that stays on the device
-profile   kernels of a step, the share of the time in which the GPU was busy, and the dearest kernels
-waits     calls that wait for the GPU, a step, and from where they come (torch.cuda.set_sync_debug_mode)
+fed       Images/s in three windows of --seconds, after a warm-up of --seconds.
+resident  The same on one batch that stays on the device.
+profile   Kernels per step, the fraction of the time in which the GPU was busy, and the most expensive
+    kernels.
+waits     Calls per step that wait for the GPU, and their source lines (torch.cuda.set_sync_debug_mode).
 
-Beside it are the model's operations for an image, and what a product of matrices and the data sheet have for
-the device.
+The output also contains the model's FLOPs per image, and the device's FLOP/s according to a matrix product
+and to the data sheet.
 """
 
 import argparse
@@ -41,46 +43,64 @@ from onecurve.run.run import Run
 from onecurve.system.cli import split_at_script
 from onecurve.telemetry import flops
 
-WINDOWS, LEAST_STEPS = 3, 3  # at least so many steps in a window
+WINDOWS, LEAST_STEPS = 3, 3  # number of windows, and minimum steps of a window
 KERNELS = 15
-Watch = Generator[None, int, dict[str, Any]]  # receives each step's images, and returns what it saw
+Watch = Generator[None, int, dict[str, Any]]  # receives the images of each step, and returns a result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.probe", allow_abbrev=False)
-    parser.add_argument("--watch", action="append", required=True, help=f"of {','.join(WATCHES)}, then flags")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a window")
-    parser.add_argument("--steps", type=int, default=20, help="of a profile, and to count waits in")
-    own, (file, *words) = split_at_script(sys.argv[1:])
-    flags = parser.parse_args(own)
+    description, _, epilog = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        usage="python -m benchmarks.gpu.probe --watch WATCHES [flags] SCRIPT [SCRIPT_FLAGS ...]",
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--watch",
+        action="append",
+        required=True,
+        metavar="WATCHES",
+        help=f"watches from {','.join(WATCHES)}, then flags of the script (repeatable)",
+    )
+    add("--seconds", type=float, default=1.0, metavar="SECONDS", help="length of a window (default: 1)")
+    add("--steps", type=int, default=20, metavar="N", help="steps of `profile` and `waits` (default: 20)")
+    arguments, script_words = split_at_script(sys.argv[1:])
+    flags = parser.parse_args(arguments)
+    if not script_words:
+        parser.error("the script is missing. Name it after these flags, for example train_vit.py.")
+    file, *words = script_words
     script = load_script(Path(file).resolve())
-    found = [watched(script, words, flags, *shlex.split(each)) for each in flags.watch]
-    print(json.dumps(found), flush=True)
-    os._exit(0)  # threads of the trainings live on
+    results = [watched(script, words, flags, *shlex.split(watch)) for watch in flags.watch]
+    print(json.dumps(results), flush=True)
+    os._exit(0)  # threads of the trainings are still running
 
 
 def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -> dict[str, Any]:
-    """What is found in a training with more flags."""
-    left, found = {name: WATCHES[name](flags.seconds, flags.steps) for name in names.split(",")}, {}
-    for watch in left.values():
+    """Train with additional flags and return the results of the named watches."""
+    pending = {name: WATCHES[name](flags.seconds, flags.steps) for name in names.split(",")}
+    results: dict[str, Any] = {}
+    for watch in pending.values():
         next(watch)
 
     def on_step(run: Run) -> None:
-        """Gives the step to the watch whose turn it is, and ends the training after the last one."""
-        name, watch = next(iter(left.items()))
+        """Send the step to the current watch, and end the training after the last watch."""
+        name, watch = next(iter(pending.items()))
         try:
             watch.send(run.batch.total)
         except StopIteration as ended:
-            found[name] = ended.value
-            del left[name]
-        if not left:
-            found.update(facts_of(script, run))
+            results[name] = ended.value
+            del pending[name]
+        if not pending:
+            results.update(facts_of(script, run))
             raise Enough
 
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             words = [*words, *more, "--output_dir", f"{folder}/run"]
-            train_watched(script, words, on_step, lambda: next(iter(left), "") == "resident")
+            train_watched(script, words, on_step, lambda: next(iter(pending), "") == "resident")
     except (Exception, SystemExit) as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"[-300:]}
@@ -89,11 +109,11 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
             torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    return {"error": "the training ended before all was watched"} if left else found
+    return {"error": "the training ended before its last watch"} if pending else results
 
 
 def facts_of(script: Any, run: Run) -> dict[str, Any]:
-    """Operations of an image, and the device's a second: of a bf16 product, and of the data sheet."""
+    """Return the FLOPs per image, and the device's FLOP/s in a bf16 product and in its data sheet."""
     if not isinstance(run.recipe, ImageRecipe):
         return {}
     name = device_name(run.accelerator)
@@ -107,7 +127,7 @@ def facts_of(script: Any, run: Run) -> dict[str, Any]:
 
 
 def speed(seconds: float, steps: int) -> Watch:
-    """A warm-up, which ends the compilation and the autotuning, then windows between two waits."""
+    """Measure images/s in windows between two waits, after a warm-up with compilation and autotuning."""
     speeds, images = [], (yield)
     for _ in range(1 + WINDOWS):
         wait_for_device()
@@ -122,29 +142,30 @@ def speed(seconds: float, steps: int) -> Watch:
 
 
 def profile(seconds: float, steps: int) -> Watch:
-    """Kernels of a GPU; on a CPU, for a dry run, its operators."""
-    on_gpu, kinds = torch.cuda.is_available(), torch.profiler.ProfilerActivity
+    """Profile the kernels of a GPU, or the operators of a CPU in a dry run."""
+    on_gpu, activities = torch.cuda.is_available(), torch.profiler.ProfilerActivity
     yield
     wait_for_device()
-    with torch.profiler.profile(activities=[kinds.CUDA if on_gpu else kinds.CPU]) as profiler:
+    with torch.profiler.profile(activities=[activities.CUDA if on_gpu else activities.CPU]) as profiler:
         began = time.perf_counter()
         for _ in range(steps):
             yield
         wait_for_device()
         ms = 1e3 * (time.perf_counter() - began)
-    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
-    took: Counter[str] = Counter()
+    device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kernel_ms: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in profiler.events():
-        # Annotations span kernels, such as those of a whole step.
-        if event.device_type == kind and not event.is_user_annotation:
-            took[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
+        # An annotation spans several kernels, for example all kernels of a step.
+        if event.device_type == device_type and not event.is_user_annotation:
+            kernel_ms[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
             count[event.name] += 1
-    dearest = [(n[:80], t / steps, count[n] / steps) for n, t in took.most_common(KERNELS)]
-    return {"launches": count.total() / steps, "busy_share": took.total() / ms, "kernels": dearest}
+    longest = [(name[:80], t / steps, count[name] / steps) for name, t in kernel_ms.most_common(KERNELS)]
+    return {"launches": count.total() / steps, "busy_share": kernel_ms.total() / ms, "kernels": longest}
 
 
 def waits(seconds: float, steps: int) -> Watch:
+    """Count the calls that wait for the GPU."""
     set_mode = torch.cuda.set_sync_debug_mode if torch.cuda.is_available() else lambda mode: None
     yield
     wait_for_device()
@@ -154,10 +175,10 @@ def waits(seconds: float, steps: int) -> Watch:
         for _ in range(steps):
             yield
         set_mode("default")
-    # torch warns also that the mode itself is a prototype.
-    seen = [w for w in caught or () if "called a synchronizing" in str(w.message)]
-    places = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in seen)
-    return {"waits": len(seen) / steps, "places": dict(places.most_common(5))}
+    # torch also warns that the mode itself is a prototype.
+    waiting = [w for w in caught or () if "called a synchronizing" in str(w.message)]
+    lines = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waiting)
+    return {"waits": len(waiting) / steps, "places": dict(lines.most_common(5))}
 
 
 WATCHES = {"fed": speed, "resident": speed, "profile": profile, "waits": waits}

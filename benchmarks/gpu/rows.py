@@ -1,4 +1,4 @@
-"""Rows of the GPU suite: a measurement or a check, what came out, and how a row runs commands."""
+"""Rows of the GPU suite: measurements and checks, their results, and commands that rows run."""
 
 import contextlib
 import importlib.util
@@ -24,52 +24,44 @@ import psutil
 from onecurve.system.processes import end_with_parent, kill
 
 OK, FAIL, SKIPPED, OFF = "ok", "FAIL", "skipped", "off by half"
-PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # what a row with this word needs
+PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # package by word in a row's name
 
 
 class Skip(Exception):
-    """Raised by a row that can't run here; its text says why."""
+    """Exception of a row that can't run on this machine. Its text is the reason."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a row found. value: in `unit`. expected: the estimate of a measurement, or what a check promises.
-
-    verdict: ok or FAIL, of a check or a measurement with a goal. kernels: the dearest, as (name, ms a step,
-    count a step).
-    """
+    """Result of a row."""
 
     value: Any = ""
     unit: str = ""
-    expected: Any = ""
-    verdict: str = ""
+    expected: Any = ""  # estimate of a measurement, or the promise that a check verifies
+    verdict: str = ""  # ok or FAIL, for a check or a measurement with a goal
     note: str = ""
-    kernels: tuple[tuple[str, float, float], ...] = ()
+    kernels: tuple[tuple[str, float, float], ...] = ()  # most expensive ones: name, ms and count per step
 
 
 @dataclass
 class Setting:
-    """Where a section runs. folder: its own. data: `--data` of images of 32 pixels. ends_at: time.time().
+    """Setting of a section."""
 
-    dry_run: on a CPU, where no goal counts. small: a few steps of small models. command_s: a command that
-    takes longer hangs. failures: the file for the whole output of failed rows.
-    """
-
-    folder: Path
-    data: str
+    folder: Path  # used by this section only
+    data: str  # --data of images of 32 pixels
     gpus: int
-    dry_run: bool
-    ends_at: float
-    command_s: float = 900
-    failures: Path | None = None
-    small: bool | None = None
+    dry_run: bool  # the section runs on a CPU, where goals do not apply
+    ends_at: float  # deadline (time.time())
+    command_s: float = 900  # timeout of a command
+    failures: Path | None = None  # file for the whole output of failed rows
+    small: bool | None = None  # a few steps of small models; None is the same as dry_run
 
     def size(self, full: Any, dry: Any) -> Any:
-        """The number of steps, images or bytes: a few in a dry run."""
+        """Return a number of steps, images or bytes, which is small in a dry run."""
         return dry if self.is_small else full
 
     def judge(self, reached: bool) -> str:
-        """The verdict about a goal."""
+        """Return the verdict about a goal."""
         return "" if self.is_small else OK if reached else FAIL
 
     @property
@@ -82,62 +74,63 @@ class Setting:
 
 
 def check(holds: bool, value: Any = "", unit: str = "", promised: Any = "", note: str = "") -> Result:
-    """The result of a check."""
+    """Return the result of a check."""
     return Result(value, unit, promised, OK if holds else FAIL, note)
 
 
-# A row's function returns one result, or several by the rest of their names.
+# A row's function returns one result, or several results by the rest of their names.
 Row = Callable[[Setting], Result | dict[str, Result]]
-_this = threading.local()  # .outputs: of the commands that this thread's row has run
+_this = threading.local()  # attribute `outputs`: output of the commands of this thread's row
 
 
-def row(find: Callable, *words: Any) -> Row:
-    """The row that is found by find(setting, *words)."""
-    return lambda setting: find(setting, *words)
+def row(measure: Callable, *words: Any) -> Row:
+    """Return the row whose result is measure(setting, *words)."""
+    return lambda setting: measure(setting, *words)
 
 
-def on_gpu(find: Callable, *words: Any) -> Row:
-    """row(), which a dry run leaves out: on a CPU it shows what another row shows."""
+def on_gpu(measure: Callable, *words: Any) -> Row:
+    """Return a row that a dry run skips, because another row tests the same on a CPU."""
 
-    def only(setting: Setting) -> Result | dict[str, Result]:
+    def measure_on_gpu(setting: Setting) -> Result | dict[str, Result]:
         if setting.dry_run:
             raise Skip("not in a dry run")
-        return find(setting, *words)
+        return measure(setting, *words)
 
-    return only
+    return measure_on_gpu
 
 
 def run_rows(
     rows: dict[str, Row], setting: Setting, at_once: int = 1
 ) -> Generator[dict[str, Any], None, None]:
-    """Runs the rows, and yields each as JSON when it ends. A row that raises has failed; the others go on."""
+    """Run the rows, and yield each as a dict when it ends. A failed row does not end the others."""
     threads = ThreadPoolExecutor(at_once)
     try:
         for ended in as_completed([threads.submit(run_row, *row, setting) for row in rows.items()]):
             yield from ended.result()
     finally:
-        setting.ends_at = 0  # for those that still run, if this is not the end
+        setting.ends_at = 0  # ends rows that are still running
         threads.shutdown(wait=False, cancel_futures=True)
 
 
 def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
+    """Run a row and return one dict per result."""
     began, _this.outputs = time.monotonic(), []
     missing = [p for word, p in PACKAGES.items() if word in name and not importlib.util.find_spec(p)]
-    found: Result | dict[str, Result]
+    outcome: Result | dict[str, Result]
     try:
         if missing:
             raise Skip(f"{missing[0]} is not installed")
         if setting.left_s <= 0:
             raise Skip("did not fit into the section's time")
-        found = row(setting)
+        outcome = row(setting)
     except Skip as reason:
-        found = Result(verdict=SKIPPED, note=str(reason))
-    except Exception as error:  # a failed row must not end the others
+        outcome = Result(verdict=SKIPPED, note=str(reason))
+    except Exception as error:  # a failed row must not end the other rows
         _this.outputs.append(traceback.format_exc())
-        found = Result(verdict=FAIL, note=f"{type(error).__name__}: {str(error)[-300:]}")
+        outcome = Result(verdict=FAIL, note=f"{type(error).__name__}: {str(error)[-300:]}")
         if setting.left_s <= 0:
-            found = Result(verdict=SKIPPED, note="the section's time ended during this row")
-    results = {"": found} if isinstance(found, Result) else found
+            outcome = Result(verdict=SKIPPED, note="the section's time ended during this row")
+    results = {"": outcome} if isinstance(outcome, Result) else outcome
     if setting.failures and any(result.verdict == FAIL for result in results.values()):
         with setting.failures.open("a") as file:
             file.write("\n".join([f"=== {setting.folder.name}: {name}", *_this.outputs, ""]))
@@ -148,16 +141,16 @@ def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
     ]
 
 
-def _cells(setting: Setting, found: Result) -> dict[str, Any]:
-    cells = asdict(found)
-    numbers = isinstance(found.value, (int, float)) and isinstance(found.expected, (int, float))
-    if numbers and found.expected and not found.verdict and not setting.is_small:
-        cells["verdict"] = OFF if abs(found.value / found.expected - 1) > 0.5 else ""
+def _cells(setting: Setting, result: Result) -> dict[str, Any]:
+    cells = asdict(result)
+    are_numbers = isinstance(result.value, (int, float)) and isinstance(result.expected, (int, float))
+    if are_numbers and result.expected and not result.verdict and not setting.is_small:
+        cells["verdict"] = OFF if abs(result.value / result.expected - 1) > 0.5 else ""
     return cells
 
 
 def once(make: Callable) -> Callable:
-    """make(setting, *words), called once in a section: the first row that needs it does, others wait."""
+    """Cache make(setting, *words) per section. The first row that needs it calls it, and other rows wait."""
     made: dict[tuple, Any] = {}
     locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
 
@@ -176,15 +169,15 @@ def once(make: Callable) -> Callable:
 
 
 class Done(NamedTuple):
-    """The end of a command. status: None when it did not end in time."""
+    """End of a command."""
 
-    status: int | None
+    status: int | None  # None if the command did not end in time
     output: str
 
 
 @contextlib.contextmanager
 def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None) -> Iterator[psutil.Popen]:
-    """A Python command of the project, of which nothing lives on."""
+    """Start a Python command of the project, and kill its remaining processes at the end of the block."""
     process = psutil.Popen(
         [sys.executable, *map(str, words)],
         env=os.environ | (env or {}),
@@ -197,13 +190,13 @@ def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None
     try:
         yield process
     finally:
-        with contextlib.suppress(psutil.Error):  # a launcher's ranks have sessions of their own
+        with contextlib.suppress(psutil.Error):  # a launcher's ranks run in separate sessions
             kill([*process.children(recursive=True), process])
             process.wait(5)
 
 
 def command(setting: Setting, words: list[Any], env: dict[str, str] | None = None) -> Done:
-    """Runs a command until its end, or the section's."""
+    """Run a command until it ends, its timeout expires, or the section's time is over."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         with started(words, output, env) as process:
             try:
@@ -219,17 +212,21 @@ def command(setting: Setting, words: list[Any], env: dict[str, str] | None = Non
 
 
 def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = None) -> str:
-    """The command's last line. RuntimeError with the last ones when it fails, or does not end in time."""
+    """Run a command and return its last line.
+
+    Raises:
+        RuntimeError: The command failed or did not end in time. The message contains its last lines.
+    """
     done = command(setting, words, env)
     last = [line for line in done.output.splitlines() if line.strip()][-3:]
     if done.status != 0:
-        how = "did not end in time" if done.status is None else f"exit status {done.status}"
-        raise RuntimeError(f"{how}: {' | '.join(last)}")
+        reason = "did not end in time" if done.status is None else f"exit status {done.status}"
+        raise RuntimeError(f"{reason}: {' | '.join(last)}")
     return last[-1] if last else ""
 
 
 def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
-    """Flags of a run that keeps to the suite's scratch folder."""
+    """Return the flags of a run that writes only to the suite's scratch folder."""
     flags = ["--trackers", "none", "--output_dir", folder]
     return flags if "train_hello.py" in words else [*flags, "--cache_dir", setting.folder.parent / "cache"]
 
@@ -237,7 +234,7 @@ def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
 def train(
     setting: Setting, name: str, words: list[Any], *flags: Any, env: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Trains by this launcher and script. Returns the run's folder and result.json."""
+    """Train with a launcher and a script. Return the run folder and the content of result.json."""
     folder = setting.folder / name.replace(" ", "_").replace("/", "_")
     succeeds(setting, [*words, *run_flags(setting, folder, words), *flags], env)
     return folder, json.loads((folder / "result.json").read_text())
@@ -250,9 +247,9 @@ def train_all(
     launcher: Sequence[Any] = ("-m", "benchmarks.gpu.trainings"),
     env: dict[str, str] | None = None,
 ) -> None:
-    """Run trainings one after another in one process, or in one launch. Each command names its --output_dir.
+    """Run trainings one after another in one process or one launch. Each command names its --output_dir.
 
-    One that fails ends no other; its run folder has no result that says `finished`.
+    A failed training does not end the others. Its run folder then contains no result with status `finished`.
     """
     spec = setting.folder / f"{name}.json"
     spec.write_text(json.dumps([list(map(str, words)) for words in commands]))
@@ -261,14 +258,14 @@ def train_all(
 
 @contextlib.contextmanager
 def trained(setting: Setting, name: str, *words: Any, **named: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """train(), whose folder is removed once it is read."""
+    """Call train(), and remove the run folder at the end of the block."""
     folder, result = train(setting, name, *words, **named)
     yield folder, result
     shutil.rmtree(folder)
 
 
 def small_images(setting: Setting, script: str) -> list[Any]:
-    """A train script on images of 32 pixels; small in a dry run."""
+    """Return a train script and its flags for images of 32 pixels, with a small model in a dry run."""
     words = [f"{script}.py", "--data", setting.data]
     if script == "train_vit":
         small = ["--model", "test_vit", "--image_size", 32, "--patch_size", 8, "--batch_size", 64]

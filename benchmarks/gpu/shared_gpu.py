@@ -1,9 +1,9 @@
-"""Starts a train script whose ranks share the first GPU: over NCCL 2.30 and later, else over gloo.
+"""Start a train script whose ranks share the first GPU, over NCCL from version 2.30 on, otherwise over gloo.
 
-    torchrun --nproc_per_node=2 -m benchmarks.gpu.shared_gpu train_cnn_a.py [its flags]
+    torchrun --nproc_per_node=2 -m benchmarks.gpu.shared_gpu train_cnn_a.py [SCRIPT_FLAGS ...]
 
-It takes the place of several GPUs for a check of the strategies: their collectives and the order of these. It
-says nothing about speed, as the ranks take turns, nor about links between GPUs and hosts.
+With this command, one GPU is sufficient to check the strategies' collectives and their order. It does not
+measure speed, because the ranks take turns, and it does not test links between GPUs and hosts.
 """
 
 import os
@@ -20,15 +20,15 @@ from onecurve.distributed import accelerator, rendezvous, step_graph
 from onecurve.system.env import LOCAL_NUMBER
 
 COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
-LEAST_NCCL = (2, 30)  # the first that accepts several ranks on one GPU
+LEAST_NCCL = (2, 30)  # first version that accepts several ranks on one GPU
 NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 
 
 def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
-    # LOCAL_RANK is the GPU's; ranks keep their RANK, and their number on the host
+    # LOCAL_RANK selects the GPU. Ranks keep their RANK, and LOCAL_NUMBER stores their index on the host.
     os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
-    if torch.cuda.is_available():  # its start asks for the properties of each GPU that torch counts
+    if torch.cuda.is_available():  # init() reads the properties of each GPU that device_count() reports
         torch.cuda.init()
     torch.cuda.device_count = lambda: processes
     if has_new_nccl():
@@ -44,7 +44,7 @@ def has_new_nccl() -> bool:
 
 
 def use_nccl() -> None:
-    """Let the ranks' NCCL share the GPU. The project's own check for a GPU of each rank is left out."""
+    """Let the ranks share the GPU over NCCL, and skip the project's check that each rank has its own GPU."""
     os.environ |= NCCL
     accelerator.check_own_gpu = lambda *_: None
     if os.environ["RANK"] == "0":
@@ -55,6 +55,8 @@ def use_nccl() -> None:
 
 
 def use_gloo() -> None:
+    """Let the ranks share the GPU over gloo."""
+
     def backend(self: PartialState, *_: object, **__: object) -> tuple[str, DistributedType]:
         return "gloo", DistributedType.MULTI_GPU
 
@@ -68,7 +70,7 @@ def use_gloo() -> None:
 
 
 def gather_on_the_host() -> None:
-    """Takes DTensor's collectives through the host: gloo's crash on GPU memory (pytorch issue 152645)."""
+    """Run DTensor's collectives on host memory, because gloo's crash on GPU memory (pytorch #152645)."""
 
     def through_host(collective: Callable, tensor: torch.Tensor, *words: object) -> torch.Tensor:
         return torch.ops._c10d_functional.wait_tensor(collective(tensor.cpu(), *words)).to(tensor.device)

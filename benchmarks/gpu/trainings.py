@@ -1,10 +1,11 @@
-"""Trains a script several times in one process, one training after another: a start takes 10 s on a GPU.
+"""Run several trainings one after another in one process, because a start takes 10 s on a GPU.
 
     python -m benchmarks.gpu.trainings SPEC
     torchrun --nproc_per_node=2 -m benchmarks.gpu.trainings SPEC
 
-SPEC is a JSON file: a list of command lines, each a script with its flags. A training that fails ends no
-other; its run folder has no result, or one that says so. The exit status is 1 if one has failed.
+SPEC is a JSON file with a list of commands. Each command is a list of a script and its flags. A failed
+training does not end the others. Its run folder contains no result, or a result that reports the failure. The
+exit status is 1 if a training failed.
 """
 
 import gc
@@ -28,7 +29,7 @@ def main() -> None:
     failed = [words for words in json.loads(Path(sys.argv[1]).read_text()) if not succeeds(words)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(bool(failed))  # threads of the trainings live on
+    os._exit(bool(failed))  # threads of the trainings are still running
 
 
 def succeeds(words: list[str]) -> bool:
