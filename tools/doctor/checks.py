@@ -247,7 +247,7 @@ def _all(clients: list[HostClient], ask: Callable[[HostClient], dict]) -> list[t
 
 
 def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
-    """Check each host's own facts."""
+    """Check the facts of each host."""
     for host in hosts:
         if (host_facts := facts.get(host.name)) is None:
             continue
