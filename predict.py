@@ -1,18 +1,18 @@
-"""Predicts the classes of pictures with a trained model: files, folders, patterns, or a list.
+"""Predict the classes of images with a trained model.
 
     python predict.py runs/train_cnn_a/single_128_10_1_1 holiday/ cat.jpg
     ls *.jpg | python predict.py runs/train_cnn_b/fsdp_128_15_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
-checkpoint's folder, or a folder of export.py. It is verified before use, and nothing in it is unpickled. All
-other words up to the first flag are pictures; `-` reads their names from stdin. Under any launcher each
-picture is predicted once.
+MODEL is a run's folder or S3 prefix (the best checkpoint, or the latest with --which latest), a checkpoint's
+folder, or a folder written by export.py. The files are verified before use, and nothing is unpickled. IMAGE
+is a file, a folder or a pattern; `-` reads file names from stdin. Images come before the first flag. Each
+image is predicted once, under any launcher.
 
-The folder (--output_dir, else predictions/<run>) gets predictions.csv and predictions.jsonl, with the most
-likely classes of each picture and their probabilities, and sheet.png with the first pictures. A file that is
-no image is listed with the reason, and does not end the command. --embeddings FILE.npy gets a row for each
-picture: its `id`, which is its file, and `features`, float32, as they are before the model's head.
+The output folder (--output_dir, by default predictions/<run>) contains predictions.csv and predictions.jsonl
+with the most likely classes of each image and their probabilities, and sheet.png with the first images.
+Files that are not images are listed with the reason, and the command continues. --embeddings FILE.npy writes
+one row per image: `id`, the file name, and `features`, the float32 inputs of the model's head.
 """
 
 import dataclasses
@@ -49,23 +49,23 @@ from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
 from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of
 
-WHOLE = ("digits", "cifar10", "synthetic")  # evaluated without a crop, for a model that does not say so
-SHEET, EDGE = 32, 128  # pictures on sheet.png, and their edge in pixels
+WHOLE = ("digits", "cifar10", "synthetic")  # data without a crop, if the checkpoint records no cropping
+SHEET, EDGE = 32, 128  # images on sheet.png, and their edge in pixels
 PRINTED = 10
 
-Row = dict[str, Any]  # file, classes and probabilities, the most likely first; or file and error
+Row = dict[str, Any]  # file, classes and probabilities, most likely first; or file and error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Inference):
-    top: int = setting(5, "most likely classes to list per picture", minimum=1)
+    top: int = setting(5, "number of most likely classes to list per image", minimum=1)
     crop: str = setting("auto", choices=("auto", "center", "whole"))
-    workers: int = setting(2, "decoding processes per device; 0 decodes between the batches", minimum=0)
-    embeddings: str | None = setting(None, "a .npy file for the features before the head, a row per picture")
+    workers: int = setting(2, "decoding processes per device; 0 decodes between batches", minimum=0)
+    embeddings: str | None = setting(None, ".npy file for the features before the head, one row per image")
 
     def __post_init__(self) -> None:
         if self.embeddings and not self.embeddings.endswith(".npy"):
-            raise ValueError(f"--embeddings {self.embeddings}: give a file, FILE.npy")
+            raise ValueError(f"--embeddings {self.embeddings}: the file name must end with .npy")
 
 
 def main() -> None:
@@ -73,10 +73,10 @@ def main() -> None:
     accelerator, _ = flags.start()
     look = partial(find_pictures, names)  # one process reads stdin
     with flags.trained(accelerator, location, look) as (trained, files, _):
-        step = "" if trained.step is None else f", of step {trained.step:,}"
+        step = "" if trained.step is None else f", step {trained.step:,}"
         split = "holdout" if (trained.recipe or {}).get("holdout") else "val"
-        evaluated = "" if trained.accuracy is None else f", {split} accuracy {trained.accuracy:.4f}"
-        accelerator.print(f"model {trained.name}{step}{evaluated}")
+        accuracy = "" if trained.accuracy is None else f", {split} accuracy {trained.accuracy:.4f}"
+        accelerator.print(f"model {trained.name}{step}{accuracy}")
         model, preparation = build(accelerator, flags, trained)
         began = time.perf_counter()
         classes = trained.classes or list(map(str, range(trained.published)))
@@ -97,21 +97,21 @@ def main() -> None:
 
 
 def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
-    """The flags, the model and the words for pictures."""
+    """Return the flags, the model, and the words that name images."""
     words = own_words(words)
     first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
     flags = parse(Prediction, words[first:])
     if first < 2:
-        raise ValueError("the first word is the model, and pictures follow: predict.py RUN a.jpg")
+        raise ValueError("MODEL and IMAGE are required: predict.py RUN a.jpg")
     return flags, words[0], words[1:first]
 
 
 def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
 ) -> tuple[nn.Module, Preprocessing]:
-    """The model on each device, and its preparation of pictures. Collective."""
+    """Load the model on each device. Return it and the preprocessing of its inputs. Collective."""
     if trained.recipe is None:
-        raise ValueError(f"{trained.name} is a lone file: give timm's name of its model, as --model NAME")
+        raise ValueError(f"{trained.name} is a single file without a recipe. Give --model NAME")
     script, recipe, _ = open_script(trained, flags.script, [])
     agree(accelerator, {"flags": dataclasses.asdict(flags), "model": trained.name})
     model = script.build_model(recipe, trained.published or len(trained.classes or ()))
@@ -119,8 +119,8 @@ def build(
     load_everywhere(accelerator, model, weights, flags.timeout_s)
     model.eval()
     mean, std, crop = preprocessing_of(trained, script, recipe, model)
-    evaluated_so = recipe.data not in WHOLE if trained.cropped is None else trained.cropped
-    is_cropped = evaluated_so if flags.crop == "auto" else flags.crop == "center"
+    was_cropped = recipe.data not in WHOLE if trained.cropped is None else trained.cropped
+    is_cropped = was_cropped if flags.crop == "auto" else flags.crop == "center"
     return model, Preprocessing(recipe.image_size, mean, std, is_cropped, crop)
 
 
@@ -128,31 +128,31 @@ def build(
 def predict_images(
     accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
 ) -> list[Row]:
-    """A row per picture, in order, the same on all processes. Collective."""
-    mine: dict[int, Row] = {}
+    """Return one row per image, in order and identical on all processes. Collective."""
+    local: dict[int, Row] = {}
     autocast_forward(accelerator, model)
     features = keep_features(model) if flags.embeddings else []
     ids = range(accelerator.process_index, len(pictures), accelerator.num_processes)
     for batch in picture_batches(pictures, ids, flags.per_device_batch_size, flags.workers):
         if watch.wanted():
             raise Preempted
-        mine |= {i: {"file": pictures.files[i], "error": why} for i, why in batch.broken}
+        local |= {i: {"file": pictures.files[i], "error": reason} for i, reason in batch.broken}
         if not len(batch.ids):
             continue
         inputs = batch.inputs.to(accelerator.device).contiguous(memory_format=torch.channels_last)
         logits = model(inputs)
         if not logits.isfinite().all():
-            raise ValueError("the model diverged, or --mixed_precision overflows: its output is not finite")
+            raise ValueError("the output is not finite: the model diverged, or --mixed_precision overflows")
         best = logits.softmax(1).topk(min(flags.top, len(classes)))
         for i, values, labels in zip(batch.ids.tolist(), *map(Tensor.tolist, best), strict=True):
             names = [classes[label] for label in labels]
-            mine[i] = {"file": pictures.files[i], "classes": names, "probabilities": values}
+            local[i] = {"file": pictures.files[i], "classes": names, "probabilities": values}
         for i, vector in zip(batch.ids.tolist(), features.pop() if features else (), strict=False):
-            mine[i]["features"] = vector
-    everyones = [pair for part in gather_object([mine]) for pair in part.items()]
-    found = dict(everyones)
-    assert len(everyones) == len(found) == len(pictures), "a picture was left out, or predicted twice"
-    return [found[i] for i in range(len(pictures))]
+            local[i]["features"] = vector
+    gathered = [pair for share in gather_object([local]) for pair in share.items()]
+    rows = dict(gathered)
+    assert len(gathered) == len(rows) == len(pictures), "an image was left out, or predicted twice"
+    return [rows[i] for i in range(len(pictures))]
 
 
 # --- Files
@@ -161,26 +161,27 @@ def predict_images(
 def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
     """Write predictions.csv, predictions.jsonl and sheet.png, each atomically.
 
-    Return what the conversion of the sheet's pictures met.
+    Returns:
+        The properties of the sheet's images that matter for the conversion warnings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
     write_text(folder / "predictions.jsonl", "\n".join(lines) + "\n")
     top = max((len(row.get("classes", ())) for row in rows), default=0)
-    columns = [f"{what}_{k}" for k in range(1, top + 1) for what in ("class", "probability")]
+    columns = [f"{name}_{k}" for k in range(1, top + 1) for name in ("class", "probability")]
     table = [["file", *columns, "error"]]
     for row in rows:
         pairs = zip(row.get("classes", ()), row.get("probabilities", ()), strict=True)
         cells = [cell for name, value in pairs for cell in (name, f"{value:.6f}")]
         table.append([row["file"], *(cells or [""] * 2 * top), row.get("error", "")])
     write_csv(folder / "predictions.csv", table)
-    (folder / "sheet.png").unlink(missing_ok=True)  # an earlier call's
+    (folder / "sheet.png").unlink(missing_ok=True)  # left by an earlier call
     good = [row for row in rows if "classes" in row][:SHEET]
     return draw_sheet(folder / "sheet.png", good, trained) if good else []
 
 
 def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -> None:
-    """Writes the features of the rows that have classes, atomically."""
+    """Write the features of all predicted images, atomically."""
     vectors = np.array(features, np.float32)  # [n, features]
     files = np.array([printable(row["file"]) for row in rows if "classes" in row], str)
     table = np.empty(len(files), [("id", files.dtype), ("features", np.float32, vectors.shape[1:])])
@@ -191,7 +192,7 @@ def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -
 
 
 def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
-    """Draws a contact sheet: the pictures with their most likely class."""
+    """Draw a contact sheet: images with their most likely class."""
     from PIL import Image, ImageOps
 
     from onecurve.data.decode import decode_image
@@ -209,16 +210,16 @@ def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]
 
 
 def print_predictions(rows: list[Row], folder: Path, seconds: float) -> None:
-    """Prints the first predictions, the unreadable files, and the speed."""
+    """Print the first predictions, the unreadable files and the throughput."""
     good, bad = ([row for row in rows if key in row] for key in ("classes", "error"))
     for row in good[:PRINTED]:
         print(f"{printable(row['file'])}: {row['classes'][0]} ({row['probabilities'][0]:.3f})")
     if len(good) > PRINTED:
         print(f"... and {len(good) - PRINTED:,} more")
     for row in bad:
-        print(f"{printable(row['file'])} is left out: {printable(row['error'])}", file=sys.stderr)
-    counts = f"{plural(len(good), 'picture')} predicted, {len(bad):,} left out"
-    print(f"{counts}, {len(rows) / seconds:,.0f} pictures/s, in {folder}")
+        print(f"{printable(row['file'])} is skipped: {printable(row['error'])}", file=sys.stderr)
+    counts = f"{plural(len(good), 'image')} predicted, {len(bad):,} skipped"
+    print(f"{counts}, {len(rows) / seconds:,.0f} images/s. Results: {folder}")
 
 
 # --- Entry

@@ -1,4 +1,4 @@
-"""Prepares ImageNet's archives, or any images in class tars or class folders, for training in one pass.
+"""Prepare ImageNet's archives, or other images in tars or class folders, for training in one pass.
 
     python prep_imagenet.py --data /downloads --out /data/imagenet
     python prep_imagenet.py --data /downloads --out /data/imagenet256 --resize 256
@@ -6,33 +6,35 @@
     python prep_imagenet.py --from folder --data /data/flowers --out /data/flower_shards
     python prep_imagenet.py --from shards --data s3://bucket/wds --format index --out /data/wds_index
 
---data is the folder, or the s3:// prefix, with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-ILSVRC2012_devkit_t12.tar.gz; --train, --val and --devkit name them one by one. Each archive is read once, as
-a stream, and never extracted; its published MD5 sum is checked at the same time, unless --no_verify is given.
-Without the development kit, --val_labels gives the class of each validation image on a line, in the order of
-their names: its WordNet id (n01440764) or its index. A line may begin with the name of its image.
+--data is the folder or s3:// prefix with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+ILSVRC2012_devkit_t12.tar.gz. --train, --val and --devkit give their paths one by one. Each archive is read
+once, as a stream, and never extracted. Its published MD5 sum is checked at the same time, unless --no_verify
+is given. Without the development kit, --val_labels is a file with one line per validation image, in the order
+of the image names. A line contains the class's WordNet id (n01440764) or index, optionally after the name of
+the image.
 
---format shards  tar files of about 256 MiB that `tar`, WebDataset and `datasets` read, with the images
-                 shuffled by --seed. An index and, last, a manifest complete them. Pass it to --data
+--format shards  writes tar files of about 256 MiB that `tar`, WebDataset and `datasets` can read, with the
+                 images shuffled by --seed. An index follows, and a manifest last. Train with --data OUT
 
-Images are copied byte for byte. CMYK images, and the PNG that is named .JPEG, become RGB JPEGs of quality 95,
-and are listed. --resize 256 scales larger images to a shorter side of 256 pixels, on all cores.
+Images are copied byte for byte. CMYK images and the PNG named .JPEG are converted to RGB JPEGs of quality 95
+and listed. --resize 256 scales larger images to a shorter side of 256 pixels, using all cores.
 
-Other images: --from tar takes train.tar and val.tar with a <class>.tar per class; --from folder takes
-train/<class>/ and val/<class>/, with images also in subfolders. --train and --val each take a tar or a
-folder. Labels are the indices of the sorted class names, so a tar is scanned for them first. Hidden files,
-and files without an image's extension, are skipped. Each JPEG is checked on all cores, because decoders
-silently fill the missing part of a truncated JPEG with grey; --no_verify skips that check.
+Other images: --from tar reads train.tar and val.tar with one <class>.tar per class. --from folder reads
+train/<class>/ and val/<class>/, including subfolders. --train and --val each accept a tar or a folder. Labels
+are the indices of the sorted class names, so a tar is first scanned for its classes. Hidden files and files
+without an image extension are skipped. Each JPEG is checked, using all cores, because decoders silently fill
+the missing part of a truncated JPEG with grey. --no_verify skips this check.
 
---from parquet takes a folder of train-*.parquet, and of val-*, validation-* or test-*.parquet.
+--from parquet reads a folder with train-*.parquet and val-*, validation-* or test-*.parquet.
 
-Other people's shards: --from shards --format index indexes WebDataset's tars in a folder or below an S3
-prefix, without copying them. It finds tars whose name or folder contains train, val or test; --train and
---val take patterns, as 'DIR/train-{0000..1023}.tar'. A sample's class is in its .cls file, or the "label" of
-its .json; --classes is a file of class names, one per line. Shards in S3 are read once, for their SHA-256.
+Existing shards: --from shards --format index indexes WebDataset tars in a folder or under an S3 prefix,
+without copying them. It uses tars whose name or folder contains train, val or test. --train and --val accept
+patterns, for example 'DIR/train-{0000..1023}.tar'. The class of a sample is in its .cls file or in "label" of
+its .json. --classes is a file of class names, one per line. Shards in S3 are read once to compute their
+SHA-256.
 
-After an interruption, a kill or a full disk the same command keeps the finished splits, and begins the other
-one again. The result is the same.
+After an interruption, a kill or a full disk, the same command keeps the finished splits and starts the
+interrupted split again. The result is the same as without the interruption.
 """
 
 import argparse
@@ -50,65 +52,75 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         Preparation(parse_flags(sys.argv[1:])).run()
-    except OSError as error:  # a full disk, above all
-        what = message_text(f"{error.filename}: {error.strerror}" if error.filename else error)
-        print(f"error: {what}. Correct that, then run the same command to resume", file=sys.stderr)
+    except OSError as error:  # usually a full disk
+        cause = message_text(f"{error.filename}: {error.strerror}" if error.filename else error)
+        print(f"error: {cause}. Fix this, then run the same command to resume.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: run the same command to resume", file=sys.stderr)
+        print("interrupted. Run the same command to resume.", file=sys.stderr)
         return 130
     return 0
 
 
 def parse_flags(words: list[str]) -> argparse.Namespace:
-    parser = command_parser(__doc__)
+    parser = command_parser(__doc__, "prep_imagenet.py --data PATH --out PATH [flags]")
     add = parser.add_argument
-    add("--data", help="folder or s3://bucket/prefix of the archives")
+    add("--data", metavar="PATH", help="folder or s3://bucket/prefix with the archives or images")
     for part in NAMES["imagenet"]:
-        add(f"--{part}", help="path or s3:// url of this archive")
-    add("--val_labels", metavar="FILE", help="without a devkit: WordNet id or index of each image of val")
-    kind = "kind of input (default: imagenet)"
-    add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=kind)
-    add("--classes", metavar="FILE", help="with --from shards: class names, one per line")
-    add("--out", required=True, help="a folder, or s3://bucket/prefix")
-    add("--work_dir", help="with --out s3://...: a local folder with room for all shards")
-    add("--format", choices=("shards", "index"), default="shards", help="(default: shards)")
-    add("--resize", type=int, help="shorter side in pixels (default: images stay as they are)")
-    add("--quality", type=int, default=90, help="JPEG quality of resized images (default: 90)")
-    add("--shard_mib", type=float, default=256, help="approximate size of a shard (default: 256)")
-    add("--seed", type=int, default=0, help="seed of the shuffle (default: 0)")
-    skipped = "skip the check of ImageNet's MD5 sums, and of other JPEGs for missing parts"
+        add(f"--{part}", metavar="PATH", help=f"path or s3:// URL of {part} alone")
+    add("--val_labels", metavar="FILE", help="WordNet id or index of each val image, instead of --devkit")
+    source_help = "type of the input (default: imagenet)"
+    add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=source_help)
+    add("--classes", metavar="FILE", help="class names for --from shards, one per line")
+    add("--out", required=True, metavar="PATH", help="output folder or s3://bucket/prefix")
+    add("--work_dir", metavar="FOLDER", help="local folder with room for all shards, for --out s3://...")
+    format_help = "write shards, or index the input's shards (default: shards)"
+    add("--format", choices=("shards", "index"), default="shards", help=format_help)
+    add("--resize", type=int, metavar="N", help="shorter side in pixels. Default: keep the size")
+    add("--quality", type=int, default=90, metavar="N", help="JPEG quality of resized images (default: 90)")
+    size_help = "approximate shard size in MiB (default: 256)"
+    add("--shard_mib", type=float, default=256, metavar="MIB", help=size_help)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the shuffle (default: 0)")
+    skipped = "skip checking ImageNet's MD5 sums, and other JPEGs for missing parts"
     add("--no_verify", action="store_true", help=skipped)
-    add("--subset", action="store_true", help="accept other counts than 1,000 classes of 50 val images")
+    add(
+        "--subset", action="store_true", help="accept counts other than 1,000 classes with 50 val images each"
+    )
     flags = parser.parse_args(words)
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
-            parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")
+            parser.error(f"--{name} {value}: must be between {low:g} and {high:,}")
     for name in ("data", "train", "val", "devkit", "val_labels", "out", "classes"):
         if "://" in (value := getattr(flags, name) or "") and not value.startswith("s3://"):
-            parser.error(f"--{name} takes paths and s3://bucket/...: download other urls (curl -C - -O URL)")
+            parser.error(f"--{name} accepts paths and s3:// URLs. Download others first (curl -C - -O URL).")
     if problem := _problem(flags):
         parser.error(problem)
     return flags
 
 
 def _problem(flags: argparse.Namespace) -> str | None:
-    """Returns an error for flags that contradict one another, else None."""
-    source, index, remote = flags.source, flags.format == "index", flags.out.startswith("s3://")
-    places = [place for place in (flags.data, flags.train, flags.val) if place]
-    local = [place for place in places if not place.startswith("s3://")]
-    only_table = "--from parquet takes --data FOLDER, with train-*.parquet and val-* or test-*.parquet"
-    only_index = "--from shards and --format index go together, without --resize: they copy no image"
-    unreadable = f"--out {flags.out}: other hosts can't read an index there of files on this host"
+    """Return an error message for flags that contradict one another, else None."""
+    source, is_index, is_remote = flags.source, flags.format == "index", flags.out.startswith("s3://")
+    inputs = [path for path in (flags.data, flags.train, flags.val) if path]
+    local = [path for path in inputs if not path.startswith("s3://")]
+    only_table = "--from parquet needs --data FOLDER with train-*.parquet and val-* or test-*.parquet"
+    only_index = "--from shards and --format index need each other and exclude --resize: no image is copied"
+    unreadable = f"--out {flags.out}: an index in S3 can't refer to files on this host"
     problems = [
-        (not places, "give --data, or --train and --val"),
-        (flags.devkit and source != "imagenet", f"--devkit: --from {source} takes no devkit"),
-        (flags.val_labels and source not in ("imagenet", "tar"), f"--val_labels: --from {source} has labels"),
-        (flags.classes and source != "shards", f"--classes: --from {source} finds the names of the classes"),
+        (not inputs, "no input. Give --data, or --train and --val."),
+        (flags.devkit and source != "imagenet", f"--devkit does not apply to --from {source}"),
+        (
+            flags.val_labels and source not in ("imagenet", "tar"),
+            f"--val_labels does not apply to --from {source}, which contains labels",
+        ),
+        (
+            flags.classes and source != "shards",
+            f"--classes does not apply to --from {source}, which contains class names",
+        ),
         (source == "parquet" and local != [flags.data], only_table),
-        (index != (source == "shards") or (index and flags.resize), only_index),
-        (index and remote and local, unreadable),
-        (remote != bool(flags.work_dir), "--work_dir is needed with --out s3://..., and only then"),
+        (is_index != (source == "shards") or (is_index and flags.resize), only_index),
+        (is_index and is_remote and local, unreadable),
+        (is_remote != bool(flags.work_dir), "--work_dir is required with --out s3://... and only then"),
     ]
     return next((message for is_problem, message in problems if is_problem), None)
 

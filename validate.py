@@ -1,19 +1,19 @@
-"""Evaluates a trained model with all metrics on each image of a split exactly once, under any launcher.
+"""Evaluate a trained model on every image of a split exactly once, under any launcher.
 
     python validate.py runs/train_cnn_a/single_128_10_1_1
     python validate.py runs/train_cnn_b/fsdp_128_15_1_4/checkpoints/step_00005865 --split train
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
-The first word is the model: a run's folder or S3 prefix (its best checkpoint, or --which latest), a
-checkpoint's folder, a folder of export.py, or a .safetensors file. It is verified before use, and nothing in
-it is unpickled. Its manifest names the script that trained it; flags of that script change the recipe, as
---data or --image_size. Classes of other data are matched by name (docs/models.md). If the run has averaged
-weights they are used, as the run evaluated them.
+MODEL is a run's folder or S3 prefix (the best checkpoint, or the latest with --which latest), a checkpoint's
+folder, a folder written by export.py, or a .safetensors file. The files are verified before use, and nothing
+is unpickled. The manifest names the script that trained the model. Flags of that script change the recipe,
+for example --data or --image_size. Classes of other data are matched by name (docs/models.md). If the
+checkpoint contains averaged weights (EMA), they are evaluated, as they were during the run.
 
-Each process evaluates its share of the images with the whole model on its device: without training these
-models need no sharding, and the launcher's strategy changes no number. Only the main process reads the
-checkpoint and writes, so no shared folder is needed. It prints the metrics and writes report.json,
+Each process evaluates its share of the images with the whole model on its device. Inference needs no
+sharding, so the launcher's strategy does not change the results. Only the main process reads the checkpoint
+and writes files, so no shared folder is needed. The main process prints the metrics and writes report.json,
 predictions.csv, confusion.png, and worst.png with the model's most confident mistakes.
 """
 
@@ -60,16 +60,16 @@ from tools.inference.report import TOP, Rows
 
 @dataclass(frozen=True, kw_only=True)
 class Validation(Inference):
-    """The flags of validate.py; all others are those of the script that trained the model."""
+    """Flags of validate.py. All other flags belong to the script that trained the model."""
 
-    checkpoint: str | None = setting(None, "the model, if it is not the first word")
+    checkpoint: str | None = setting(None, "another way to give MODEL")
     split: str | None = setting(None, choices=("val", "test", "train"))
-    data: str | None = setting(None, "other data than the training's, whole unless --holdout is given, too")
-    only_its_classes: bool = setting(False, "predict only classes that the split has images of")
+    data: str | None = setting(None, "other data to evaluate on, used whole unless --holdout is given")
+    only_its_classes: bool = setting(False, "predict only classes that have images in the split")
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
-            raise ValueError("the first word says what to validate: validate.py runs/train_cnn_a/NAME")
+            raise ValueError("MODEL is missing. Give it first: validate.py runs/train_cnn_a/NAME")
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
         split_name, split = chosen_split(images, flags.split)
         split.labels = match.labels[split.labels]
         left_out = unused_classes(split, match) if flags.only_its_classes else []
-        for line in about_classes(flags, match, recipe.data, trained.name, left_out):
+        for line in class_notes(flags, match, recipe.data, trained.name, left_out):
             accelerator.print(line)
         split = evaluated_split(split, trained)
         model = script.build_model(recipe, len(match.model))
@@ -98,7 +98,7 @@ def main() -> None:
 
         def report() -> None:
             positions, rows["id"] = rows["id"], split.part.stored(rows["id"])  # both ascend
-            found = {
+            summary = {
                 "checkpoint": trained.name,
                 "data": recipe.data,
                 "split": split_name,
@@ -121,10 +121,10 @@ def main() -> None:
                 refuse_link(folder)
             shown = {"val": images.val_name, "test": images.test_name}.get(split_name, split_name)
             title = f"{script.__name__} on {Path(recipe.data).name}, {shown} split"
-            worst = positions[np.searchsorted(rows["id"], [image["id"] for image in found["worst"]])]
-            reports.print_report(found, title)
+            worst = positions[np.searchsorted(rows["id"], [image["id"] for image in summary["worst"]])]
+            reports.print_report(summary, title)
             pictures = pixels_of(split, worst, recipe, preprocessing.crop).numpy()
-            reports.write_report(folder, found, rows, name_of, pictures, title)
+            reports.write_report(folder, summary, rows, name_of, pictures, title)
             print(*(folder / name for name in reports.FILES), sep="\n")
 
         flags.finish(accelerator, report)
@@ -134,35 +134,44 @@ def main() -> None:
 
 
 def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
-    """Our flags, and the words for the script's. A flag that both have, as --data, is in both."""
+    """Return the flags of validate.py and the words for the train script.
+
+    A flag that both accept, such as --data, is passed to both.
+    """
     words = own_words(words)
     if {"-h", "--help"} & set(words):
         words = ["--help"]
     elif words and not words[0].startswith("-"):
         words[0] = f"--checkpoint={words[0]}"
-    ours, scripts = ({field.name for field in dataclasses.fields(kind)} for kind in (Validation, ImageRecipe))
-    mine, others = list[str](), list[str]()
-    is_mine, is_others = False, True
+    own_flags, script_flags = (
+        {field.name for field in dataclasses.fields(flags)} for flags in (Validation, ImageRecipe)
+    )
+    own, for_script = list[str](), list[str]()
+    is_own, is_for_script = False, True
     for word in words:
         if word.startswith("--"):  # values follow their flag
             name = underscores(word)[2:].partition("=")[0]
-            is_mine = name in ours or name == "help"
-            is_others = name not in ours or name in scripts
-        mine += [word] * is_mine
-        others += [word] * is_others
-    return parse(Validation, mine), others
+            is_own = name in own_flags or name == "help"
+            is_for_script = name not in own_flags or name in script_flags
+        own += [word] * is_own
+        for_script += [word] * is_for_script
+    return parse(Validation, own), for_script
 
 
 def for_its_data(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> TrainedModel:
-    """The model, for other data without the run's --holdout, and with reports outside of the run's folder."""
-    recipe, given = trained.recipe, any(word.startswith(("--holdout", "--fold")) for word in words)
-    if not flags.data or recipe is None or flags.data == recipe.get("data") or given:
+    """Adapt the model's recipe to --data.
+
+    Data that differs from the training data is used without the run's --holdout, and its reports go outside
+    the run's folder.
+    """
+    recipe, has_holdout = trained.recipe, any(word.startswith(("--holdout", "--fold")) for word in words)
+    if not flags.data or recipe is None or flags.data == recipe.get("data") or has_holdout:
         return trained
     if recipe.get("holdout"):
-        advice = f"give it if these are {recipe.get('data')} in another place"
-        accelerator.print(f"without the training's --holdout {recipe['holdout']}: {advice}")
+        advice = f"Give it if {flags.data} is a copy of {recipe.get('data')}."
+        accelerator.print(f"The training's --holdout {recipe['holdout']} is not applied. {advice}")
     reports = f"validation/{trained.run_name}/{Path(flags.data).name}"
     return dataclasses.replace(trained, recipe=recipe | {"holdout": None}, reports=reports)
 
@@ -170,48 +179,50 @@ def for_its_data(
 def script_and_recipe(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe]:
-    """The script that trained the model, and its recipe with the user's changes. Collective."""
+    """Return the script that trained the model, and its recipe with the user's changes. Collective."""
     if trained.recipe is None and (flags.script is None or flags.data is None):
         raise ValueError(
-            f"{trained.name} is a lone file, which does not say what it holds: give timm's name of the model"
-            " and the data, as --model NAME --data FOLDER, and --script for a model of another script"
+            f"{trained.name} is a single file without a recipe. Give the model's timm name and the data:"
+            " --model NAME --data FOLDER. Add --script for a model of another script."
         )
     if trained.published and flags.data is None:
-        raise ValueError(f"{trained.name} names no data: give them, as --data FOLDER")
+        raise ValueError(f"{trained.name} does not name its data. Give it: --data FOLDER")
     if flags.model and flags.script:
         words = [*words, f"--model={flags.model}"]
     script, recipe, path = open_script(trained, flags.script, words)
-    ours = {"flags": dataclasses.asdict(flags), "recipe": recipe_part(recipe), "script": sha256_of(path)}
-    agree(accelerator, ours)
+    settings = {"flags": dataclasses.asdict(flags), "recipe": recipe_part(recipe), "script": sha256_of(path)}
+    agree(accelerator, settings)
     return script, recipe
 
 
-def chosen_split(images: Images, wanted: str | None) -> tuple[str, Split]:
-    """The split that --split names. ValueError for a test split that is not there."""
+def chosen_split(images: Images, name: str | None) -> tuple[str, Split]:
+    """Return the split that --split names, or the default split. ValueError if there is no test split."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
-    unset = "test" if images.test else "train" if images.val is images.train else "val"
-    split = splits[name := wanted or unset]
+    default = "test" if images.test else "train" if images.val is images.train else "val"
+    split = splits[name := name or default]
     if split is None:
-        raise ValueError(f"--split test: there is no second held-out split; --split val is {images.val_name}")
+        raise ValueError(
+            f"--split test: there is no second held-out split. --split val is {images.val_name}."
+        )
     return name, split
 
 
 def unused_classes(split: Split, match: ClassMatch) -> list[int]:
-    """Return the model's labels that no image of the split has, ascending."""
+    """Return the model's labels without images in the split, ascending."""
     return sorted(set(range(len(match.model))) - set(split.labels.tolist()))
 
 
-def about_classes(
+def class_notes(
     flags: Validation, match: ClassMatch, data: str, model: str, left_out: list[int]
 ) -> Iterator[str]:
-    """Yield sentences on how the classes differ, and over which of them the accuracy is."""
+    """Yield sentences that say how the classes differ and which classes the accuracy covers."""
     if line := match.describe(data, model):
         yield line
     count = len(match.model)
     if flags.only_its_classes:
-        yield f"The accuracy is over the {count - len(left_out):,} of {count:,} classes that have images."
+        yield f"The accuracy covers the {count - len(left_out):,} of {count:,} classes that have images."
     elif match.absent:
-        yield f"The accuracy is over all {count:,} classes. --only_its_classes leaves out absent ones."
+        yield f"The accuracy covers all {count:,} classes. --only_its_classes leaves out absent classes."
 
 
 # --- Predictions
@@ -226,16 +237,20 @@ def predict(
     preprocessing: DataConfig,
     left_out: list[int],
 ) -> tuple[Rows, float]:
-    """A row per image, sorted by id, the same on all processes; and images/s, including decoding.
+    """Predict the split. Collective.
 
-    left_out: labels that are not predicted. Collective. It gathers no logits, but 80 bytes per image,
-    whatever the number of classes.
+    Args:
+        left_out: labels that are never predicted.
+
+    Returns:
+        One row per image, sorted by id and identical on all processes; and images/s including decoding.
+        Gathering the rows takes 80 bytes per image for any number of classes, because logits stay local.
     """
     (mean, std, crop), parts = preprocessing, list[dict[str, Tensor]]()
     began = time.perf_counter()
-    autocast_forward(accelerator, model)  # and not what prepares the images, as in training
+    autocast_forward(accelerator, model)  # as in training, images are prepared outside autocast
     for part in predictions(accelerator, model, split, recipe, batch, mean, std, teller(accelerator), crop):
-        if left_out:  # as ImageNet-R's paper does (arXiv 2006.16241)
+        if left_out:  # as in the ImageNet-R paper (arXiv 2006.16241)
             part.logits[:, left_out] = -torch.inf
         probability, predicted = part.logits.softmax(1).max(1)
         columns = {
@@ -247,10 +262,10 @@ def predict(
             "probability": probability.double(),
         }
         parts.append(columns)
-    mine = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
-    everyones = gather_object([mine])
+    local = {name: torch.cat([part[name] for part in parts]).cpu().numpy() for name in parts[0]}
+    shares = gather_object([local])
     images_per_s = counted(split, recipe) / (time.perf_counter() - began)
-    rows = {name: np.concatenate([theirs[name] for theirs in everyones]) for name in mine}
+    rows = {name: np.concatenate([share[name] for share in shares]) for name in local}
     order = np.argsort(rows["id"], kind="stable")
     rows = {name: column[order] for name, column in rows.items()}
     check(rows, evaluated_ids(split, recipe))
@@ -258,26 +273,26 @@ def predict(
 
 
 def check(rows: Rows, ids: np.ndarray) -> None:
-    """Checks that every image was counted exactly once. ValueError where the model's output is not finite."""
+    """Check that every image was counted exactly once. ValueError if a loss is not finite."""
     assert np.isin(rows["id"], ids).all(), "counted an image that is not evaluated"
     times = np.bincount(np.searchsorted(ids, rows["id"]), minlength=len(ids))
-    wrong = times != 1
-    assert not wrong.any(), f"image {ids[wrong][0]} was counted {times[wrong][0]} times"
-    if bad := (~np.isfinite(rows["loss"])).sum():
-        raise ValueError(f"the loss of {bad:,} of {len(ids):,} images is not finite: the model diverged")
+    is_wrong = times != 1
+    assert not is_wrong.any(), f"image {ids[is_wrong][0]} was counted {times[is_wrong][0]} times"
+    if count := (~np.isfinite(rows["loss"])).sum():
+        raise ValueError(f"the loss of {count:,} of {len(ids):,} images is not finite: the model diverged")
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:
-    """A function tell(doing) that prints the progress every 30 s, and raises Preempted after a signal."""
+    """Return a function that prints a progress text every 30 s and raises Preempted after a signal."""
     shown_s = time.monotonic()
 
-    def tell(doing: str) -> None:
+    def tell(progress: str) -> None:
         nonlocal shown_s
         if watch.wanted():
             raise Preempted
         if accelerator.is_main_process and time.monotonic() - shown_s > 30:
             shown_s = time.monotonic()
-            print(doing, flush=True)
+            print(progress, flush=True)
 
     return tell
 

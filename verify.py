@@ -1,26 +1,26 @@
-"""Replays steps of a finished run, and checks its log, result, recipe, data and checkpoints against them.
+"""Replay steps of a finished run and compare its log, result, recipe, data and checkpoints with the replay.
 
     python verify.py runs/train_cnn_a/single_128_10_1_1
     python verify.py runs/train_cnn_b/fsdp_128_15_1_4 --config_file accelerate_configs/ddp_2gpu.yaml
     python verify.py runs/train_cnn_b/fsdp_128_15_1_4 --sample 5 --steps 100
 
-A replay begins where the run began, or at a checkpoint that it has kept (--keep_every keeps more), and ends
-with the first line of the log after --steps steps. It is a training with the run's recipe in a temporary
-folder on this machine, under any strategy and number of processes. --sample replays only some intervals,
-chosen at random. The last and the best checkpoint are always evaluated again. If a later start changed the
-recipe, each part of the run is replayed with its own recipe, and the change is listed.
+A replay starts at the beginning of the run or at a kept checkpoint (--keep_every keeps more) and ends at the
+first line of the log after --steps steps. It trains with the run's recipe in a temporary folder on this
+machine, under any strategy and number of processes. --sample replays only some intervals, chosen at random.
+The last and the best checkpoint are always evaluated again. If a resumed start changed the recipe, each part
+of the run is replayed with the recipe it used, and the change is listed.
 
 A run with --deterministic under DDP, FSDP or on one process is verified bit for bit, on any number of
-processes, where device, packages and compilation are the run's: all values in the log's lines of the replayed
-steps, and all tensors of the checkpoints kept in them, must equal the run's.
+processes, if device, packages and compilation match the run's. All values logged for the replayed steps, and
+all tensors of the checkpoints in these steps, must equal the run's.
 
-Elsewhere rounding differs, and training amplifies it. There the headline must be what the kept weights give
-in an evaluation in the run's own precision, up to the few images that a repeated evaluation changes. The
-differences of the replayed steps are printed, without a verdict.
+Otherwise rounding differs, and training amplifies the difference. The kept weights are then evaluated in the
+run's precision and must reach the reported accuracy, up to the few images that a repeated evaluation changes.
+The differences of the replayed steps are printed without a verdict.
 
-It prints how much of the run was replayed, which of the two it was, and what is not verified: other steps,
-devices, times, speeds. The outcome is added to `verified.json` in the run's folder, which the run's page
-shows. Exit status 1 if anything differs.
+The command prints how much of the run was replayed, the kind of verification, and what is not verified: other
+steps, devices, times and throughput. It appends the outcome to `verified.json` in the run's folder, which the
+run's page shows. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -35,30 +35,31 @@ from tools.verify.verification import Verification
 
 def main() -> int:
     run = Verification(parse_flags(sys.argv[1:]))
-    found = replay.contradictions(run.record, run.kept)
-    for finding in found:
+    contradictions = replay.contradictions(run.record, run.kept)
+    for finding in contradictions:
         print(finding, flush=True)
     outcomes = []
     for interval in run.intervals:
         print(f"{interval} of {run.last:,}: replaying", flush=True)
         outcomes.append(run.replay(interval))
-        print(run.said(outcomes[-1]), flush=True)
-    return run.conclude(found, outcomes)
+        print(run.describe(outcomes[-1]), flush=True)
+    return run.conclude(contradictions, outcomes)
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    parser = command_parser(__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    parser.add_argument("--script", type=Path, help="the run's train script, if it is not the project's")
-    parser.add_argument(
-        "--config_file", type=config_file, help="one of accelerate_configs/; unset: one process"
-    )
-    parser.add_argument("--steps", type=int, default=20, help="minimum length of a replay (default: 20)")
-    parser.add_argument("--sample", type=int, help="replay this many intervals, at random; unset: all")
-    parser.add_argument("--seed", type=int, help="seed of that choice; unset: a new one, which is printed")
-    parser.add_argument("--data", help="where the run's data is now; unset: where it was")
-    parser.add_argument("--per_device_batch_size", type=int, help="unset: the run's")
-    parser.add_argument("--cache_dir", help="as the train scripts'")
+    parser = command_parser(__doc__, "verify.py RUN [flags]")
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of a finished run")
+    add("--script", type=Path, metavar="PATH", help="train script of the run, if it is not in this project")
+    config_help = "accelerate config, for example ddp_2gpu.yaml. Default: one process"
+    add("--config_file", type=config_file, metavar="PATH", help=config_help)
+    add("--steps", type=int, default=20, metavar="N", help="minimum steps per replay (default: 20)")
+    add("--sample", type=int, metavar="N", help="replay N intervals chosen at random. Default: all")
+    add("--seed", type=int, metavar="N", help="seed for --sample. Default: a new seed, which is printed")
+    add("--data", metavar="PATH", help="current location of the run's data. Default: the recorded one")
+    size_help = "images per forward pass on one device. Default: the run's value"
+    add("--per_device_batch_size", type=int, metavar="N", help=size_help)
+    add("--cache_dir", metavar="FOLDER", help="folder for the decoded data, as in the train scripts")
     flags = parser.parse_args(argv)
     check_positive(parser, flags, "steps", "sample", "per_device_batch_size")
     return flags

@@ -56,8 +56,8 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     (said,) = [line for line in output.splitlines() if line.startswith("model ")]
     file, of_step = f"step_{best['best_step']:08d}/model.safetensors", f"of step {best['best_step']:,}"
     assert said.endswith(f"/checkpoints/{file}, {of_step}, val accuracy {best['best_accuracy']:.4f}")
-    assert f"{COUNT} pictures predicted, 1 left out" in output
-    assert "broken.png is left out: " in output
+    assert f"{COUNT} images predicted, 1 skipped" in output
+    assert "broken.png is skipped: " in output
     assert "sampled" not in output
     written = lines(tmp_path / "predictions.jsonl")
     rows = {Path(row["file"]).name: row for row in written}

@@ -1,1 +1,1 @@
-"""Parts of validate.py, predict.py and export.py. Start with inference.py."""
+"""Inference with a trained model, for validate.py, predict.py and export.py. Start with inference.py."""

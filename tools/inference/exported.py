@@ -1,4 +1,4 @@
-"""Writes a trained model as files for timm, plain PyTorch and ONNX Runtime, without this repository."""
+"""Write a trained model as files for timm, plain PyTorch and ONNX Runtime, without this repository."""
 
 import json
 import shutil
@@ -27,17 +27,24 @@ from tools.inference.inference import evaluated_split, pixels_of, preprocessing_
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 OPSET = 20
-OF_ITS_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
+KEYS_OF_ORIGIN = (
+    "tag",
+    "license",
+    "paper_ids",
+    "paper_name",
+    "origin_url",
+    "notes",
+)  # about the hub's weights
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A trained model and what its files need."""
+    """A trained model, with everything that its exported files contain."""
 
     trained: TrainedModel
     script: ModuleType
     recipe: ImageRecipe
-    model: nn.Module  # in fp32, for evaluation
+    model: nn.Module  # fp32, in evaluation mode
     classes: tuple[str, ...]
     preprocessing: DataConfig
     is_cropped: bool  # True: images are resized and cropped; False: only resized
@@ -49,7 +56,7 @@ class Exported:
 
     @property
     def preparation(self) -> dict[str, Any]:
-        """The preparation of an image for the model, with timm's keys."""
+        """Preprocessing of the model's input, with timm's keys."""
         size, (mean, std, crop) = self.recipe.image_size, self.preprocessing
         return {
             "input_size": (3, size, size),
@@ -64,12 +71,22 @@ class Exported:
 def open_trained(
     location: str, which: str, script_file: str | None, words: list[str], scratch: Path, count: int
 ) -> Exported:
-    """Opens a trained model and `count` held-out images of its data. words: flags of its script."""
+    """Open a trained model and `count` held-out images of its data.
+
+    Args:
+        location: path or s3:// URL of the model.
+        which: "best" or "latest", for a run.
+        script_file: the train script, if it is not in this project.
+        words: flags of the train script that change the recipe.
+        scratch: folder for downloaded files.
+    """
     trained = find(location, which, scratch, lambda: None)
     if trained.recipe is None:
-        raise ValueError(f"{trained.name} is a lone file: give the checkpoint's folder, or the run's")
+        raise ValueError(
+            f"{trained.name} is a single file without a recipe. Give the folder of the checkpoint or run."
+        )
     if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
-        raise ValueError(f"{trained.name} names no data: give some of its images, as --data FOLDER")
+        raise ValueError(f"{trained.name} does not name its data. Give some of its images: --data FOLDER")
     script, recipe, _ = open_script(trained, script_file, words)
     prepared = prepare_cache(recipe, lambda: None, is_evaluated=True)
     images = open_images(Path(prepared.folder), recipe)
@@ -88,9 +105,11 @@ def open_trained(
 
 
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
-    """Writes the weights, config.json and, unless timm builds the model, model.py. Returns the config.
+    """Write the weights, config.json and, for a model that is not in timm, model.py.
 
-    Its `trained_by` is what predict.py and validate.py need; of the data's path it has the last part alone.
+    Returns:
+        The config without `trained_by`, which the file also contains for predict.py and validate.py. It
+        stores only the last part of the data's path.
     """
     if exported.is_timms:
         from timm.models import save_for_hf
@@ -102,21 +121,21 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
             data_config=exported.preparation,
             safe_serialization=True,
         )
-        about = json.loads((folder / CONFIG).read_text())
-        for key in OF_ITS_ORIGIN:  # facts about the hub's weights, which timm copies
-            about["pretrained_cfg"].pop(key, None)
-        about.get("model_args", {}).pop("num_classes", None)  # transformers gives its own
+        config = json.loads((folder / CONFIG).read_text())
+        for key in KEYS_OF_ORIGIN:  # timm copies them to the trained weights
+            config["pretrained_cfg"].pop(key, None)
+        config.get("model_args", {}).pop("num_classes", None)  # transformers passes num_classes itself
     else:
-        about = _write_with_code(exported, folder)
+        config = _write_with_code(exported, folder)
     data = exported.recipe.data
     data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
     recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
     trained_by: dict[str, Any] = {"script": exported.trained.script, "recipe": recipe}
     trained_by |= {"classes": exported.classes, "cropped": exported.is_cropped}
     trained_by |= {"preprocessing": exported.preprocessing.to_json(), "names": exported.trained.names}
-    (folder / CONFIG).write_text(json.dumps(about | {"trained_by": trained_by}, indent=2) + "\n")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files for their owner alone
-    return about
+    (folder / CONFIG).write_text(json.dumps(config | {"trained_by": trained_by}, indent=2) + "\n")
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files private
+    return config
 
 
 def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
@@ -138,9 +157,9 @@ def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
-    """Loads the model from the folder as a user would. ValueError unless its logits have equal bits.
+    """Load the model from the folder as a user would. ValueError unless its logits are bitwise equal.
 
-    The script's section may need torch alone, by the names that the head of model.py imports.
+    The Model section of the script may use only the names that model.py imports from torch.
     """
     if exported.is_timms:
         import timm
@@ -148,19 +167,19 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     else:
         try:
-            sys.dont_write_bytecode = True  # into the exported folder
+            sys.dont_write_bytecode = True  # keep __pycache__ out of the exported folder
             loaded = load_script(folder / CODE).load(folder)
         except NameError as error:
             raise ValueError(
-                f"{exported.script.__file__}: its Model section needs {error.name}. {MOVE}"
+                f"{exported.script.__file__}: the Model section uses {error.name}. {MOVE}"
             ) from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
-            raise ValueError("the model that was loaded back gives other logits: it is not exported")
+            raise ValueError("the model was not exported: loaded back, it computes different logits")
 
 
-def write_onnx(exported: Exported, about: dict[str, Any], file: Path) -> None:
-    """Writes the model for any batch size, with the preparation and the classes as metadata."""
+def write_onnx(exported: Exported, config: dict[str, Any], file: Path) -> None:
+    """Write the model for any batch size, with preprocessing and class names as metadata."""
     batch = torch.export.Dim("batch", min=1)
     program = torch.onnx.export(
         exported.model,
@@ -173,13 +192,13 @@ def write_onnx(exported: Exported, about: dict[str, Any], file: Path) -> None:
         verbose=False,
     )
     assert program is not None
-    facts = {**exported.preparation, "label_names": exported.classes, "architecture": about["architecture"]}
+    facts = {**exported.preparation, "label_names": exported.classes, "architecture": config["architecture"]}
     program.model.metadata_props.update({name: json.dumps(value) for name, value in facts.items()})
     program.save(file, external_data=False)
 
 
 def check_onnx(exported: Exported, file: Path, bound: float) -> None:
-    """Raises ValueError unless ONNX Runtime's logits are within `bound` of the model's."""
+    """Raise ValueError unless ONNX Runtime's logits are within `bound` of the model's logits."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
@@ -188,4 +207,4 @@ def check_onnx(exported: Exported, file: Path, bound: float) -> None:
         with torch.inference_mode():
             distance = float((torch.from_numpy(logits) - exported.model(images)).abs().max())
         if not distance <= bound:
-            raise ValueError(f"ONNX Runtime's logits are {distance:.1e} off, more than {bound:g}")
+            raise ValueError(f"ONNX Runtime's logits differ by {distance:.1e}, more than {bound:g}")

@@ -1,4 +1,4 @@
-"""The report of validate.py: the metrics of its predictions, their files, and what is printed."""
+"""Report of validate.py: compute the metrics, print them and write the files."""
 
 import json
 import tempfile
@@ -15,27 +15,25 @@ from onecurve.upstream.packages_ import import_evaluate
 
 METRICS = ("classification", "top_k", "calibration")  # modules in tools/inference/metrics/
 TOP, BINS, WORST = 5, 15, 24
-TIMED = 1000  # images: of fewer no speed is shown, as decoders start meanwhile
-PRINTED_CLASSES = 20  # the most for which all classes, and if it fits the confusion matrix, are printed
-WORST_CLASSES = 10  # printed if there are more classes
-NAME = 24  # printed characters of a class's name
+TIMED = 1000  # fewest images for which the throughput is shown: decoders start during the first ones
+PRINTED_CLASSES = 20  # up to this number, all classes and, if it fits, the confusion matrix are printed
+WORST_CLASSES = 10  # number of classes printed if there are more
+NAME = 24  # printed characters of a class name
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
-COLUMNS = (
-    "id",
-    "file",
-    "label",
-    "predicted",
-    "probability",
-)  # in predictions.csv and the report
+COLUMNS = ("id", "file", "label", "predicted", "probability")  # of predictions.csv and "worst" in the report
 
-Rows = dict[str, np.ndarray]  # n images: id, label, predicted, loss, probability [n] each, top [n, k]
+Rows = dict[str, np.ndarray]  # of n images: id, label, predicted, loss, probability [n] and top [n, k]
 
 
 def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[str, Any]:
-    """The numbers of the report, computed by the modules in tools/inference/metrics/.
+    """Compute the numbers of the report with the modules in tools/inference/metrics/.
 
-    rows["id"]: the images' numbers in the stored split, of which name_of returns their files' names.
+    Args:
+        rows: predictions; rows["id"] contains positions in the stored split.
+        name_of: maps a position in the stored split to the image's file name.
+        classes: number of classes.
+        scratch: folder for the metrics modules.
     """
     classification, top_k, calibration = load_metrics(scratch)
     pairs = {"predictions": rows["predicted"], "references": rows["label"]}
@@ -45,8 +43,8 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
         from onecurve.run.evaluation import frequent_mistakes  # imports torch
 
         confusion = {"mistakes": frequent_mistakes(rows["label"], rows["predicted"], classes)}
-    wrong = np.flatnonzero(rows["predicted"] != rows["label"])
-    surest = wrong[np.argsort(-rows["probability"][wrong], kind="stable")][:WORST]
+    mistakes = np.flatnonzero(rows["predicted"] != rows["label"])
+    worst = mistakes[np.argsort(-rows["probability"][mistakes], kind="stable")][:WORST]
     return {
         "images": len(rows["id"]),
         "loss": float(rows["loss"].mean()),
@@ -55,19 +53,21 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
         **calibration.compute(**pairs, probabilities=rows["probability"], bins=BINS),
         "per_class": {name: by_class[name] for name in PER_CLASS},
         **confusion,
-        "worst": [dict(zip(COLUMNS, cells, strict=True)) for cells in _images(rows, name_of, surest)],
+        "worst": [dict(zip(COLUMNS, cells, strict=True)) for cells in _images(rows, name_of, worst)],
     }
 
 
-def _images(rows: Rows, name_of: NameOf, at: np.ndarray | slice = slice(None)) -> Iterator[tuple[Any, ...]]:
-    """Yield the COLUMNS of the images in these rows."""
-    columns = [rows[name][at].tolist() for name in COLUMNS if name != "file"]
-    for number, *others in zip(*columns, strict=True):
-        yield number, name_of(number), *others
+def _images(
+    rows: Rows, name_of: NameOf, selected: np.ndarray | slice = slice(None)
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the COLUMNS of the selected rows."""
+    columns = [rows[name][selected].tolist() for name in COLUMNS if name != "file"]
+    for position, *cells in zip(*columns, strict=True):
+        yield position, name_of(position), *cells
 
 
 def load_metrics(scratch: Path) -> list[Any]:
-    """Return the modules METRICS. `evaluate` imports copies, which it writes to `scratch`."""
+    """Load the modules METRICS. `evaluate` imports copies, which it writes to `scratch`."""
     evaluate = import_evaluate(scratch)
     paths, options = (
         (ROOT / "tools" / "inference" / "metrics" / name for name in METRICS),
@@ -77,88 +77,90 @@ def load_metrics(scratch: Path) -> list[Any]:
 
 
 def write_report(
-    folder: Path, found: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
+    folder: Path, summary: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
 ) -> None:
-    """Writes all FILES, each atomically. worst: uint8 [n, H, W, 3]."""
+    """Write all FILES, each atomically. worst: images of the worst mistakes, uint8 [n, H, W, 3]."""
     from onecurve.run import plots
 
-    classes = found["classes"]
+    classes = summary["classes"]
     captions = []
-    for image in found["worst"]:
+    for image in summary["worst"]:
         name = plots.file_caption(image["file"]) or f"id {image['id']}"
         label, guess = classes[image["label"]], classes[image["predicted"]]
         captions.append(f"{name}\n{plots.prediction_caption(label, guess, image['probability'])}")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".half-", dir=folder) as part:
         worst_png, confusion_png, predictions_csv, report_json = (Path(part) / name for name in FILES)
-        plots.image_sheet(worst_png, worst, captions, f"{title}: the surest mistakes")
-        headline = f"{title}: top-1 {found['top1']:.4f}"
-        plots.confusion(confusion_png, found, headline)
+        plots.image_sheet(worst_png, worst, captions, f"{title}: most confident mistakes")
+        headline = f"{title}: top-1 {summary['top1']:.4f}"
+        plots.confusion(confusion_png, summary, headline)
         cells = (
             (i, file, classes[label], classes[guess], f"{p:.6f}")
             for i, file, label, guess, p in _images(rows, name_of)
         )
         write_csv(predictions_csv, [COLUMNS, *cells])
-        # A key per line: indented, a confusion matrix of 1,000 classes would have a million lines.
-        lines = [f'"{key}": {json.dumps(value)}' for key, value in found.items()]
+        # One key per line: indented, a confusion matrix of 1,000 classes would take a million lines.
+        lines = [f'"{key}": {json.dumps(value)}' for key, value in summary.items()]
         write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")
         for name in FILES:
             (Path(part) / name).replace(folder / name)
 
 
-def print_report(found: dict[str, Any], title: str) -> None:
-    """Prints the metrics, of many classes only the worst, and the confusion matrix if it fits."""
+def print_report(summary: dict[str, Any], title: str) -> None:
+    """Print the metrics, the classes (only the worst of many), and the confusion matrix if it fits."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
-    classes, per_class = [name[:NAME] for name in found["classes"]], found["per_class"]
+    classes, per_class = [name[:NAME] for name in summary["classes"]], summary["per_class"]
     figures = [
-        ("images", f"{found['images']:,}"),
-        ("top-1 accuracy", f"{found['top1']:.4f}"),
-        ("top-5 accuracy", f"{found['top5']:.4f}"),
-        ("loss", f"{found['loss']:.4f}"),
-        ("expected calibration error", f"{found['expected_calibration_error']:.4f}"),
-        ("preprocessing", prepared(found)),
-        *[("speed", f"{found['images_per_s']:,.0f} images/s")] * (found["images"] >= TIMED),
-        ("processes", f"{found['processes']} x {found['device']}"),
+        ("images", f"{summary['images']:,}"),
+        ("top-1 accuracy", f"{summary['top1']:.4f}"),
+        ("top-5 accuracy", f"{summary['top5']:.4f}"),
+        ("loss", f"{summary['loss']:.4f}"),
+        ("expected calibration error", f"{summary['expected_calibration_error']:.4f}"),
+        ("preprocessing", preprocessing_text(summary)),
+        *[("throughput", f"{summary['images_per_s']:,.0f} images/s")] * (summary["images"] >= TIMED),
+        ("processes", f"{summary['processes']} x {summary['device']}"),
     ]
-    console.print(rich_table(title, ["what", "value"], figures))
-    few = len(classes) <= PRINTED_CLASSES
+    console.print(rich_table(title, ["metric", "value"], figures))
+    shows_all = len(classes) <= PRINTED_CLASSES
     with_images = [c for c, images in enumerate(per_class["support"]) if images]
     by_f1 = sorted(with_images, key=lambda c: per_class["f1"][c])
     rows = [
         (classes[c], *(f"{per_class[name][c]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS))
-        for c in (range(len(classes)) if few else by_f1[:WORST_CLASSES])
+        for c in (range(len(classes)) if shows_all else by_f1[:WORST_CLASSES])
     ]
-    heading = "of each class" if few else f"of the {len(rows)} classes with the lowest F1"
+    heading = "metrics by class" if shows_all else f"the {len(rows)} classes with the lowest F1"
     console.print(rich_table(heading, ["class", *PER_CLASS], rows))
-    if mistakes := found.get("mistakes"):
+    if mistakes := summary.get("mistakes"):
         pairs = [(classes[true], classes[guess], f"{count:,}") for true, guess, count in mistakes]
-        console.print(rich_table("the most frequent mistakes", ["true", "predicted", "images"], pairs))
-    if not few:
+        console.print(rich_table("most frequent mistakes", ["true", "predicted", "images"], pairs))
+    if not shows_all:
         return
-    counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(found["confusion"])]
+    counts = [(f"{c} {classes[c]}", *map(str, row)) for c, row in enumerate(summary["confusion"])]
     matrix = rich_table(
-        "confusion matrix, a row per true class", ["true", *map(str, range(len(classes)))], counts
+        "confusion matrix, one row per true class", ["true", *map(str, range(len(classes)))], counts
     )
     if console.measure(matrix, options=console.options.update(max_width=10_000)).maximum <= console.width:
         console.print(matrix)
 
 
-def prepared(found: dict[str, Any]) -> str:
-    """Describe how the images became the model's inputs."""
-    preprocessing = found["preprocessing"]
-    crop = f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}" if found["cropped"] else "whole"
+def preprocessing_text(summary: dict[str, Any]) -> str:
+    """Describe how images are converted to the model's inputs."""
+    preprocessing = summary["preprocessing"]
+    crop = (
+        f"crop {preprocessing['crop_pct']:g} {preprocessing['crop_mode']}" if summary["cropped"] else "whole"
+    )
     return f"{preprocessing['image_size']} pixels, {preprocessing['interpolation']}, {crop}"
 
 
 def rich_table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
-    """A rich table with numbers aligned to the right."""
+    """Return a rich table. All columns but the first are aligned to the right."""
     from rich import box
     from rich.table import Column, Table
 
     numbers = (Column(name, justify="right", no_wrap=True) for name in columns[1:])
-    made = Table(columns[0], *numbers, title=title, box=box.SIMPLE, pad_edge=False)
+    table = Table(columns[0], *numbers, title=title, box=box.SIMPLE, pad_edge=False)
     for row in rows:
-        made.add_row(*row)
-    return made
+        table.add_row(*row)
+    return table

@@ -26,7 +26,7 @@ LARGEST_SPREAD = 0.25
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares two runs or more with the first. searches: results of find_batch_size.py.
+    """Compare two runs or more with the first. searches: results of find_batch_size.py.
 
     target_accuracy: by default the lowest of the runs' best accuracies, which all have reached.
     ValueError for runs that were evaluated on different images, unless allow_different_data.
@@ -82,7 +82,7 @@ class Comparison:
 
 
 def read_search(file: Path) -> dict[str, Any]:
-    """Reads a result of find_batch_size.py. ValueError for any other file."""
+    """Read a result of find_batch_size.py. ValueError for any other file."""
     try:
         found, wrong = typed_values(read_json(file), kinds(SearchResult))
     except OSError as error:

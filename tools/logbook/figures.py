@@ -14,7 +14,7 @@ from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw_run(run: RunRecord, folder: Path) -> list[str]:
-    """Draws all pictures into the folder, which is replaced. Returns the names of the files."""
+    """Draw all pictures into the folder, which is replaced. Returns the names of the files."""
     drawn = folder.with_name(f".{folder.name}.tmp")
     discard(drawn)
     drawn.mkdir(parents=True)
@@ -111,7 +111,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
-    """Draws accuracy, loss, speed and time of each run; of several seeds their means."""
+    """Draw accuracy, loss, speed and time of each run; of several seeds their means."""
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}

@@ -1,4 +1,4 @@
-"""Renders the pages' templates. Every text in them is escaped, so that none can break a table or insert HTML.
+"""Render the pages' templates. Every text in them is escaped, so that none can break a table or insert HTML.
 
 In templates/*.md.j2 a value is plain text unless a filter of this file has made it Markdown.
 """
@@ -50,7 +50,7 @@ def _environment() -> Environment:
 
 
 def text(value: object) -> Markup:
-    """Escapes one line of plain text; `-` for None. Underscores inside words need no escape."""
+    """Escape one line of plain text; `-` for None. Underscores inside words need no escape."""
     if isinstance(value, Markup):
         return value
     line = "-" if value is None else _line(value)

@@ -1,4 +1,4 @@
-"""Reads a run's folder, even when files in it are missing or broken."""
+"""Read a run's folder, even when files in it are missing or broken."""
 
 import contextlib
 import copy

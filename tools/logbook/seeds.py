@@ -23,7 +23,7 @@ TINY = 1e-12  # a deviation that is rounding
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of one recipe on one kind of job. values: their headline accuracies, by seed or fold."""
+    """Run of one recipe on one kind of job. values: their headline accuracies, by seed or fold."""
 
     name: str
     values: dict[Any, float]
@@ -72,7 +72,7 @@ class Difference(NamedTuple):
 
 
 def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
-    """Groups finished runs by everything but the seed, in their order.
+    """Group finished runs by everything but the seed, in their order.
 
     names: of the runs, in which parts are separated by commas. ValueError for a seed that a group has twice.
     """

@@ -61,7 +61,7 @@ class Stream:
         return self._start + self._at
 
     def read(self, count: int) -> bytes:
-        """Reads `count` bytes; fewer only at the end."""
+        """Read `count` bytes; fewer only at the end."""
         pieces = []
         while count and (self._at < len(self._chunk) or self._next_chunk()):
             pieces.append(self._chunk[self._at : self._at + count])
@@ -70,7 +70,7 @@ class Stream:
         return b"".join(pieces)
 
     def seek(self, position: int) -> None:
-        """Moves forward to a position, by a new request unless it is near, or every byte is hashed."""
+        """Move forward to a position, by a new request unless it is near, or every byte is hashed."""
         if self._hash is None and position > self._start + 2 * len(self._chunk):
             self._chunks = self._chunks_from(position)
             self._chunk, self._start, self._at = b"", position, 0
@@ -78,7 +78,7 @@ class Stream:
             pass
 
     def digest(self) -> str:
-        """Reads the rest, and returns the hash of the whole stream as hex."""
+        """Read the rest, and returns the hash of the whole stream as hex."""
         self.seek(self.size)
         assert self._hash is not None
         if self._hashing is not None:
@@ -86,7 +86,7 @@ class Stream:
         return self._hash.hexdigest()
 
     def _next_chunk(self) -> bool:
-        """Moves to the next chunk. False at the end."""
+        """Move to the next chunk. False at the end."""
         self._start += len(self._chunk)
         self._chunk, self._at = next(self._chunks, b""), 0
         if not self._chunk and self._start < self.size:
@@ -104,7 +104,7 @@ class Stream:
 def open_stream(
     where: str, hash_name: str | None = None, store: ObjectStore | None = None, headers: bool = False
 ) -> Stream:
-    """Opens a file or `s3://bucket/key`, which is resumed by ranges after a cut.
+    """Open a file or `s3://bucket/key`, which is resumed by ranges after a cut.
 
     store: of the bucket, for many objects, as a client takes 0.2 s to make. headers: members are listed
     rather than read. Raises ValueError when the file or object is missing or access is denied.
@@ -162,7 +162,7 @@ class _Headers:
 
 
 def members(archive: Member) -> Iterator[Member]:
-    """Yields the regular files of an archive, in order. Members named *.tar are archives, for members().
+    """Yield the regular files of an archive, in order. Members named *.tar are archives, for members().
 
     Folders are skipped. Raises ValueError, with the names of archive and member, for links, devices, absolute
     names, names with .., members above LARGEST_IMAGE_BYTES, and truncated or damaged archives.

@@ -29,7 +29,7 @@ LARGEST_DEVKIT_BYTES = 2**28  # another archive that is given in its place may n
 
 
 def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], np.ndarray]:
-    """Reads DEVKIT: the words of each class by its WordNet id, sorted in the order of the labels, and the
+    """Read DEVKIT: the words of each class by its WordNet id, sorted in the order of the labels, and the
     labels of the validation images, int64 [images], in the order of their names.
 
     Unless `subset`, it must have CLASSES with VAL_PER_CLASS images each. Raises ValueError that names the
@@ -103,7 +103,7 @@ def _check(what: str, count: int, published: int) -> None:
 
 
 def _unpacked(stream: Stream) -> dict[str, bytes]:
-    """Reads META and TRUTH, as far as the archive has them."""
+    """Read META and TRUTH, as far as the archive has them."""
     files = {}
     try:
         content = gzip.decompress(stream.read(LARGEST_DEVKIT_BYTES))  # whole, so that its sum is checked
@@ -118,7 +118,7 @@ def _unpacked(stream: Stream) -> dict[str, bytes]:
 
 
 def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Reads the classes, meta.mat's synsets without children: wnid by id, and words by wnid, sorted.
+    """Read the classes, meta.mat's synsets without children: wnid by id, and words by wnid, sorted.
 
     Nothing in the file is executed: MATLAB's functions and objects are read as data.
     """

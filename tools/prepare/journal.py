@@ -35,7 +35,7 @@ class Journal:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds a lock on the folder, which the kernel releases with the process, and reads its journal.
+        """Hold a lock on the folder, which the kernel releases with the process, and reads its journal.
 
         Raises ValueError when that is for another --out, which may have its first uploads.
         """
@@ -62,7 +62,7 @@ class Journal:
     # --- A complete preparation
 
     def complete_splits(self) -> dict[str, Any] | None:
-        """Returns the manifest's splits when the preparation is complete, else None.
+        """Return the manifest's splits when the preparation is complete, else None.
 
         Raises ValueError when it has other settings, when an index or a shard is missing, or when a shard
         here has another size.
@@ -108,7 +108,7 @@ class Journal:
     # --- Begin or resume
 
     def begin_or_resume(self) -> None:
-        """Opens the journal. Keeps finished splits, and removes what an interrupted one has left.
+        """Open the journal. Keeps finished splits, and removes what an interrupted one has left.
 
         Raises ValueError when the settings or an input of a finished split changed, or when a new folder or
         prefix holds other files.
@@ -155,7 +155,7 @@ class Journal:
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
     def _check_inputs(self, left: dict[str, Any]) -> None:
-        """Raises ValueError when an input of a finished split was replaced."""
+        """Raise ValueError when an input of a finished split was replaced."""
         for part in sorted(left["settings"]["inputs"].keys() | self.dataset.parts.keys()):
             was = left["settings"]["inputs"].get(part), left["versions"].get(part)
             why = f"{part} changed"
@@ -173,12 +173,12 @@ class Journal:
         return self.content["splits"].get(split, {})
 
     def record(self, split: str, entry: dict[str, Any]) -> None:
-        """Records a finished split."""
+        """Record a finished split."""
         self.content["splits"][split] = entry
         self._save()
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Writes the manifest and removes the journal."""
+        """Write the manifest and removes the journal."""
         content, splits = (json.dumps(manifest, indent=1) + "\n").encode(), manifest["splits"]
         if self.store is None:
             write_bytes(self.folder / MANIFEST, content)

@@ -84,7 +84,7 @@ class ImageBatch(NamedTuple):
 
 
 def class_tars(archive: Member) -> Iterator[ImageGroup]:
-    """Yields the class tars, `<class>.tar`, of a tar, in its order."""
+    """Yield the class tars, `<class>.tar`, of a tar, in its order."""
     for outer in members(archive):
         name = outer.name.rpartition("/")[2]
         if is_hidden(name):
@@ -95,14 +95,14 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yields the classes of a folder, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
+    """Yield the classes of a folder, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
     for name, its in list_folders(root).items():
         files = (ImageFile(p.removeprefix(f"{name}/").replace("/", "_"), (root / p).read_bytes) for p in its)
         yield ImageGroup(name, str(root / name), files)
 
 
 def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
-    """Lists the classes of a folder, `<class>/`, sorted, and the paths of their images below it.
+    """List the classes of a folder, `<class>/`, sorted, and the paths of their images below it.
 
     Of images that lie in no class folders, as Kaggle and Tiny ImageNet have val's, a file tells the classes.
     Class folders without images are left out. Raises ValueError for an image without a class, and for a
@@ -142,7 +142,7 @@ def _by_file(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
 
 
 def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
-    """Yields the images of the groups. Hidden files and other extensions are skipped.
+    """Yield the images of the groups. Hidden files and other extensions are skipped.
 
     Raises ValueError for a name or class that occurs twice, and for a group without images.
     """
@@ -178,7 +178,7 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
 
 
 def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
-    """Yields all images, in batches of one group each."""
+    """Yield all images, in batches of one group each."""
     images, size, last = list[RawImage](), 0, None
     for file in labeled(groups, label):
         is_full = len(images) == BATCH_IMAGES or size >= BATCH_BYTES
@@ -212,7 +212,7 @@ class Originals:
         self.find()
 
     def find(self) -> None:
-        """Finds sizes and versions of the parts. ValueError for a folder that can't be used."""
+        """Find sizes and versions of the parts. ValueError for a folder that can't be used."""
         listed = {}
         for part, where in self.parts.items():
             if Path(where).is_dir():
@@ -231,7 +231,7 @@ class Originals:
             check_known(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
-        """Takes the classes from the names of class tars or folders."""
+        """Take the classes from the names of class tars or folders."""
         split = "train" if "train" in self.parts else "val"
         if "://" in self.parts[split]:  # a request or more for each class
             print(f"looking for the classes in {self.parts[split]}", flush=True)
@@ -242,7 +242,7 @@ class Originals:
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        """Opens a split. Yields its groups, and their stream; None instead of that for class folders."""
+        """Open a split. Yields its groups, and their stream; None instead of that for class folders."""
         if Path(self.parts[split]).is_dir():
             yield class_folders(Path(self.parts[split])), None
             return
@@ -253,7 +253,7 @@ class Originals:
         return class_tars(archive)
 
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
-        """Raises ValueError when a split has not the published content. stream: is read to its end."""
+        """Raise ValueError when a split has not the published content. stream: is read to its end."""
         if self.hashed and stream is not None:
             self.check_md5(split, stream)
 
@@ -265,7 +265,7 @@ class Originals:
             )
 
     def name_classes(self, largest: int) -> None:
-        """Checks that each label has a name, once they are known. largest: label."""
+        """Check that each label has a name, once they are known. largest: label."""
 
 
 class Ilsvrc(Originals):

@@ -37,7 +37,7 @@ WITHOUT = {"train": "training needs it", "val": "--holdout 0.1 evaluates on a te
 
 
 class Preparation:
-    """Prepares one --out; splits that an earlier start has finished are kept."""
+    """Prepare one --out; splits that an earlier start has finished are kept."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
@@ -113,7 +113,7 @@ class Preparation:
     # --- One split
 
     def _index(self, split: str) -> None:
-        """Writes the index of shards that stay where they are."""
+        """Write the index of shards that stay where they are."""
         dataset, began = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
         rows, names, shards = array("q"), CollectedNames(), list[dict[str, Any]]()
@@ -138,7 +138,7 @@ class Preparation:
         print(f"{split}: {images:,} images in {len(shards):,} tars indexed in {seconds:.2f} s", flush=True)
 
     def _write(self, split: str) -> None:
-        """Writes a split's shards in one pass."""
+        """Write a split's shards in one pass."""
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
@@ -180,7 +180,7 @@ class Preparation:
         return math.ceil(needed / (self.flags.shard_mib * 2**20))
 
     def _upload(self, split: str, store: ObjectStore) -> None:
-        """Uploads a finished split shard by shard, and removes each shard here."""
+        """Upload a finished split shard by shard, and removes each shard here."""
         shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
         sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
         with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
@@ -194,7 +194,7 @@ class Preparation:
 
 
 def find_dataset(flags: argparse.Namespace) -> Originals:
-    """Finds the parts that the flags name."""
+    """Find the parts that the flags name."""
     base = os.path.expanduser(flags.data or "")
     given = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
     if flags.source == "shards":

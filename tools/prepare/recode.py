@@ -17,7 +17,7 @@ QUALITY = 95  # of images that keep their size
 def recoded(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
-    """Yields the batches in their order. CMYK, and a PNG named otherwise, become RGB JPEGs of QUALITY.
+    """Yield the batches in their order. CMYK, and a PNG named otherwise, become RGB JPEGs of QUALITY.
 
     short_side: images with a longer shorter side are resized to it, on all cores; others stay as they are.
     Raises ValueError, with the image's name, when one can't be decoded; strict: also when a part of a JPEG is
@@ -65,7 +65,7 @@ def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: boo
 
 
 def odd_format(image: RawImage) -> str | None:
-    """Names the format of an image that fast decoders refuse, a misnamed PNG or a CMYK JPEG; else None."""
+    """Name the format of an image that fast decoders refuse, a misnamed PNG or a CMYK JPEG; else None."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
     frame = jpeg_frame(image.data)
@@ -73,7 +73,7 @@ def odd_format(image: RawImage) -> str | None:
 
 
 def _upright(data: bytes):
-    """Decodes to a PIL image, RGB or L, turned upright by its EXIF tag. Raises ValueError with the reason."""
+    """Decode to a PIL image, RGB or L, turned upright by its EXIF tag. Raises ValueError with the reason."""
     from PIL import Image, ImageOps
 
     if data[:2] != JPEG:
@@ -88,7 +88,7 @@ def _upright(data: bytes):
 
 
 def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
-    """Resizes to this shorter side, upright, with onecurve.data.decode's filter; None for a small image."""
+    """Resize to this shorter side, upright, with onecurve.data.decode's filter; None for a small image."""
     from PIL import Image
 
     picture = _upright(data)

@@ -72,7 +72,7 @@ class WebDataset(Originals):
             self.versions[split] = digest([*map(tuple, shards)])
 
     def read_classes(self) -> None:
-        """Reads the names of the classes; without them they follow from the labels, in name_classes."""
+        """Read the names of the classes; without them they follow from the labels, in name_classes."""
         if self.class_file is None:
             return
         with open_stream(self.class_file) as stream:
@@ -80,7 +80,7 @@ class WebDataset(Originals):
         self.classes = [{"wnid": str(label), "name": name.strip()} for label, name in enumerate(names)]
 
     def name_classes(self, largest: int) -> None:
-        """Names the classes by their numbers, or checks that each label has a name. largest: label."""
+        """Name the classes by their numbers, or checks that each label has a name. largest: label."""
         if self.class_file is None:
             self.classes = [{"wnid": str(label), "name": str(label)} for label in range(largest + 1)]
         elif largest >= len(self.classes):
@@ -152,7 +152,7 @@ def _without_braces(pattern: str) -> list[str]:
 
 
 def _rows(archive: Member) -> Iterator[Row]:
-    """Yields offset, length, label and name of each image. Contents of images are not read."""
+    """Yield offset, length, label and name of each image. Contents of images are not read."""
     for key, sample in itertools.groupby(members(archive), _key):
         images, classes, where = [], {}, f"{archive.where}: {key}"
         for member in sample:

@@ -28,7 +28,7 @@ EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
 
 
 def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
-    """Writes a split's index, sorted by shard and offset, and the images' names in the same order. Returns
+    """Write a split's index, sorted by shard and offset, and the images' names in the same order. Returns
     the index's SHA-256 and the largest label.
 
     rows: shard, offset, length and label of each image, one after another.
@@ -42,7 +42,7 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
 
 
 class ShardWriter:
-    """Spreads one split over its shards, which are all open at once.
+    """Spread one split over its shards, which are all open at once.
 
     Image i is appended to a shard drawn from (seed, split, i). A source sorted by class is thus spread over
     all shards in one pass. Each shard stays sorted by class: readers must shuffle at least a shard's images.
@@ -51,7 +51,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, split: str, shards: int, seed: int):
-        """Raises ValueError when the process may not open so many files."""
+        """Raise ValueError when the process may not open so many files."""
         count = shards + OTHER_FILES
         if (limit := allow_open_files(count)) < count:
             raise ValueError(
@@ -64,7 +64,7 @@ class ShardWriter:
         self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Queues images to be written. Raises the error of an earlier write."""
+        """Queue images to be written. Raises the error of an earlier write."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
             number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
@@ -85,7 +85,7 @@ class ShardWriter:
         self.pending.append(self.thread.submit(_append_all, batch))
 
     def finish(self) -> dict[str, Any]:
-        """Completes the shards and writes the index. Returns the split's part of the manifest."""
+        """Complete the shards and writes the index. Returns the split's part of the manifest."""
         self._drain(0)
         for shard in self.shards:
             shard.append(END)
@@ -108,7 +108,7 @@ class ShardWriter:
             os.close(shard.file)
 
     def _drain(self, most: int) -> None:
-        """Waits until at most so many batches wait to be written. Raises the error of an earlier write."""
+        """Wait until at most so many batches wait to be written. Raises the error of an earlier write."""
         while len(self.pending) > most:
             self.pending.popleft().result()
 
@@ -135,13 +135,13 @@ def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
 
 @lru_cache(4)
 def _draws(*key_block_count: int) -> np.ndarray:
-    """Draws the shards of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
+    """Draw the shards of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
     *key, count = key_block_count
     return np.random.RandomState(key).randint(count, size=DRAWN)
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Makes a member's header, 512 bytes. A class above 155 bytes, or a name above 100, takes PAX records
+    """Make a member's header, 512 bytes. A class above 155 bytes, or a name above 100, takes PAX records
     before it: 1,536 bytes. Time 0 and no owner: the same images give the same bytes."""
     member = tarfile.TarInfo(name)
     member.size = size

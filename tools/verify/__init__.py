@@ -1,1 +1,1 @@
-"""Replays of a finished run, used by verify.py. Start with verification.py."""
+"""Replay of a finished run, used by verify.py. Start with verification.py."""

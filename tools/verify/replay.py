@@ -1,4 +1,4 @@
-"""Compares a finished run with replays of some of its steps, for verify.py.
+"""Compare a finished run with replays of some of its steps, for verify.py.
 
 Two kinds. Where --deterministic makes the bits of both equal, no value may differ. Elsewhere rounding
 differs, and training amplifies it without a bound: there only evaluations of kept weights are judged, and the
@@ -201,7 +201,7 @@ def _listed(findings: Iterator[str]) -> list[str]:
 
 
 def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
-    """Compares the values of the log."""
+    """Compare the values of the log."""
     theirs, mine = (_numbers(record, outcome, run) for record in (run, replay))
     per_epoch, last = recorded_steps_per_epoch(run), run.facts["steps"]
     for step, key in sorted(theirs.keys() | mine.keys()):
@@ -231,7 +231,7 @@ def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Ite
 def _compare_evaluation(
     said: str, key: str, difference: float, value: float, replay: RunRecord
 ) -> Iterator[str]:
-    """Compares a metric of two evaluations of the same weights, unless it is by class. said: the values, for
+    """Compare a metric of two evaluations of the same weights, unless it is by class. said: the values, for
     the finding."""
     precision, (split, _, name) = replay.facts["mixed_precision"], key.partition("/")
     metric = METRICS.get(name.removeprefix("raw_"))
@@ -291,7 +291,7 @@ def _manifest(record: RunRecord, step: int) -> dict[str, Any]:
 
 
 def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: Outcome) -> Iterator[str]:
-    """Compares all tensors of a checkpoint."""
+    """Compare all tensors of a checkpoint."""
     records, name = (run, replay), step_name(step)
     theirs, mine = (_manifest(record, step) for record in records)
     scalars = [read_json(_folder(record, step) / STATE_FILE).get("optimizer") for record in records]

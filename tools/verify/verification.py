@@ -1,4 +1,4 @@
-"""Chooses the intervals of a finished run that verify.py replays, trains them, and records the outcome."""
+"""Choose the intervals of a finished run that verify.py replays, trains them, and records the outcome."""
 
 import argparse
 import json
@@ -129,7 +129,7 @@ class Verification:
         )
 
     def recipe_changes(self) -> Iterator[str]:
-        """Yields `step 100: lr was 0.003, now 0.001`, by the recipes themselves."""
+        """Yield `step 100: lr was 0.003, now 0.001`, by the recipes themselves."""
         for before, part in pairwise(self.parts):
             names = flags_where(self.kind, "part_of_recipe")
             old, new = before.record.recipe, part.record.recipe
@@ -203,7 +203,7 @@ class Verification:
     # --- One interval
 
     def replay(self, interval: Interval) -> Outcome:
-        """Trains the interval's steps and compares them with the run."""
+        """Train the interval's steps and compares them with the run."""
         outcome = Outcome(interval)
         own = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
         outcome.findings = [finding for step in sorted(own) for finding in self._check_checkpoint(step)]
@@ -217,7 +217,7 @@ class Verification:
         return outcome
 
     def _check_checkpoint(self, step: int) -> Iterator[str]:
-        """Yields what is wrong: a damaged file, or another recipe than the page's."""
+        """Yield what is wrong: a damaged file, or another recipe than the page's."""
         try:
             manifest = verify(self.checkpoints / step_name(step)).manifest
         except ValueError as error:
@@ -239,7 +239,7 @@ class Verification:
         outcome.findings += replay.compare_with_replay(run, again, outcome)
 
     def _train(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
-        """Runs the train script. Returns its run's folder. ValueError with the reason if it fails."""
+        """Run the train script. Returns its run's folder. ValueError with the reason if it fails."""
         every = math.gcd(*interval.checkpoints) or 10**9
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
         words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
@@ -286,7 +286,7 @@ class Verification:
         return "\n".join(f"{where}: {line}" for line in found)
 
     def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
-        """Prints the coverage, adds the outcome to verified.json, and returns the exit status."""
+        """Print the coverage, adds the outcome to verified.json, and returns the exit status."""
         replayed = [one for one in outcomes if one.is_replayed]
         covered = sum(one.interval.end - one.interval.start for one in replayed)
         compared = {step for one in replayed for step in one.interval.checkpoints}
@@ -330,7 +330,7 @@ class Verification:
         return 1 if findings else 0
 
     def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yields what of the headline no replay has evaluated, as where the checkpoint is gone."""
+        """Yield what of the headline no replay has evaluated, as where the checkpoint is gone."""
         evaluated = {one.interval.start for one in replayed if one.interval.is_evaluation}
         for step in sorted({*self.headline} - evaluated):
             yield f"the evaluation at step {step:,}, which the headline is of, could not be repeated"
@@ -341,7 +341,7 @@ class Verification:
         return missing - {step for one in replayed for step in one.evaluated}
 
     def _unexplained(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yields evaluations at steps where no epoch ended, nor by --max_steps a start."""
+        """Yield evaluations at steps where no epoch ended, nor by --max_steps a start."""
         kept = self.record.kept
         if kept and all(start.is_recorded for start in kept):
             ends = {start.about.get("recipe", {}).get("max_steps") for start in self.record.starts}
@@ -371,7 +371,7 @@ class Verification:
 
 
 def run_replay(words: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Runs a replay, with these further variables. Returns its exit status and its output."""
+    """Run a replay, with these further variables. Returns its exit status and its output."""
     none, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     done = subprocess.run(
         words, env=os.environ | env, stdin=none, stdout=pipe, stderr=out, text=True, errors="replace"

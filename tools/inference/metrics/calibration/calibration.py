@@ -1,15 +1,15 @@
-"""Expected calibration error: how far the probability of a prediction is from how often it is right."""
+"""Expected calibration error: the gap between predicted probability and accuracy."""
 
 import datasets
 import evaluate
 import numpy as np
 
 INPUTS = """
-    predictions: the class that is most probable, int [n]
-    references: the true class, int [n]
-    probabilities: of the predicted class, float [n]
-    bins: of equal width, open below and closed above
-Returns expected_calibration_error: the mean over the samples of |accuracy - mean probability| of their bin.
+    predictions: most probable class of each sample, int [n]
+    references: true class of each sample, int [n]
+    probabilities: probability of the predicted class, float [n]
+    bins: number of bins of equal width, open below and closed above
+Returns expected_calibration_error: the mean over all samples of |accuracy - mean probability| in their bin.
 """
 SOURCE = """@inproceedings{guo2017calibration, title={On Calibration of Modern Neural Networks},
 author={Guo, Chuan and Pleiss, Geoff and Sun, Yu and Weinberger, Kilian Q.}, booktitle={ICML}, year={2017},
@@ -34,6 +34,6 @@ class Calibration(evaluate.Metric):
         hits, probabilities = np.equal(predictions, references), np.asarray(probabilities)
         edges = np.linspace(0, 1, bins + 1)[1:-1]
         bin_of = np.digitize(probabilities, edges, right=True)
-        # |sum of hits - sum of probabilities| of a bin is its |accuracy - mean probability| times its samples
+        # In a bin, |sum of hits - sum of probabilities| is |accuracy - mean probability| times the samples.
         gaps = np.bincount(bin_of, hits - probabilities, minlength=bins)
         return {"expected_calibration_error": float(np.abs(gaps).sum() / len(references))}

@@ -1,17 +1,17 @@
-"""Accuracy, the confusion matrix, and of each class precision, recall, F1, specificity and support."""
+"""Accuracy, confusion matrix, and precision, recall, F1, specificity and support of each class."""
 
 import datasets
 import evaluate
 import numpy as np
 
-MATRIX_CLASSES = 1000  # the most with a confusion matrix, as in onecurve/run/evaluation.py
+MATRIX_CLASSES = 1000  # largest number with a confusion matrix, as in onecurve/run/evaluation.py
 INPUTS = """
-    predictions: the class that is most probable, int [n]
-    references: the true class, int [n]
-    classes: how many there are
-Returns accuracy, confusion ([classes][classes], a row per true class, for up to MATRIX_CLASSES), and lists
-with one number per class: precision, recall, f1, specificity (of the images of other classes, the share that
-is not taken for this one) and support (images of the class). Where a share is of nothing it is 0, as
+    predictions: most probable class of each image, int [n]
+    references: true class of each image, int [n]
+    classes: number of classes
+Returns accuracy, confusion ([classes][classes], one row per true class, for up to MATRIX_CLASSES), and lists
+with one number per class: precision, recall, f1, specificity (share of the other classes' images that are not
+predicted as this class) and support (images of the class). A share with denominator 0 is 0, as with
 scikit-learn's zero_division=0.
 """
 

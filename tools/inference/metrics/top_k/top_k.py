@@ -1,12 +1,12 @@
-"""Top-k accuracy: the share of the samples whose true class is among the k most probable."""
+"""Top-k accuracy: the share of samples whose true class is among the k most probable classes."""
 
 import datasets
 import evaluate
 import numpy as np
 
 INPUTS = """
-    predictions: the k most probable classes, int [n][k]
-    references: the true class, int [n]
+    predictions: k most probable classes of each sample, int [n][k]
+    references: true class of each sample, int [n]
 Returns top_k.
 """
 
