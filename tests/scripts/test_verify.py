@@ -291,8 +291,8 @@ LONGER = {"log cut": only(16, 16), "random EMA": only(16, 16), "random second ch
 LONGER["repeated line"] = ["--steps", 16]
 FORGERIES = {
     "accuracy everywhere": (accuracy_everywhere, "val/accuracy of step 8 is 0.9999, in the replay 0."),
-    "lines without rate": (lines_without_rate, "train/lr of step 4 stands 0 times in the log, 1 in its"),
-    "log cut": (log_cut, "train/loss of step 18 stands 0 times in the log, 1 in its replay"),
+    "lines without rate": (lines_without_rate, "train/lr of step 4 appears 0 times in the log, 1 in its"),
+    "log cut": (log_cut, "train/loss of step 18 appears 0 times in the log, 1 in its replay"),
     "random EMA": (random_ema, "in step_00000032/ema.safetensors differs by"),
     "random second checkpoint": (random_second, "in step_00000016/model.safetensors differs by"),
     "tensor of NaN": (tensor_of_nan, "head.weight in step_00000008/model.safetensors is not finite"),
@@ -316,7 +316,7 @@ FORGERIES = {
         in_starts({"recipe": {"lr": 0.1}}),
         "recipe in recipe.json is not that of the last start",
     ),
-    "repeated line": (repeated_line, " stands 2 times in the log, 1 in its replay"),
+    "repeated line": (repeated_line, " appears 2 times in the log, 1 in its replay"),
     "infinite loss": (in_lines("train/loss", 6, lambda _: torch.nan), "metrics.jsonl has 1 of"),
     "moments of zero": (zero_moments, "exp_avg in step_00000008/optimizer.safetensors differs by"),
     "loss in a state": (loss_in_a_state, "state.json/logged_step of step 8 is 7, in the replay 8"),
@@ -335,7 +335,7 @@ def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tm
     early_ends(folder)
     status, output, stamp = check(folder, *FIRST)
     assert status == 0, output
-    said = "evaluations inside an epoch, without a checkpoint: of steps 3, 5"
+    said = "evaluations inside an epoch without a checkpoint, at steps 3, 5"
     assert any(said == line for line in stamp["not_verified"]), output
 
 
@@ -367,7 +367,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
     trained(data, cache, tmp_path / "run", "no", *flags, launcher=accelerate("ddp_2gpu"))
     status, output, stamp = check(tmp_path / "run", *FIRST)
     assert (status, stamp["kind"], max(stamp["differences"].values())) == (0, "bit for bit", 0), output
-    assert "steps 0-8 of 8: equal bit for bit; log, data, recipe and weights are those of the page" in output
+    assert "steps 0-8 of 8: equal bit for bit; log, data, recipe and weights match the page" in output
     assert "bit for bit: this recipe gives these results" in run_page(RunRecord(tmp_path / "run"), "x", [])
     smaller_loss(1e-9)(tmp_path / "run")
     status, output, _ = check(tmp_path / "run", *FIRST)
@@ -379,7 +379,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
     "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, in the replay 0."),
-    "a loss": (smaller_loss(0.5), 0, "steps 0-16 of 32: the largest differences: loss 5."),
+    "a loss": (smaller_loss(0.5), 0, "steps 0-16 of 32: largest differences: loss 5."),
     "raised test accuracy": (forged_test_accuracy, 1, "test/accuracy of step "),
     "checkpoints removed": (checkpoints_removed, 1, "at step 32, which the"),
     "last weights replaced": (in_tensors(32, "ema", torch.neg, "head.weight"), 1, "val/loss of step 32 is "),
@@ -398,7 +398,7 @@ def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
     text = run_page(RunRecord(folder), "x", [])
     assert ("It is not verified that this training gave these weights" in text) == (expected == 0)
     assert "not verified: " in text
-    assert "equal bits (it was trained without --deterministic)" in text
+    assert "equal bits (the run was trained without --deterministic)" in text
 
 
 def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
@@ -569,9 +569,9 @@ def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check,
     shutil.rmtree(folder / "checkpoints" / "step_00000016")  # as it is pruned in a longer run
     for share in ("16 of 16 steps", "8 of 32 steps"):
         status, output, _ = check(folder, "--steps", 8)
-        is_gone = "the evaluation at step 16, which the headline is of, could not be repeated" in output
+        is_gone = "the evaluation at step 16, which the headline reports, could not be repeated" in output
         assert (status, share in output) == (is_gone, True), output
-        assert f"the training before the beginning, {other}" in output
+        assert f"the training before {other}, which the run resumed" in output
         shutil.rmtree(other, ignore_errors=True)
 
 
@@ -607,8 +607,8 @@ def test_what_can_not_be_verified(finished, tmp_path):
     edit(dropout / "recipe.json", lambda about: about.update(devices=["NVIDIA H200"]))
     edit(dropout / "recipe.json", lambda about: about["recipe"].update(dropout=0.1))
     for words, said in (
-        ([folder], f"{folder} is not finished (preempted): the same command as before ends it"),
-        ([dropout], "the run's --dropout was drawn on NVIDIA H200, which draws other numbers"),
+        ([folder], f"{folder} is not finished (preempted). Run its command again to finish it."),
+        ([dropout], "--dropout used random numbers of NVIDIA H200, which this device does not produce"),
         ([tmp_path / "nowhere"], "is no run's folder"),
         ([finished, "--steps", "0"], "--steps 0: must be more than 0"),
     ):

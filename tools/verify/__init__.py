@@ -1,1 +1,1 @@
-"""Replay of a finished run, used by verify.py. Start with verification.py."""
+"""Verification of a finished run by replaying it, for verify.py. Start with verification.py."""

@@ -1,4 +1,4 @@
-"""Choose the intervals of a finished run that verify.py replays, trains them, and records the outcome."""
+"""Choose the intervals of a finished run to verify, replay them and record the outcome."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ from tools.logbook.run_record import (
 from tools.verify import replay
 from tools.verify.replay import Interval, Outcome
 
-SHOWN = 15  # last lines of a failed replay
+SHOWN = 15  # number of last output lines printed when a replay fails
 NOT_VERIFIED = (
     "devices, hosts, strategy, model FLOPs, times, speeds and memory",
     "commit, versions and command",
@@ -49,7 +49,11 @@ NOT_VERIFIED = (
 
 @dataclass(frozen=True)
 class StepRange:
-    """The steps first + 1 ... last, which were trained alike. record: the run as of their start."""
+    """Steps first + 1 to last, trained with the same settings.
+
+    Attributes:
+        record: the run as if all its starts had used these settings.
+    """
 
     first: int
     last: int
@@ -57,27 +61,27 @@ class StepRange:
 
     @property
     def repeats_evaluation(self) -> bool:
-        """True if its start has evaluated the step again at which it began."""
+        """True if the start that trained these steps evaluated its first step again."""
         return measures_anew(self.record.about)
 
 
 class Verification:
-    """A run and its intervals to replay, by verify.py's flags. ValueError if it can't be replayed."""
+    """A run and its intervals to replay, chosen by verify.py's flags. ValueError if it can't be replayed."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
         self.record = record = RunRecord(flags.run)
         status, about = record.facts["status"], record.about
         if status != "finished":
-            raise ValueError(f"{flags.run} is not finished ({status}): the same command as before ends it")
+            raise ValueError(f"{flags.run} is not finished ({status}). Run its command again to finish it.")
         self.script = flags.script or own_script(about.get("script"))
-        self.kind = recipe_class(load_script(self.script))
+        self.recipe_type = recipe_class(load_script(self.script))
         self.recipe, self.per_epoch = record.recipe, replay.recorded_steps_per_epoch(record)
         if not self.recipe:
             raise ValueError(f"{flags.run} has no recipe: {some_of(record.problems)}")
         self.last = record.facts["steps"]
         self.best = record.facts.get("best_step", self.last)
-        self.headline = sorted({self.last, self.best})  # the steps whose evaluations the page shows first
+        self.headline = sorted({self.last, self.best})  # steps whose evaluations the page shows first
         self.checkpoints = flags.run / "checkpoints"
         self.kept = sorted(steps_in(self.checkpoints))
         began = self._beginning(about.get("resumed_from"))
@@ -91,7 +95,7 @@ class Verification:
         self.intervals = self._choose(self._all_intervals()) + self._evaluations()
 
     def _parts(self) -> list["StepRange"]:
-        """The steps that were trained alike, each with the run as of their start."""
+        """Split the run into ranges of steps trained with the same settings."""
         parts: list[StepRange] = []
         for start in self.record.kept:
             record = self.record.as_of(start)
@@ -103,22 +107,25 @@ class Verification:
 
     def _repeated_flags(self) -> list[str]:
         """Return the flags that a replay takes from the run."""
-        return [*flags_where(self.kind, "part_of_recipe"), *flags_where(self.kind, "replayed")]
+        return [*flags_where(self.recipe_type, "part_of_recipe"), *flags_where(self.recipe_type, "replayed")]
 
     def _trained_by(self, record: RunRecord) -> list[Any]:
-        """Return what a replay takes from the run, and what its bits depend on."""
+        """Return the settings that a replay takes from the run or that its bits depend on."""
         names = self._repeated_flags()
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
         about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
         return [*(record.recipe.get(name) for name in names), *facts, *about]
 
     def _part(self, step: int) -> "StepRange":
-        """The part that ends with this step or includes it."""
+        """Return the part that includes this step."""
         return next((part for part in self.parts if step <= part.last), self.parts[-1])
 
     def _part_of(self, interval: Interval) -> "StepRange":
-        """The part whose recipe a replay of the interval has. An evaluation is of the part that trained its
-        step, unless the next start has repeated it on other images."""
+        """Return the part whose recipe the interval's replay uses.
+
+        An evaluation belongs to the part that trained its step, unless the next start repeated it on other
+        images.
+        """
         if not interval.is_evaluation:
             return self._part(interval.start + 1)
         later = self._part(interval.start + 1)
@@ -129,9 +136,9 @@ class Verification:
         )
 
     def recipe_changes(self) -> Iterator[str]:
-        """Yield `step 100: lr was 0.003, now 0.001`, by the recipes themselves."""
+        """Yield changes between the recipes of the parts, such as `step 100: lr was 0.003, now 0.001`."""
         for before, part in pairwise(self.parts):
-            names = flags_where(self.kind, "part_of_recipe")
+            names = flags_where(self.recipe_type, "part_of_recipe")
             old, new = before.record.recipe, part.record.recipe
             changed = [
                 f"{n} was {as_flag(old.get(n))}, now {as_flag(new.get(n))}"
@@ -143,11 +150,14 @@ class Verification:
             if changed:
                 yield f"step {part.first:,}: {'; '.join(changed)}"
 
-    def _beginning(self, other: str | None) -> dict[int, Path | None]:
-        """The step and the checkpoint with which the run began; None at step 0; {} if it is not here."""
-        if other is None:
+    def _beginning(self, resumed_from: str | None) -> dict[int, Path | None]:
+        """Return the run's first step and the checkpoint that it resumed, None for fresh weights.
+
+        The result is empty if the checkpoint no longer exists.
+        """
+        if resumed_from is None:
             return {0: None}
-        path, first = Path(other).resolve(), self.record.metrics[0]["step"]
+        path, first = Path(resumed_from).resolve(), self.record.metrics[0]["step"]
         if (step := step_of(path.name)) is not None:
             return {step: path} if path.is_dir() else {}
         for parent in (path / "checkpoints", path):
@@ -157,19 +167,22 @@ class Verification:
 
     def _check_device(self, record: RunRecord) -> None:
         devices = record.about.get("devices") or [""]
-        theirs = "cpu" if devices[0].startswith("CPU") else "cuda"
-        drawn = [name for name in flags_where(self.kind, "drawn_on_device") if record.recipe.get(name)]
-        if drawn and theirs != self.device:
+        run_device = "cpu" if devices[0].startswith("CPU") else "cuda"
+        drawn = [name for name in flags_where(self.recipe_type, "drawn_on_device") if record.recipe.get(name)]
+        if drawn and run_device != self.device:
             raise ValueError(
-                f"the run's --{drawn[0]} was drawn on {printable(devices[0])}, which draws other numbers than"
-                " this device: verify it on one of its kind"
+                f"--{drawn[0]} used random numbers of {printable(devices[0])}, which this device does not"
+                " produce. Verify the run on a device of the same type."
             )
 
     def _all_intervals(self) -> list[Interval]:
-        """One from the beginning and from each kept checkpoint, up to a line of the log, without overlaps."""
-        found: list[Interval] = []
+        """Return the intervals that start at the beginning or a kept checkpoint, without overlaps.
+
+        Each interval ends at a line of the log.
+        """
+        intervals: list[Interval] = []
         for start in sorted(self.starts):
-            if start >= self.last or (found and start < found[-1].end):
+            if start >= self.last or (intervals and start < intervals[-1].end):
                 continue
             part = self._part(start + 1)
             every, per_epoch = (
@@ -178,23 +191,24 @@ class Verification:
             )
             logged = [n for n in range(start + 1, part.last + 1) if not n % every or not n % per_epoch]
             logged += [self.last] if part.last == self.last else []
-            if not logged:  # another recipe begins before the next line of the log
+            if not logged:  # the recipe changes before the next line of the log
                 continue
             end = next((n for n in logged if n >= start + self.flags.steps), logged[-1])
-            found.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
-        return found
+            intervals.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
+        return intervals
 
     def _choose(self, intervals: list[Interval]) -> list[Interval]:
         if self.flags.sample is None or self.flags.sample >= len(intervals):
             return intervals
         seed = random.randrange(2**32) if self.flags.seed is None else self.flags.seed
-        print(f"--sample {self.flags.sample} of {len(intervals)} intervals by --seed {seed}", flush=True)
+        print(f"--sample {self.flags.sample} of {len(intervals)} intervals, with --seed {seed}", flush=True)
         return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
 
     def _evaluations(self) -> list[Interval]:
-        """The evaluations of the best and the last checkpoint, the best one's also on the test split.
+        """Return the evaluations to repeat.
 
-        Also those of kept checkpoints inside an epoch, where a replay of the epoch does not evaluate.
+        They belong to the best checkpoint (also on the test split), to the last checkpoint, and to kept
+        checkpoints inside an epoch, where a replay of the epoch does not evaluate.
         """
         inside = {line["step"] for line in self.record.evaluations if line["step"] % self.per_epoch}
         steps = {*self.headline, *(inside & {*self.kept})}
@@ -203,43 +217,43 @@ class Verification:
     # --- One interval
 
     def replay(self, interval: Interval) -> Outcome:
-        """Train the interval's steps and compares them with the run."""
+        """Train the interval's steps and compare them with the run."""
         outcome = Outcome(interval)
-        own = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
-        outcome.findings = [finding for step in sorted(own) for finding in self._check_checkpoint(step)]
+        steps = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
+        outcome.findings = [finding for step in sorted(steps) for finding in self._check_checkpoint(step)]
         if outcome.findings:
             return outcome
         try:
             with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch:
                 self._replay(outcome, Path(scratch))
-        except Exception as error:  # of the script, or of a damaged file by many libraries: the others go on
-            outcome.findings.append(f"its replay failed: {printable(error)}")
+        except Exception as error:  # raised by the script or a library that reads a damaged file
+            outcome.findings.append(f"the replay failed: {printable(error)}")
         return outcome
 
     def _check_checkpoint(self, step: int) -> Iterator[str]:
-        """Yield what is wrong: a damaged file, or another recipe than the page's."""
+        """Yield a finding if the checkpoint is damaged or was trained with another recipe."""
         try:
             manifest = verify(self.checkpoints / step_name(step)).manifest
         except ValueError as error:
             yield f"the checkpoint of step {step:,}: {error}"
             return
-        theirs, recipe = without_left(manifest.get("recipe", {})), self._part(step).record.recipe
-        changed = [name for name in theirs if theirs[name] != recipe.get(name)]
+        trained, recipe = without_left(manifest.get("recipe", {})), self._part(step).record.recipe
+        changed = [name for name in trained if trained[name] != recipe.get(name)]
         if changed:
-            shown = ", ".join(f"{name} {theirs[name]}, not {recipe.get(name)}" for name in changed)
+            shown = ", ".join(f"{name} {trained[name]}, not {recipe.get(name)}" for name in changed)
             yield f"the checkpoint of step {step:,} was trained with {shown}"
 
     def _replay(self, outcome: Outcome, scratch: Path) -> None:
         run = self._part_of(outcome.interval).record
-        again = RunRecord(self._train(outcome.interval, run, scratch / "replay"))
+        repeated = RunRecord(self._train(outcome.interval, run, scratch / "replay"))
         outcome.is_replayed = True
-        outcome.why_not = replay.why_not_exact(run, again)
+        outcome.why_not = replay.why_not_exact(run, repeated)
         outcome.is_exact = not outcome.why_not
-        outcome.findings += replay.compare_facts(run, again, is_moved=bool(self.flags.data))
-        outcome.findings += replay.compare_with_replay(run, again, outcome)
+        outcome.findings += replay.compare_facts(run, repeated, is_moved=bool(self.flags.data))
+        outcome.findings += replay.compare_with_replay(run, repeated, outcome)
 
     def _train(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
-        """Run the train script. Returns its run's folder. ValueError with the reason if it fails."""
+        """Run the train script and return the folder of its run. ValueError with the reason if it fails."""
         every = math.gcd(*interval.checkpoints) or 10**9
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
         words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
@@ -261,11 +275,11 @@ class Verification:
         return folder
 
     def _config(self, run: RunRecord, folder: Path) -> Path:
-        """A file for --config with the run's recipe and the settings that its numbers depend on."""
+        """Write a --config file with the run's recipe and the settings that its numbers depend on."""
         names = self._repeated_flags()
         values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
         size = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
-        flags = [name for name in FLAGS if name in names]  # earlier versions have recorded nothing
+        flags = [name for name in FLAGS if name in names]  # earlier versions recorded no preprocessing
         prepared = run.about.get("preprocessing", {"interpolation": LEGACY})
         values |= {name: prepared[name] for name in flags if name in prepared}
         changed = [*run.recipe.get("allow_changed", []), "data", *flags]
@@ -277,24 +291,26 @@ class Verification:
 
     # --- Output
 
-    def said(self, outcome: Outcome) -> str:
-        where, found = f"{outcome.interval} of {self.last:,}", outcome.findings
-        if outcome.is_exact and not found:
-            return f"{where}: equal bit for bit; log, data, recipe and weights are those of the page"
+    def describe(self, outcome: Outcome) -> str:
+        """Describe the outcome in one line per finding."""
+        interval, lines = f"{outcome.interval} of {self.last:,}", outcome.findings
+        if outcome.is_exact and not lines:
+            return f"{interval}: equal bit for bit; log, data, recipe and weights match the page"
         differences = ", ".join(f"{name} {value:.1e}" for name, value in outcome.differences.items())
-        found = [*found, *([f"the largest differences: {differences}"] if differences else [])]
-        return "\n".join(f"{where}: {line}" for line in found)
+        lines = [*lines, *([f"largest differences: {differences}"] if differences else [])]
+        return "\n".join(f"{interval}: {line}" for line in lines)
 
     def conclude(self, contradictions: list[str], outcomes: list[Outcome]) -> int:
-        """Print the coverage, adds the outcome to verified.json, and returns the exit status."""
-        replayed = [one for one in outcomes if one.is_replayed]
-        covered = sum(one.interval.end - one.interval.start for one in replayed)
-        compared = {step for one in replayed for step in one.interval.checkpoints}
-        kind = BIT_FOR_BIT if replayed and all(one.is_exact for one in replayed) else EVALUATED_AGAIN
+        """Print the coverage, append the outcome to verified.json and return the exit status."""
+        replayed = [outcome for outcome in outcomes if outcome.is_replayed]
+        covered = sum(outcome.interval.end - outcome.interval.start for outcome in replayed)
+        compared = {step for outcome in replayed for step in outcome.interval.checkpoints}
+        is_exact = bool(replayed) and all(outcome.is_exact for outcome in replayed)
+        kind = BIT_FOR_BIT if is_exact else EVALUATED_AGAIN
         missing = [*self._not_evaluated(replayed), *self._unexplained(replayed)]
         print("".join(f"{finding}\n" for finding in missing), end="")
         findings = [*contradictions, *missing]
-        findings += [f"{one.interval}: {finding}" for one in outcomes for finding in one.findings]
+        findings += [f"{outcome.interval}: {finding}" for outcome in outcomes for finding in outcome.findings]
         of_steps = max(1, self.last - self.began)
         steps = f"{covered:,} of {of_steps:,} steps ({covered / of_steps:.1%})"
         differ = plural(len(findings), "difference") if findings else f"no difference; {MEANING[kind]}"
@@ -305,7 +321,7 @@ class Verification:
         print("".join(f"the recipe changed at {change}\n" for change in recipe_changes), end="")
         git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        trained = [one.differences for one in replayed if one.interval.start < one.interval.end]
+        trained = [outcome.differences for outcome in replayed if not outcome.interval.is_evaluation]
         names = dict.fromkeys(name for differences in trained for name in differences)
         stamp: Stamp = {
             "date": time.strftime("%Y-%m-%d"),
@@ -317,31 +333,31 @@ class Verification:
             "recipe_changes": recipe_changes,
             "steps": covered,
             "of_steps": of_steps,
-            "intervals": [str(one.interval) for one in replayed],
+            "intervals": [str(outcome.interval) for outcome in replayed],
             "checkpoints": [step_name(step) for step in sorted(compared)],
-            "differences": {n: max(one.get(n, 0.0) for one in trained) for n in names},
+            "differences": {n: max(differences.get(n, 0.0) for differences in trained) for n in names},
             "findings": findings,
             "not_verified": left_out,
             "files": self.files,
         }
         file = self.folder / VERIFIED
         write_json(file, {"stamps": [*self.record.stamps, stamp]})
-        print(f"{shortest(file)}: its page shows it after `python logbook.py add {shortest(self.folder)}`")
+        print(f"Wrote {shortest(file)}. Update the run's page: python logbook.py add {shortest(self.folder)}")
         return 1 if findings else 0
 
     def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yield what of the headline no replay has evaluated, as where the checkpoint is gone."""
-        evaluated = {one.interval.start for one in replayed if one.interval.is_evaluation}
+        """Yield the headline evaluations that no replay repeated, for example without a checkpoint."""
+        evaluated = {outcome.interval.start for outcome in replayed if outcome.interval.is_evaluation}
         for step in sorted({*self.headline} - evaluated):
-            yield f"the evaluation at step {step:,}, which the headline is of, could not be repeated"
+            yield f"the evaluation at step {step:,}, which the headline reports, could not be repeated"
 
     def _not_repeated(self, replayed: list[Outcome]) -> set[int]:
-        """The steps in replayed intervals with an evaluation in the log that no replay has made."""
-        missing = {step for one in replayed for step in one.not_repeated}
-        return missing - {step for one in replayed for step in one.evaluated}
+        """Return the steps of replayed intervals whose logged evaluation no replay repeated."""
+        missing = {step for outcome in replayed for step in outcome.not_repeated}
+        return missing - {step for outcome in replayed for step in outcome.evaluated}
 
     def _unexplained(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yield evaluations at steps where no epoch ended, nor by --max_steps a start."""
+        """Yield logged evaluations at steps where neither an epoch nor, by --max_steps, a start ended."""
         kept = self.record.kept
         if kept and all(start.is_recorded for start in kept):
             ends = {start.about.get("recipe", {}).get("max_steps") for start in self.record.starts}
@@ -352,28 +368,35 @@ class Verification:
         return (part.record.about.get("mixed_precision", "no") for part in self.parts)
 
     def _not_replayed(self, replayed: list[Outcome], compared: set[int]) -> list[str]:
-        """What could be replayed, and was not."""
-        found = []
+        """List the parts of the run that could have been replayed but were not."""
+        lines = []
         if steps := sorted(self._not_repeated(replayed)):
-            found.append(f"evaluations inside an epoch, without a checkpoint: of steps {some_of(steps)}")
-        if why := dict.fromkeys(reason for one in replayed for reason in one.why_not):
-            found.append(f"equal bits ({some_of(list(why))}), so neither that these steps gave the weights")
+            lines.append(f"evaluations inside an epoch without a checkpoint, at steps {some_of(steps)}")
+        if reasons := dict.fromkeys(reason for outcome in replayed for reason in outcome.why_not):
+            lines.append(
+                f"equal bits ({some_of(list(reasons))}), so neither that these steps gave the weights"
+            )
             by_class = [m.title for n, m in METRICS.items() if m.by_class and n != self.recipe.get("best_by")]
-            found[-1] += f", nor the precision, nor {' and '.join(by_class)}"
+            lines[-1] += f", nor the precision, nor {' and '.join(by_class)}"
         if rest := sorted({*self.kept} - compared):
-            found.append(f"weights of the checkpoints of steps {some_of(rest)}")
-        if other := self.record.about.get("resumed_from"):
-            found.append(f"the training before the beginning, {other}")
-        unknown = self.recipe.keys() - {field.name for field in fields(self.kind)}
+            lines.append(f"weights of the checkpoints of steps {some_of(rest)}")
+        if checkpoint := self.record.about.get("resumed_from"):
+            lines.append(f"the training before {checkpoint}, which the run resumed")
+        unknown = self.recipe.keys() - {field.name for field in fields(self.recipe_type)}
         if unknown:
-            found.append(f"flags that {self.script.name} does not have: {some_of(sorted(unknown))}")
-        return found
+            lines.append(f"flags that {self.script.name} does not have: {some_of(sorted(unknown))}")
+        return lines
 
 
 def run_replay(words: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run a replay, with these further variables. Returns its exit status and its output."""
-    none, pipe, out = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    done = subprocess.run(
-        words, env=os.environ | env, stdin=none, stdout=pipe, stderr=out, text=True, errors="replace"
+    """Run a replay with additional environment variables. Return its exit status and output."""
+    process = subprocess.run(
+        words,
+        env=os.environ | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
-    return done.returncode, done.stdout
+    return process.returncode, process.stdout
