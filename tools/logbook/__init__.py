@@ -1,1 +1,1 @@
-"""Pages of runs and their comparison, used by logbook.py. Start with run_record.py, which reads a run."""
+"""Log book: pages of runs and comparisons, for logbook.py. Start with run_record.py, which reads a run."""

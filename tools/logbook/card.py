@@ -1,4 +1,4 @@
-"""The model card of an exported model: a README.md as the hub shows it."""
+"""Model card of an exported model: a README.md for the hub."""
 
 import contextlib
 from pathlib import Path
@@ -12,26 +12,26 @@ from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, recipe_change
 
-if TYPE_CHECKING:  # a tool knows no other
+if TYPE_CHECKING:  # at run time, tools do not import one another
     from tools.inference.exported import Exported
 
-MOST_CLASSES = 100  # with a row each
+MOST_CLASSES = 100  # largest number with one row per class
 
 
-def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
-    """Markdown with the hub's metadata. about: config.json."""
+def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
+    """Return the card as Markdown with the hub's metadata. config: the content of config.json."""
     folder, run = run_folder(exported.trained.weights), None
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(folder) if folder else None
     recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
-    # The run's, which the accuracy was measured on, whatever --data is now.
+    # The run's data, on which the accuracy was measured, even if --data differs now.
     data = _name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
     metadata = _metadata(name, exported, run, data)
     return render(
         "card.md.j2",
         name=name,
         metadata=Markup(yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)),
-        architecture=about["architecture"],
+        architecture=config["architecture"],
         parameters=sum(p.numel() for p in exported.model.parameters()),
         image_size=exported.recipe.image_size,
         classes=len(exported.classes),
@@ -47,76 +47,79 @@ def model_card(name: str, exported: "Exported", about: dict[str, Any]) -> str:
 
 
 def run_folder(weights: str) -> Path | None:
-    """The folder of the run whose checkpoint the weights are in; None for other weights."""
+    """Return the folder of the run that the checkpoint belongs to; None for other weights."""
     checkpoints = Path(weights).absolute().parent.parent
     return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
 
-def _own_accuracy(exported: "Exported") -> float | None:
-    """That of weights whose checkpoint has their average, too, which the run's other results are of."""
+def _raw_accuracy(exported: "Exported") -> float | None:
+    """Return the accuracy of raw weights saved next to an EMA. The run's other results use the EMA."""
     file = Path(exported.trained.weights)
     is_raw = file.name == MODEL_FILE and file.with_name(EMA_FILE).exists()
     return exported.trained.accuracy if is_raw else None
 
 
 def _name(value: str) -> str:
-    """The last part of a path or an address, as the rest may be private; a name of the hub whole."""
+    """Return the last part of a path or URL, because the rest may be private. Hub names stay complete."""
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
 def _recipe_changes(run: RunRecord, last: int) -> list[str]:
-    """Return a line for each start before this step that changed the recipe."""
+    """Return a line for each start before step `last` that changed the recipe."""
     starts = [start for start in run.kept if start.first < last]
     return [f"step {start.first:,}: {text}" for start in starts if (text := recipe_change(start, _name))]
 
 
 def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
-    """What the hub reads: no accuracy on a part of a split, and `unknown` for a licence that is not named."""
+    """Return the hub's metadata.
+
+    The licence is `unknown`. An accuracy on a part of a split is left out.
+    """
     facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
-    about: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "license": "unknown",
         "library_name": "timm" if exported.is_timms else "pytorch",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification"],
     }
     if exported.trained.step == facts.get("best_step") and "best_accuracy" in facts:
-        own = _own_accuracy(exported)
-        is_tested = "test_accuracy" in facts and own is None
-        found = facts["test_accuracy" if is_tested else "best_accuracy"] if own is None else own
-        accuracy = {"type": "accuracy", "value": found}
+        raw = _raw_accuracy(exported)
+        is_tested = "test_accuracy" in facts and raw is None
+        value = facts["test_accuracy" if is_tested else "best_accuracy"] if raw is None else raw
+        accuracy = {"type": "accuracy", "value": value}
         split = facts.get("test_name" if is_tested else "val_name", "val")
         task, dataset = {"type": "image-classification"}, {"name": data, "type": data, "split": split}
         result = {"task": task, "dataset": dataset, "metrics": [accuracy]}
-        about["model-index"] = [{"name": name, "results": [result]}]
-    return about
+        metadata["model-index"] = [{"name": name, "results": [result]}]
+    return metadata
 
 
 def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
-    """Accuracies, and metrics by class where an evaluation of this step has left a confusion matrix."""
+    """Return the accuracies, and metrics by class if a confusion matrix of this step exists."""
     step, facts, which = exported.trained.step, run.facts, "val"
-    if (own := _own_accuracy(exported)) is not None:
-        return {"images": run.evaluated_images(), "measures": [("accuracy", f"{own:.4f}")], "by_class": None}
+    if (raw := _raw_accuracy(exported)) is not None:
+        return {"images": run.evaluated_images(), "measures": [("accuracy", f"{raw:.4f}")], "by_class": None}
     values = [pair for line in run.evaluations if line["step"] == step for pair in sorted(line.items())]
     measures = [(key[4:], f"{value:.4f}") for key, value in values if key.startswith("val/")]
     if "test_name" in facts and step == facts.get("best_step"):
         which = "test"
         measures = [(name, f"{facts[f'test_{name}']:.4f}") for name in ("accuracy", "loss")]
     name = f"{step_name(step or 0)}/{Path(exported.trained.weights).name}"
-    reports = (one for one in run.reports.values() if one.get("checkpoint", "").endswith(name))
-    reports = (one for one in reports if not one.get("classes_left_out"))
-    matrices = [one for one in reports if one.get("split") == which and "confusion" in one]
+    reports = [report for report in run.reports.values() if report.get("checkpoint", "").endswith(name)]
+    reports = [report for report in reports if not report.get("classes_left_out")]
+    matrices = [report for report in reports if report.get("split") == which and "confusion" in report]
     if (
         "confusion" in run.confusion
         and run.confusion.get("step") == step
         and ("split" in run.confusion) == (which == "test")
     ):
         matrices.append(run.confusion)
-    by_class = next((_by_class(one["confusion"], one["classes"]) for one in matrices), None)
+    by_class = next((_by_class(matrix["confusion"], matrix["classes"]) for matrix in matrices), None)
     return {"images": run.evaluated_images(which), "measures": measures, "by_class": by_class}
 
 
 def _by_class(confusion: list[list[int]], classes: list[str]) -> list[tuple[str, ...]]:
-    """A row for each class, of up to MOST_CLASSES. confusion: a row per true class."""
+    """Return one row per class; none for more than MOST_CLASSES. confusion: one row per true class."""
     if len(classes) > MOST_CLASSES:
         return []
     counts = np.asarray(confusion, float)

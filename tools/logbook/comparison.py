@@ -1,4 +1,4 @@
-"""A page of the log book that compares several runs: time, accuracy, and other differences."""
+"""Comparison page of the log book: time, accuracy and other differences of several runs."""
 
 import math
 from dataclasses import dataclass
@@ -17,19 +17,25 @@ from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 
 SEARCH = "result of find_batch_size.py"
-# Flags whose resolved values stand in result.json.
+# Flags whose resolved values are in result.json
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
-# Undisturbed runs have a smaller spread of images/s. Seen: at most 0.18 on an H200; 0.5 to 1.2 on 2 CPU cores
-# that other programs used as well.
+# Largest spread of images/s in an undisturbed run. Measured: at most 0.18 on an H200, and 0.5 to 1.2 on 2 CPU
+# cores shared with other programs.
 LARGEST_SPREAD = 0.25
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compare two runs or more with the first. searches: results of find_batch_size.py.
+    """Comparison of two or more runs with the first.
 
-    target_accuracy: by default the lowest of the runs' best accuracies, which all have reached.
-    ValueError for runs that were evaluated on different images, unless allow_different_data.
+    Attributes:
+        runs: the runs; the first is the reference.
+        target_accuracy: accuracy for the row `time to accuracy`. Default: the highest that all runs reached.
+        searches: results of find_batch_size.py.
+        allow_different_data: accept runs that were evaluated on different images.
+
+    Raises:
+        ValueError: fewer than two runs, or runs that were evaluated on different images.
     """
 
     runs: list[RunRecord]
@@ -39,44 +45,48 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
-            raise ValueError("a comparison needs two runs or more")
+            raise ValueError("a comparison needs two or more runs")
         if self.allow_different_data:
             return
         for run in self.runs[1:]:
             if different := different_images(self.runs[0], run):
                 raise ValueError(
                     f"{run.folder} and {self.runs[0].folder} were evaluated on different images"
-                    f" ({different}): --allow_different_data compares them all the same"
+                    f" ({different}). Add --allow_different_data to compare them anyway."
                 )
 
     @cached_property
     def names(self) -> list[str]:
-        """A unique name for each run, of what differs: `ddp x 4`, `lr 0.003`; equal names get a number."""
-        runs, facts = self.runs, [run.facts for run in self.runs]
-        scripts = [one.get("script", "unknown") for one in facts]
-        where = [run.job for run in runs]
-        hosts = [plural(one.get("hosts", "?"), "host") for one in facts]
+        """Unique names for the runs, built from their differences: `ddp x 4`, `lr 0.003`.
+
+        Equal names get a number.
+        """
+        runs, results = self.runs, [run.facts for run in self.runs]
+        scripts = [result.get("script", "unknown") for result in results]
+        jobs = [run.job for run in runs]
+        hosts = [plural(result.get("hosts", "?"), "host") for result in results]
         flags = [name for name in runs[0].recipe if all(name in run.recipe for run in runs)]
         positions = declared("in_names")
         first = sorted((name for name in flags if name in positions), key=lambda name: positions[name])
-        others = [name for name in flags if name not in (*first, *_places_of_results())]
-        always = [scripts, where, *(_values(runs, name) for name in first)]
+        others = [name for name in flags if name not in (*first, *_result_flags())]
+        always = [scripts, jobs, *(_values(runs, name) for name in first)]
         parts: list[tuple[str, ...]] = [()] * len(runs)
         for column in [*always, hosts, *(_values(runs, name) for name in others)]:
             if len(set(column)) > 1 and (column in always or len(set(parts)) < len(runs)):
-                parts = [(*own, value) for own, value in zip(parts, column, strict=True)]
-        names = [", ".join(own) or one for own, one in zip(parts, where, strict=True)]
-        seen = [names[:i].count(name) + 1 for i, name in enumerate(names)]
-        return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, seen, strict=True)]
+                parts = [(*part, value) for part, value in zip(parts, column, strict=True)]
+        names = [", ".join(part) or job for part, job in zip(parts, jobs, strict=True)]
+        numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
+        return [name if k == 1 else f"{name} ({k})" for name, k in zip(names, numbers, strict=True)]
 
     @cached_property
     def groups(self) -> list[seeds.Group]:
-        """The runs by everything but the seed; [] where no recipe was run with several seeds."""
-        found = seeds.group(self.runs, self.names)
-        return found if any(len(group.values) > 1 for group in found) else []
+        """Runs grouped by everything but the seed; empty if no recipe was run with several seeds."""
+        groups = seeds.group(self.runs, self.names)
+        return groups if any(len(group.values) > 1 for group in groups) else []
 
     @property
     def target(self) -> float | None:
+        """Accuracy for the row `time to accuracy`."""
         known = [run.facts["best_accuracy"] for run in self.runs if "best_accuracy" in run.facts]
         return self.target_accuracy or min(known, default=None)
 
@@ -84,42 +94,41 @@ class Comparison:
 def read_search(file: Path) -> dict[str, Any]:
     """Read a result of find_batch_size.py. ValueError for any other file."""
     try:
-        found, wrong = typed_values(read_json(file), kinds(SearchResult))
+        search, wrong_keys = typed_values(read_json(file), kinds(SearchResult))
     except OSError as error:
         raise ValueError(f"{file} can't be read: {error.strerror}") from None
     needed = ("script", "strategy", "processes", "recipe", "trials")
-    if wrong := [*wrong, *(name for name in needed if name not in found and name not in wrong)]:
-        raise ValueError(f"{file} is no {SEARCH} ({', '.join(wrong)} missing or wrong)")
-    return found | {"recipe": without_left(found["recipe"])}
+    missing = [name for name in needed if name not in search and name not in wrong_keys]
+    if problems := [*wrong_keys, *missing]:
+        raise ValueError(f"{file} is not a {SEARCH}: {', '.join(problems)} missing or wrong")
+    return search | {"recipe": without_left(search["recipe"])}
 
 
 # --- Comparing
 
 
 def different_images(first: RunRecord, run: RunRecord) -> str:
-    """The differences in the images that two runs were evaluated on, as `data: cifar10, digits`.
+    """Describe how the evaluated images of two runs differ, for example `data: cifar10, digits`.
 
-    A value that one of the runs does not record, as a killed run its split, is not compared.
+    A value that one run does not record is not compared, for example the split of a killed run.
     """
-    both = (first, run)
-    sources = [one.about.get("source") for one in both]
-    found = {
-        "data": sources if all(sources) else [one.data for one in both],
-        "split": [one.facts.get("val_name") for one in both],
-        "images": [None if one.fold else one.facts.get("val_images") for one in both],
+    runs = (first, run)
+    sources = [run.about.get("source") for run in runs]
+    pairs = {
+        "data": sources if all(sources) else [run.data for run in runs],
+        "split": [run.facts.get("val_name") for run in runs],
+        "images": [None if run.fold else run.facts.get("val_images") for run in runs],
         "chosen": [
-            one.about.get("val_chosen") if one.recipe.get("max_val_images") else "all" for one in both
+            run.about.get("val_chosen") if run.recipe.get("max_val_images") else "all" for run in runs
         ],
     }
     return "; ".join(
-        f"{what}: {ours}, {theirs}"
-        for what, (ours, theirs) in found.items()
-        if None not in (ours, theirs) and ours != theirs
+        f"{name}: {old}, {new}" for name, (old, new) in pairs.items() if None not in (old, new) and old != new
     )
 
 
 def _values(runs: list[RunRecord], name: str) -> list[str]:
-    """A flag and its value in each run, without the folders of a path."""
+    """Return a flag and its value for each run. Of a path, only the last part is shown."""
     values = [run.over_starts(partial(_flag, name)).replace(", then", " then") for run in runs]
     if any(run.fold for run in runs) and name == "holdout":
         return [f"fold {value}" for value in values]
@@ -127,48 +136,51 @@ def _values(runs: list[RunRecord], name: str) -> list[str]:
 
 
 def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
-    """The speed-up in `time` (train_s or wall_s); or None, and the reason."""
-    words = {"batch_size": f"{run.unit} per step", "steps": "steps", "data": "as data", "script": "as script"}
-    for name, what in words.items():
+    """Return the speed-up in `time` (train_s or wall_s) and an empty text, or None and the reason."""
+    labels = {"batch_size": f"{run.unit} per step", "steps": "steps", "data": "data", "script": "script"}
+    for name, label in labels.items():
         if first.facts.get(name) != run.facts.get(name):
-            return None, f"{run.facts.get(name)} {what}, the first run {first.facts.get(name)}"
-    for one in (first, run):
-        subject = "the first run" if one is first else "it"
-        if one.facts["status"] != "finished":
+            return (
+                None,
+                f"the {label} differ: {run.facts.get(name)}, in the first run {first.facts.get(name)}",
+            )
+    for record in (first, run):
+        subject = "the first run" if record is first else "the run"
+        if record.facts["status"] != "finished":
             return None, f"{subject} is not finished"
-        if not one.facts.get(time):
+        if not record.facts.get(time):
             return None, f"{subject} has no {time}"
-        if one.recipe_changes:
-            return None, f"{subject} changed its recipe: {'; '.join(one.recipe_changes)}"
+        if record.recipe_changes:
+            return None, f"{subject} changed its recipe: {'; '.join(record.recipe_changes)}"
     return first.facts[time] / run.facts[time], ""
 
 
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Settings that differ between the runs, other than the compared ones: {name: value of each run}."""
-    known = [conditions(run) for run in runs]
-    names = dict.fromkeys(name for found in known for name in found)
-    values = {name: [found.get(name, "not known") for found in known] for name in names}
-    return {name: found for name, found in values.items() if len(set(found)) > 1} | _sharding(runs)
+    """Return the settings that differ between the runs and are not compared elsewhere: {name: values}."""
+    settings = [conditions(run) for run in runs]
+    names = dict.fromkeys(name for values in settings for name in values)
+    by_name = {name: [values.get(name, "unknown") for values in settings] for name in names}
+    return {name: values for name, values in by_name.items() if len(set(values)) > 1} | _sharding(runs)
 
 
 def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Sharding settings that differ between runs of one strategy. Strategies themselves are compared."""
-    found = {}
+    """Return the sharding settings that differ between runs with the same strategy."""
+    differences = {}
     for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
         settings = [
             run.about.get("sharding", {}) if run.facts.get("strategy") == strategy else None for run in runs
         ]
-        for name in dict.fromkeys(name for own in settings for name in own or ()):
-            values = ["-" if own is None else as_flag(own.get(name, "not known")) for own in settings]
+        for name in dict.fromkeys(name for sharding in settings for name in sharding or ()):
+            values = ["-" if shards is None else as_flag(shards.get(name, "unknown")) for shards in settings]
             if len(set(values) - {"-"}) > 1:
-                found[f"{strategy}: {name}"] = values
-    return found
+                differences[f"{strategy}: {name}"] = values
+    return differences
 
 
 def conditions(run: RunRecord) -> dict[str, str]:
-    """Settings of the run that a comparison names where they differ."""
+    """Return the settings of a run that a comparison lists if they differ."""
     facts, about = run.facts, run.about
-    left_out = (*_places_of_results(), *RESOLVED)
+    left_out = (*_result_flags(), *RESOLVED)
     recipe = {name: run.over_starts(partial(_flag, name)) for name in run.recipe if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
@@ -180,15 +192,15 @@ def conditions(run: RunRecord) -> dict[str, str]:
         **recipe,
         **{n: as_flag(run.over_starts(methodcaller("get", n))) for n in names if n in facts},
         **versions,
-        "commit": run.over_starts(methodcaller("get", "git_commit", "not known")),
-        "device": run.over_starts(_kinds_of_device),
-        "host": "; ".join(sorted(hosts)) or "not known",
+        "commit": run.over_starts(methodcaller("get", "git_commit", "unknown")),
+        "device": run.over_starts(_device_types),
+        "host": "; ".join(sorted(hosts)) or "unknown",
         "started from": public_path(about.get("resumed_from", "fresh weights")),
     }
 
 
-def _places_of_results() -> list[str]:
-    """Return the flags that say where a run's results are, which differ between any two runs."""
+def _result_flags() -> list[str]:
+    """Return the flags that locate a run's results. They always differ between two runs."""
     return [name for name, files in declared("locates").items() if files == "results"]
 
 
@@ -200,17 +212,17 @@ def _version(name: str, about: dict[str, Any]) -> str:
     return str(about.get("versions", {}).get(name))
 
 
-def _kinds_of_device(about: dict[str, Any]) -> str:
-    return ", ".join(sorted(set(about.get("devices") or [about.get("device", "not known")])))
+def _device_types(about: dict[str, Any]) -> str:
+    return ", ".join(sorted(set(about.get("devices") or [about.get("device", "unknown")])))
 
 
 # --- The page
 
 
 def comparison_page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
-    """The page. picture, pages: links to the picture and to the runs' pages, if any."""
+    """Return the page. picture, pages: links to the picture and to the runs' pages, None without a page."""
     runs, names, groups = comparison.runs, comparison.names, comparison.groups
-    columns = [_column(comparison, *one) for one in zip(runs, names, strict=True)]
+    columns = [_column(comparison, run, name) for run, name in zip(runs, names, strict=True)]
     return render(
         "compare.md.j2",
         title=title(comparison),
@@ -238,32 +250,32 @@ def title(comparison: Comparison) -> str:
 
 
 def _doubts(columns: list[dict[str, Any]]) -> list[str]:
-    """Return reasons to doubt the times: steps of very different speed, and efficiencies above 100 %."""
+    """Return reasons to doubt the times: uneven throughput, and efficiencies above 100 %."""
     unsteady = [column for column in columns if (column["spread"] or 0) > LARGEST_SPREAD]
     doubts = [
-        f"The speed of {column['name']} varied by {column['spread']:.0%} of its median during the run."
-        " Another program probably used the machine: repeat the run before you quote its time."
+        f"The throughput of {column['name']} varied by {column['spread']:.0%} of its median during the run."
+        " Another program probably used the machine. Repeat the run before you quote its time."
         for column in unsteady
     ]
     if above := [column["name"] for column in columns if (column["efficiency"] or 0) > 1]:
         cause = "was slowed down" if columns[0] in unsteady else "may have been slowed down"
         doubts.append(
-            f"An efficiency above 100 % ({', '.join(above)}) is no merit of more processes:"
+            f"An efficiency above 100 % ({', '.join(above)}) does not come from more processes:"
             f" the first run {cause}."
         )
     return doubts
 
 
 def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
-    """The run's facts, and what its column of the table has beside them."""
+    """Return the run's facts and the other values in its column of the table."""
     first, facts = comparison.runs[0], run.facts
     factor, reason = speed_up_over(first, run, "train_s")
     before, after = first.facts.get("processes"), facts.get("processes")
     if run is not first and not (first.is_one_job and run.is_one_job):
-        after = None  # the facts have the processes of the last start
+        after = None  # the facts contain only the processes of the last start
     set_by_starts = ("processes", "batch_size", "per_device_batch_size")
     target = math.inf if comparison.target is None else comparison.target
-    busy, kind = run.utilisation_pct
+    busy, device = run.utilisation_pct
     reached = (line["wall_s"] for line in run.evaluations if line.get("val/accuracy", -1) >= target)
     return facts | {
         **{key: run.over_starts(methodcaller("get", key)) for key in set_by_starts},
@@ -276,13 +288,13 @@ def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]
         "spread": run.speed_spread,
         "whole_speed_up": speed_up_over(first, run, "wall_s")[0],
         "memory": run.memory_gib,
-        "busy": busy and f"{busy:.0f} % of {kind}s",
+        "busy": busy and f"{busy:.0f} % of {device}s",
         "largest": _largest(run, comparison.searches),
     }
 
 
 def _largest(run: RunRecord, searches: tuple[dict[str, Any], ...]) -> int | None:
-    """The search result with the run's script, strategy, recipe, processes and precision."""
+    """Return the result of the search with the run's script, strategy, recipe, processes and precision."""
     names = ["script", "strategy", "processes", "mixed_precision", "half_precision", "compile"]
     names += ["grad_checkpointing"]
     for search in searches if run.is_one_job else ():

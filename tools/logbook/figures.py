@@ -1,4 +1,4 @@
-"""The pictures of a run's page: curves, telemetry, confusion matrices, mistakes."""
+"""Pictures of the log book: curves, telemetry, confusion matrices, mistakes and comparisons."""
 
 import math
 from glob import escape
@@ -14,35 +14,35 @@ from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw_run(run: RunRecord, folder: Path) -> list[str]:
-    """Draw all pictures into the folder, which is replaced. Returns the names of the files."""
-    drawn = folder.with_name(f".{folder.name}.tmp")
-    discard(drawn)
-    drawn.mkdir(parents=True)
+    """Draw all pictures of a run into the folder, which is replaced. Return the names of the files."""
+    scratch = folder.with_name(f".{folder.name}.tmp")
+    discard(scratch)
+    scratch.mkdir(parents=True)
     title = f"{run.model} on {run.data}, {run.where}"
     for name, rows in {"curves": _curves(run), "telemetry": _telemetry(run)}.items():
         if rows:
-            panels(drawn / f"{name}.png", rows, title)
-    for name, found in {"training": run.confusion, **run.reports}.items():
-        if {"confusion", "mistakes"} & found.keys():
-            split = f", {found['split']} split" if "split" in found else ""
-            confusion(drawn / f"confusion_{name}.png", found, title + split)
+            panels(scratch / f"{name}.png", rows, title)
+    for name, report in {"training": run.confusion, **run.reports}.items():
+        if {"confusion", "mistakes"} & report.keys():
+            split = f", {report['split']} split" if "split" in report else ""
+            confusion(scratch / f"confusion_{name}.png", report, title + split)
         for worst in own_files(run.folder, f"validation/{escape(name)}/worst.png"):
             try:
-                read_picture(worst).save(drawn / f"worst_{name}.png")
+                read_picture(worst).save(scratch / f"worst_{name}.png")
             except ValueError as error:
                 run.problems.append(f"{worst.relative_to(run.folder)} {error}")
     discard(folder)
-    drawn.rename(folder)
+    scratch.rename(folder)
     return sorted(path.name for path in folder.iterdir())
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """A readable unit for a time of so many seconds, and the unit in seconds."""
+    """Return a readable unit for this time, and the unit's length in seconds."""
     return ("s", 1) if seconds < 600 else ("min", 60) if seconds < 10_000 else ("h", 3600)
 
 
 def _curves(run: RunRecord) -> list[list[Panel]]:
-    """Loss and accuracy against steps and time; learning rate and speed against steps."""
+    """Plot loss and accuracy against steps and time, learning rate and throughput against steps."""
     unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
     time = f"time, {unit}"
     lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
@@ -57,13 +57,15 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
     ]
     if over_time := _hosts_over_time(run, time, unit_s):
         rows.append([over_time, panel(lines, time, f"{run.unit}/s", ("train/images_per_s",))])
-    for shown in rows[0]:
-        shown.is_log = not rows[1][0].curves  # a regression's loss falls over several orders of magnitude
+    for loss_panel in rows[0]:
+        loss_panel.is_log = not rows[1][
+            0
+        ].curves  # a regression's loss falls over several orders of magnitude
     return [row for row in rows if row[0].curves]
 
 
 def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
-    """Hosts against time, where hosts joined or left; else None."""
+    """Plot the number of hosts against time; None if no host joined or left."""
     changes = run.changes
     if not changes:
         return None
@@ -76,18 +78,18 @@ def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
 
 
 def _telemetry(run: RunRecord) -> list[list[Panel]]:
-    """Utilisation and memory over time: of the GPUs, with their power; without GPUs, of the hosts."""
+    """Plot utilisation and memory over time, and the power of GPUs. Without GPUs the hosts are shown."""
     has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
     labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "memory in use on the host, GiB"}
     if has_gpus:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
     first = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
-    began = main_processes(run) or [MainProcess(first, math.inf, 0.0)]  # of an earlier version
+    processes = main_processes(run) or [MainProcess(first, math.inf, 0.0)]  # by an earlier version
 
     def seconds_at(t: float) -> float:
-        """The run's age, without the pauses between its main processes."""
-        return sum(max(0.0, min(t, start.ended_at) - start.began_at) for start in began)
+        """Return the run's age without the pauses between its main processes."""
+        return sum(max(0.0, min(t, process.ended_at) - process.began_at) for process in processes)
 
     points = [
         (seconds_at(line["t"]), f"{host}, GPU {device.get('index')}" if has_gpus else host, device)
@@ -97,7 +99,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
         for device in (line.get("gpus", []) if has_gpus else [line])
     ]
     unit, unit_s = time_unit(max((seconds for seconds, *_ in points), default=0))
-    shown = []
+    drawn = []
     for name, label in labels.items():
         curves: dict[str, tuple[list[float], list[float]]] = {}
         for seconds, curve, device in points:
@@ -105,17 +107,19 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
                 times, values = curves.setdefault(curve, ([], []))
                 times.append(seconds / unit_s)
                 values.append(device[name])
-        shown.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
-    row = [one for one in shown if one.curves]
+        drawn.append(Panel(f"time, {unit}", label, dict(curves), from_zero=True))
+    row = [panel for panel in drawn if panel.curves]
     return [row] if row else []
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
-    """Draw accuracy, loss, speed and time of each run; of several seeds their means."""
+    """Draw accuracy, loss, throughput and time of each run, or the means over seeds."""
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}
-        accuracy, loss = (Panel("step", f"{what}, mean over runs") for what in ("accuracy", "train/loss"))
+        accuracy, loss = (
+            Panel("step", f"{measure}, mean over runs") for measure in ("accuracy", "train/loss")
+        )
         curves = [(accuracy, "val/accuracy", "step", 1.0), (loss, "train/loss", "step", 1.0)]
     else:
         members = {name: (run,) for name, run in zip(comparison.names, comparison.runs, strict=True)}
@@ -125,11 +129,11 @@ def draw_comparison(comparison: Comparison, file: Path) -> None:
         curves = [(accuracy, "val/accuracy", "wall_s", unit_s), (loss, "train/loss", "step", 1.0)]
     bars = {"images_per_s": Panel(f"{first.unit}/s", ""), "wall_s": Panel("total time, s", "")}
     for name, runs in members.items():
-        for shown, key, x, size in curves:
+        for curve_panel, key, x, size in curves:
             lines = [{line[x] / size: line[key] for line in run.metrics if key in line} for run in runs]
-            if places := sorted(set.intersection(*map(set, lines))):
-                shown.curves[name] = (places, [fmean(run[place] for run in lines) for place in places])
-        for fact, shown in bars.items():
+            if points := sorted(set.intersection(*map(set, lines))):
+                curve_panel.curves[name] = (points, [fmean(run[point] for run in lines) for point in points])
+        for fact, bar_panel in bars.items():
             if values := [run.facts[fact] for run in runs if fact in run.facts]:
-                shown.bars[name] = fmean(values)
+                bar_panel.bars[name] = fmean(values)
     panels(file, [[accuracy, loss], list(bars.values())], f"{first.model} on {first.data}")

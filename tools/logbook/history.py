@@ -1,4 +1,4 @@
-"""The starts of a run as its page shows them: a table, what changed, and each setting over all of them."""
+"""Starts of a run on its page: the table of starts, their changes and the settings over all starts."""
 
 import shlex
 import time
@@ -15,20 +15,20 @@ from onecurve.system.text import plural
 from tools.logbook.markdown import code_span, text
 from tools.logbook.run_record import RunRecord, as_flag, device_summary, mixed_precision, recipe_change, where
 
-Value = Callable[[dict[str, Any]], Any]  # of a line of starts.jsonl
+Value = Callable[[dict[str, Any]], Any]  # returns a value from a line of starts.jsonl
 
-# Keys of starts.jsonl that have no column in the table of starts: a row names those that changed.
+# Keys of starts.jsonl without a column in the table of starts. A row lists the keys that changed.
 KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
 KEYS_WITHOUT_COLUMN += ["deterministic", "gradient_reduction", "half_precision"]
 
 
 def over_steps(run: RunRecord, value: Value) -> Any:
-    """Return a setting of the run: of its last start, or `a to step 60, then b` where the starts differ."""
-    found = [(text(value(start.about)), start.last) for start in run.kept]
-    steps = [(shown, list(group)[-1][1]) for shown, group in groupby(found, key=lambda pair: pair[0])]
-    if len(steps) < 2:
+    """Return the setting of the last start, or `a to step 60, then b` if the starts differ."""
+    pairs = [(text(value(start.about)), start.last) for start in run.kept]
+    runs = [(setting, list(group)[-1][1]) for setting, group in groupby(pairs, key=lambda pair: pair[0])]
+    if len(runs) < 2:
         return value(run.last)
-    parts = [Markup("{} to step {:,}").format(shown, last) for shown, last in steps[:-1]] + [steps[-1][0]]
+    parts = [Markup("{} to step {:,}").format(setting, last) for setting, last in runs[:-1]] + [runs[-1][0]]
     if len(parts) > MOST_IN_TURN:
         left_out = Markup("{} others").format(len(parts) - MOST_IN_TURN + 1)
         parts = [*parts[: MOST_IN_TURN - 2], left_out, parts[-1]]
@@ -57,8 +57,8 @@ def versions_text(about: dict[str, Any]) -> str | None:
 
 
 def commit_text(about: dict[str, Any]) -> str | None:
-    found = about.get("git_commit")
-    return found and found.replace("+", " and uncommitted changes")
+    commit = about.get("git_commit")
+    return commit and commit.replace("+", " and uncommitted changes")
 
 
 def host_names(about: dict[str, Any]) -> str | None:
@@ -67,8 +67,8 @@ def host_names(about: dict[str, Any]) -> str | None:
 
 
 def data(about: dict[str, Any]) -> str | None:
-    found = about.get("data")
-    return found and public_path(found)
+    path = about.get("data")
+    return path and public_path(path)
 
 
 SETTINGS: dict[str, Value] = {
@@ -90,7 +90,7 @@ SETTINGS: dict[str, Value] = {
 
 
 def settings(run: RunRecord) -> list[list[Any]]:
-    """Return a row for each setting."""
+    """Return one row per setting."""
     began = public_path(run.about.get("resumed_from", "fresh weights"))
     steps = [f"{start.first:,}" for start in run.kept[1:]]
     resumed = f"; resumed at {'steps' if len(steps) > 1 else 'step'} {', '.join(steps)}" if steps else ""
@@ -99,7 +99,7 @@ def settings(run: RunRecord) -> list[list[Any]]:
 
 
 def recipe_value(run: RunRecord, name: str) -> Any:
-    """Return the value of a flag, as code."""
+    """Return the value of a flag as code."""
     return over_steps(run, lambda about: code_span(public_path(as_flag(about.get("recipe", {}).get(name)))))
 
 
@@ -110,7 +110,7 @@ def is_default(run: RunRecord, name: str, default: Any) -> bool:
 
 
 def commands(run: RunRecord) -> str:
-    """Return the command, or those of the starts that differ, each after the steps that it trained."""
+    """Return the command. If the starts used different commands, each follows a comment with its steps."""
     pairs = [(command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept]
     if len({words for words, _ in pairs}) < 2:
         return command(run.about)
@@ -122,7 +122,7 @@ def command(about: dict[str, Any]) -> str:
 
 
 def rows(run: RunRecord) -> list[list[Any]]:
-    """Return a row for each start, where there are several."""
+    """Return one row per start, if there are several."""
     return [_row(run, k) for k in range(len(run.starts))] if len(run.starts) > 1 else []
 
 
@@ -134,12 +134,12 @@ def _row(run: RunRecord, k: int) -> list[Any]:
     changed = [recipe_change(start), *(_setting_changes(before, start) if before else ())]
     shown = "; ".join(filter(None, changed)) or None
     if not start.is_recorded:
-        shown = "an earlier version, which did not record its starts: as its last checkpoint says"
+        shown = "started by an earlier version that did not record starts; values from its last checkpoint"
     return [at, steps, where(about), batch(about), mixed_precision(about), shown]
 
 
 def _setting_changes(before: Start, now: Start) -> list[str]:
-    """Return `torch was 2.11.0, now 2.15.0` for each of the settings that has no column."""
+    """Return changes such as `torch was 2.11.0, now 2.15.0` for the settings without a column."""
     pairs = {name: (before.about.get(name), now.about.get(name)) for name in KEYS_WITHOUT_COLUMN}
     for name in ("versions", "sharding"):
         old, new = before.about.get(name, {}), now.about.get(name, {})
@@ -152,18 +152,18 @@ def _setting_changes(before: Start, now: Start) -> list[str]:
 
 
 def resume_verdict(run: RunRecord) -> str:
-    """Return what the starts did to the training; empty for a run with steps of one start alone."""
+    """Say whether the starts changed the training. Empty if one start trained all steps."""
     if len(run.kept) < 2:
         return ""
     if run.recipe_changes:
         return f"The recipe changed. {'. '.join(change.capitalize() for change in run.recipe_changes)}."
     if not run.kept[0].is_recorded:
-        return "It is not recorded whether all steps were trained alike."
+        return "It is not recorded whether all steps were trained with the same recipe."
     if len({str(start.about.get("git_commit")) for start in run.kept}) > 1:
-        return "The recipe did not change, but the commit did: its changes decide whether the training did."
+        return "The recipe did not change, but the commit did. The training may have changed with the code."
     if len({start.about.get("per_device_batch_size") for start in run.kept}) > 1:
         return (
-            "The recipe did not change, but the number of images per forward did: BatchNorm, dropout, drop"
-            " path and mixup depend on it. Without them the training is unchanged up to rounding."
+            "The recipe did not change, but the number of images per forward pass did. BatchNorm, dropout,"
+            " drop path and mixup depend on it. Without them, the training is unchanged up to rounding."
         )
-    return "The recipe did not change: the training is unchanged up to rounding."
+    return "The recipe did not change, so the training is unchanged up to rounding."

@@ -1,6 +1,6 @@
-"""Render the pages' templates. Every text in them is escaped, so that none can break a table or insert HTML.
+"""Render the templates of pages. All text is escaped, so that it can't break a table or insert HTML.
 
-In templates/*.md.j2 a value is plain text unless a filter of this file has made it Markdown.
+In templates/*.md.j2, a value is plain text unless a filter of this file has converted it to Markdown.
 """
 
 import html
@@ -20,37 +20,26 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """The page. Parts of a template that are empty leave no blank lines."""
+    """Return the rendered page. Empty parts of a template leave no blank lines."""
     return re.sub(r"\n{3,}", "\n\n", _environment().get_template(template).render(values)).strip() + "\n"
 
 
 @cache
 def _environment() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES, "ascii"),
-        autoescape=True,  # leaves alone what finalize has made Markdown
+        autoescape=True,  # does not escape the Markdown that finalize returns
         finalize=text,
         undefined=StrictUndefined,
     )
-    filters = (
-        block,
-        bullets,
-        code_span,
-        columns,
-        each,
-        folded,
-        formatted,
-        known,
-        link,
-        plural,
-        markdown_table,
-    )
-    made.filters |= {function.__name__: function for function in (*filters, url)}
-    return made
+    filters = (block, bullets, columns, each, folded, formatted, known, link, plural, url)
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.filters |= {"code": code_span, "table": markdown_table}
+    return environment
 
 
 def text(value: object) -> Markup:
-    """Escape one line of plain text; `-` for None. Underscores inside words need no escape."""
+    """Escape plain text as one line; None becomes `-`. Underscores inside words need no escape."""
     if isinstance(value, Markup):
         return value
     line = "-" if value is None else _line(value)
@@ -58,7 +47,7 @@ def text(value: object) -> Markup:
 
 
 def code_span(value: object, in_table: bool = True) -> Markup:
-    """An inline code span of one line. Only in a table a bar in it needs a backslash, and hides it."""
+    """Return an inline code span. In a table, a bar inside it needs a backslash, which is not shown."""
     line = _line(value)
     fence = _fence(line, least=1)
     pad = " " if "`" in line or not line else ""
@@ -77,23 +66,24 @@ def bullets(lines: Iterable[object]) -> Markup:
 
 
 def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
-    """The value in the form of str.format(), as `{:,.1f} s`. None, text and Markdown stay."""
+    """Format a number, for example with `{:,.1f} s`. None, text and Markdown are returned unchanged."""
     return value if value is None or isinstance(value, str) else form.format(value)
 
 
 def markdown_table(
     rows: Iterable[Sequence[object]], head: Sequence[object] = ("", ""), numbers: bool = True
 ) -> Markup:
-    """A table; empty without rows. numbers: all columns but the first are aligned to the right."""
+    """Return a table; empty without rows. numbers: align all columns but the first to the right."""
     lines = [head, [Markup("---"), *[Markup("---:" if numbers else "---")] * (len(head) - 1)], *rows]
-    shown = [f"| {' | '.join(map(text, line))} |" for line in lines]
-    return Markup("\n".join(shown) if len(shown) > 2 else "")
+    texts = [f"| {' | '.join(map(text, line))} |" for line in lines]
+    return Markup("\n".join(texts) if len(texts) > 2 else "")
 
 
 def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
-    """Rows with their values formatted, without those of which no value is known.
+    """Format the values of rows, and drop rows without a value.
 
-    rows: label, form, and a value or a list of values.
+    Args:
+        rows: (label, format, value or list of values).
     """
     lists = [(label, form, value if isinstance(value, list) else [value]) for label, form, value in rows]
     return [
@@ -108,19 +98,19 @@ def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
 
 
 def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, str]]) -> Markup:
-    """A table with a row for each item. labels: {key: (label, form)}; those that no item has are left out."""
+    """Return a table with one row per item. labels: {key: (label, format)}; keys of no item are left out."""
     keys = [key for key in labels if any(item.get(key) is not None for item in items)]
     rows = [[formatted(item.get(key), labels[key][1]) for key in keys] for item in items]
     return markdown_table(rows, [labels[key][0] for key in keys])
 
 
 def folded(content: str, summary: str) -> Markup:
-    """A folded section of Markdown. summary: its title, plain text."""
+    """Return a folded section of Markdown. summary: its title, as plain text."""
     return Markup(f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>")
 
 
-def link(what: object, path: str) -> Markup:
-    return Markup(f"[{text(what)}]({url(path, safe='/:#?=&%@')})")
+def link(label: object, path: str) -> Markup:
+    return Markup(f"[{text(label)}]({url(path, safe='/:#?=&%@')})")
 
 
 def url(path: str, safe: str = "/") -> Markup:
@@ -132,5 +122,5 @@ def _line(value: object) -> str:
 
 
 def _fence(content: str, least: int) -> str:
-    """A fence of more backticks than the longest row of them in the content."""
+    """Return a fence with more backticks than any sequence in the content."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))

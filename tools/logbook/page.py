@@ -1,4 +1,4 @@
-"""A run's page in the log book, and the index of all pages, as Markdown."""
+"""Page of a run in the log book, and the index of all pages, as Markdown."""
 
 import shlex
 from collections.abc import Collection, Iterator
@@ -16,9 +16,9 @@ from tools.logbook.markdown import code_span, each, formatted, render
 from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host_count, stamped_files
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
-SHOWN_CLASSES = 20  # rows of the table of classes
-MOST_STARTS = 20  # above, the table of starts is folded
-SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump: GitHub shows pages up to 512 kB
+SHOWN_CLASSES = 20  # rows in the table of classes
+MOST_STARTS = 20  # a longer table of starts is folded
+SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump, because GitHub shows pages up to 512 kB
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
 INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
@@ -26,7 +26,7 @@ INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "tes
 
 
 def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
-    """The page. stem: of its file, and of the folder with its pictures."""
+    """Return the page. stem: stem of its file name, and name of the folder with its pictures."""
     from onecurve.run.end_tables import early_end  # imports torch
 
     facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
@@ -48,7 +48,7 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
         parts=parts_s(run),
         paused_s=paused_s(run),
         restarts=len(main_processes(run)) - 1,
-        memory=[{"process": rank} | found for rank, found in enumerate(facts["memory_gib"] or [])],
+        memory=[{"process": rank} | peaks for rank, peaks in enumerate(facts["memory_gib"] or [])],
         dumps=_dumps(run),
         history=history,
         most_starts=MOST_STARTS,
@@ -62,41 +62,44 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 
 
 def index_values(run: RunRecord) -> dict[str, Any]:
-    """The values of a run that the index shows."""
-    found = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
-    found |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
+    """Return the values of a run that the index shows."""
+    values = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
+    values |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
     defaults = run.about.get("defaults") or {}
-    in_columns = {*found, *declared("locates")}
+    in_columns = {*values, *declared("locates")}
     changed = [name for name in defaults if name not in in_columns and name in run.recipe]
     changed = [name for name in changed if not history.is_default(run, name, defaults[name])]
-    found["flags"] = ", ".join(f"{name} {public_path(as_flag(run.recipe[name]))}" for name in changed)
-    return {name: run.facts.get(name) for name in INDEXED} | found | {"hosts": run.over_starts(host_count)}
+    values["flags"] = ", ".join(f"{name} {public_path(as_flag(run.recipe[name]))}" for name in changed)
+    return {name: run.facts.get(name) for name in INDEXED} | values | {"hosts": run.over_starts(host_count)}
 
 
 def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
-    """The page of all pages. runs: the index_values of each page; comparisons: the title of each page."""
-    # Pages of earlier versions have no flags.
-    values = {page: dict.fromkeys([*INDEXED, "flags"]) | found for page, found in runs.items()}
-    return render("index.md.j2", runs=values, comparisons=comparisons)
+    """Return the index. runs: index_values of each page; comparisons: title of each comparison page."""
+    # Pages of earlier versions contain no flags.
+    rows = {page: dict.fromkeys([*INDEXED, "flags"]) | values for page, values in runs.items()}
+    return render("index.md.j2", runs=rows, comparisons=comparisons)
 
 
 def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """The best and the final evaluation, and that on the test split: {where it was made: its values}."""
+    """Return the evaluations on the test split, at the best step and at the end: {description: values}."""
     facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
-    kinds = ("best", "final", "test")
-    best, final, test = ({f"val/{name}": facts.get(f"{kind}_{name}") for name in METRICS} for kind in kinds)
+    best, final, test = (
+        {f"val/{name}": facts.get(f"{which}_{name}") for name in METRICS}
+        for which in ("best", "final", "test")
+    )
     best["step"] = facts.get("best_step")
     best |= next((line for line in run.evaluations if line["step"] == best["step"]), {})
     final |= last
-    step, last_step = (formatted(one.get("step"), "step {:,}") or "-" for one in (best, final))
-    found = {f"best on the {run.evaluated_images()}, {step}": best, f"final, {last_step}": final}
+    step, last_step = (formatted(values.get("step"), "step {:,}") or "-" for values in (best, final))
+    evaluations = {f"best on the {run.evaluated_images()}, {step}": best, f"final, {last_step}": final}
     if "test_name" in facts:
-        found = {f"on the {run.evaluated_images('test')}, weights of {step}": test} | found
-    return found
+        tested = {f"on the {run.evaluated_images('test')}, weights of {step}": test}
+        return tested | evaluations
+    return evaluations
 
 
 def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
-    """A row for each metric, as markdown.known() takes them."""
+    """Return one row per metric, for markdown.known()."""
     titles = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
     titles |= {"raw_accuracy": "accuracy without EMA"}
     titles |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}
@@ -104,34 +107,34 @@ def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, l
 
 
 def _report(report: dict[str, Any]) -> dict[str, Any]:
-    """A report of validate.py, with a row for each class; of many classes those with the lowest F1."""
+    """Return a report of validate.py with one row per class, or for the classes with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
-    found = complete(report, kinds(Report)) | {"rows": [], "shown": "Every class"}
+    shown = complete(report, kinds(Report)) | {"rows": [], "shown": "All classes"}
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
-        return found
+        return shown
     order = list(range(len(classes)))
     if len(classes) > SHOWN_CLASSES:
         with_images = [i for i in order if columns["support"][i]]
         order = sorted(with_images, key=lambda i: columns["f1"][i])[:SHOWN_CLASSES]
-        found["shown"] = f"The {len(order)} classes of {len(classes)} with the lowest F1"
+        shown["shown"] = f"The {len(order)} of {len(classes)} classes with the lowest F1"
     for i in order:
         shares = (f"{columns[name][i]:{',' if name == 'support' else '.4f'}}" for name in PER_CLASS)
-        found["rows"].append([classes[i], *shares])
-    return found
+        shown["rows"].append([classes[i], *shares])
+    return shown
 
 
 def _stamps(run: RunRecord) -> list[dict[str, Any]]:
-    """The outcomes of verify.py. `changed` names the files that have changed since, which makes one void."""
-    files, found = stamped_files(run.folder) if run.stamps else {}, []
+    """Return the outcomes of verify.py. An outcome is void if `changed` lists files that changed since."""
+    files, outcomes = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
-        # Earlier versions hashed no starts.jsonl, which their runs lack.
+        # Runs of earlier versions have no starts.jsonl, and their stamps no hash of it.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
-        found.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
-    return found
+        outcomes.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
+    return outcomes
 
 
 def _dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
-    """The host, the text of nvidia-smi -q, and whether only its beginning is shown."""
+    """Yield the host, the beginning of its `nvidia-smi -q` text, and whether the text was cut."""
     for file in own_files(run.folder, "nvidia-smi-*.txt"):
         with open(file, errors="replace") as opened:
             dump = opened.read(SHOWN_CHARACTERS + 1)

@@ -1,4 +1,4 @@
-"""Read a run's folder, even when files in it are missing or broken."""
+"""Read a run's folder, even if files are missing or broken."""
 
 import contextlib
 import copy
@@ -30,21 +30,21 @@ from onecurve.system.files import Kind, parse_json, read_own, sha256_of, typed_v
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
-PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder has one of them
-VERIFIED = "verified.json"  # by verify.py
+PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder contains one of them
+VERIFIED = "verified.json"  # written by verify.py
 BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # kinds of verification
-MEANING = {  # of a verification that found no difference
-    BIT_FOR_BIT: "the replayed steps were trained again, and each value and weight is the same, bit for bit:"
-    " this recipe gives these results in these steps. Other steps and what is listed are not verified",
-    EVALUATED_AGAIN: "the kept weights, best and last, were evaluated again, and give these accuracies up to"
+MEANING = {  # the meaning of a verification that found no difference
+    BIT_FOR_BIT: "the replayed steps were trained again, and every value and weight is the same, bit for bit:"
+    " this recipe gives these results in these steps. Other steps and the items below are not verified",
+    EVALUATED_AGAIN: "the best and the last weights were evaluated again and reach these accuracies, up to"
     " the few images that a repeated evaluation changes. It is not verified that this training gave these"
-    " weights: the differences of the replayed steps are reported, without a verdict",
+    " weights. The differences of the replayed steps are reported without a verdict",
 }
-COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # with a replay, beside the checkpoints
-MOST_BYTES = 2**31  # larger files are not read: 14 days of telemetry of a host with 8 GPUs
-MOST_SAMPLES = 5_000  # of a host's telemetry on a page, as 64 hosts write 8 GB a day
-FEWEST_SPEEDS = 8  # that have deciles
-UNFINISHED = "killed or still running"  # the status of a run without a result
+COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # compared with a replay, like checkpoints
+MOST_BYTES = 2**31  # larger files are not read; holds 14 days of telemetry of a host with 8 GPUs
+MOST_SAMPLES = 5_000  # telemetry samples per host on a page, because 64 hosts write 8 GB a day
+FEWEST_SPEEDS = 8  # fewest values for deciles
+UNFINISHED = "killed or still running"  # status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 HALF_PRECISION = {
     "autocast": "by autocast: weights and residual stream in fp32",
@@ -61,23 +61,34 @@ KINDS: dict[str, dict[str, Kind]] = {
     VERIFIED: kinds(Verified),
 }
 for name in ("recipe.json", STARTS):
-    del KINDS[name]["argv"]  # `command` has the words as they were typed
+    del KINDS[name]["argv"]  # `command` contains the words as they were typed
 
 
 class RunRecord:
-    """The files of a run, without values of an unexpected type.
+    """Content of a run's folder, without values of an unexpected type.
 
-    problems: a line for each file that is missing or broken. facts: of result.json, or, where it lacks a
-    value, `derived` from the other files. evaluations: the lines of metrics.jsonl with `val/loss`. starts:
-    those of starts.jsonl, which earlier versions did not write. kept: the starts with steps in the result.
-    ValueError when the folder is not a run's.
+    Attributes:
+        problems: a line for each missing or broken file.
+        about: content of recipe.json.
+        recipe: the recipe's flags and values.
+        metrics: lines of metrics.jsonl.
+        evaluations: lines of metrics.jsonl with `val/loss`.
+        telemetry: lines of telemetry-<host>.jsonl by host.
+        facts: values of result.json. A missing value is `derived` from the other files.
+        starts: starts recorded in starts.jsonl, which earlier versions did not write.
+        kept: starts with steps in the result.
+        stamps: outcomes of verify.py.
+        reports: reports of validate.py by name.
+
+    Raises:
+        ValueError: the folder does not belong to a run.
     """
 
-    unknown: Set[str] = frozenset()  # values of result.json that are of a later start, in as_of()
+    unknown: Set[str] = frozenset()  # names of values in result.json that belong to a later start, in as_of()
 
     def __init__(self, folder: Path):
         if not any((folder / part).exists() for part in PARTS):
-            raise ValueError(f"{folder} is no run's folder: it has none of {', '.join(PARTS)}")
+            raise ValueError(f"{folder} is not the folder of a run: it contains none of {', '.join(PARTS)}")
         self.folder = folder
         self.problems: list[str] = []
         self.about = self._read("recipe.json")
@@ -115,36 +126,36 @@ class RunRecord:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl on hosts that joined or left."""
+        """Lines of metrics.jsonl that record hosts joining or leaving."""
         needed = {"hosts", "hosts_before", "processes", "processes_before"}
         return [line for line in self.metrics if needed <= set(line)]
 
     @property
     def interruptions(self) -> list[tuple[int, str, float | None]]:
-        """The stops by a signal: step, reason, and seconds to the first step after each."""
-        found: list[tuple[int, str, float | None]] = []
+        """Stops by a signal: step, reason, and seconds to the next step."""
+        stops: list[tuple[int, str, float | None]] = []
         for line in self.metrics:
             if "interrupted_at" in line:
                 began = line["interrupted_at"]
-                found.append((line["step"], line.get("why", ""), None))
-            elif "resumed_at" in line and found and found[-1][2] is None:
-                found[-1] = (*found[-1][:2], line["resumed_at"] - began)
-        return found
+                stops.append((line["step"], line.get("why", ""), None))
+            elif "resumed_at" in line and stops and stops[-1][2] is None:
+                stops[-1] = (*stops[-1][:2], line["resumed_at"] - began)
+        return stops
 
     @property
     def fold(self) -> tuple[int, int] | None:
-        """(2, 5) for `--fold 2/5`."""
+        """Fold and number of folds: (2, 5) for `--fold 2/5`."""
         holdout = self.recipe.get("holdout")
         return parse_fold(holdout) if isinstance(holdout, str) else None
 
     @property
     def unit(self) -> str:
-        """The name of a sample: `images`, unless recipe.json has another."""
+        """Plural name of a sample: `images`, unless recipe.json names another unit."""
         return self.about.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """The folder and a hash of the first line of metrics, which is unique by the time in it."""
+        """Folder and hash of the first line of metrics, which is unique because it contains the time."""
         first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
         return {
             "run": public_path(self.folder.resolve()),
@@ -152,32 +163,33 @@ class RunRecord:
         }
 
     def host_summaries(self) -> Sequence[Mapping[str, Any]]:
-        """Summaries of the telemetry, as in the result.json of a finished run."""
+        """Return the summaries of the telemetry, in the format of result.json."""
         if "telemetry" in self.facts:
             return self.facts["telemetry"]
         from onecurve.telemetry.summary import summarize
 
-        found = []
+        summaries = []
         for host in (host for host, lines in self.telemetry.items() if lines):
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # it is among the problems
-                found.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
-        return found
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # listed in self.problems
+                summaries.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
+        return summaries
 
     def _derived(self, best_began: int) -> dict[str, Any]:
-        """The values of result.json that can be derived from the other files.
+        """Derive values of result.json from the other files.
 
-        best_began: the step from which on an evaluation may be the best one.
+        Args:
+            best_began: first step whose evaluation may be the best one.
         """
         about, recipe = self.about, typed_values(self.recipe, KINDS["result.json"])[0]
         devices, hosts = about.get("devices", []), about.get("hosts", [])
         by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
-        best = max(comparable, key=lambda one: score_of(one, by), default={})
+        best = max(comparable, key=lambda line: score_of(line, by), default={})
         final = self.evaluations[-1] if self.evaluations else {}
         lines = [self.metrics, *self.telemetry.values()]
         saved = sorted(self.folder.glob("checkpoints/step_*/manifest.json"))
-        found = {
-            "status": "not known" if (self.folder / "result.json").exists() else UNFINISHED,
+        values = {
+            "status": "unknown" if (self.folder / "result.json").exists() else UNFINISHED,
             "processes": len(devices) or None,
             "hosts": len(hosts) or None,
             "device": devices[0] if devices else None,
@@ -193,36 +205,36 @@ class RunRecord:
         return {
             **{name: about[name] for name in names if name in about},
             **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},
-            **{name: value for name, value in found.items() if value is not None},
+            **{name: value for name, value in values.items() if value is not None},
         }
 
     @property
     def last(self) -> dict[str, Any]:
-        """The settings of the last start with steps in the result, in the form of a line of starts.jsonl."""
+        """Settings of the last start with steps in the result, in the format of a line of starts.jsonl."""
         if self.kept and self.kept[-1] is not self.starts[-1]:
             return self.facts | self.kept[-1].about
         hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
         return self.about | self.facts | {"hosts": hosts}
 
     def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return a setting of the run: of the last start, or `a, then b` where the starts differ in it."""
-        values = ["not known" if (v := value(start.about)) is None else str(v) for start in self.kept]
+        """Return the setting of the last start, or `a, then b` if the starts differ."""
+        values = ["unknown" if (v := value(start.about)) is None else str(v) for start in self.kept]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
     def as_of(self, start: Start) -> "RunRecord":
-        """Return the run as its files would be if all of its starts had been like this one."""
+        """Return the run as if all its starts had used the settings of this start."""
         run, about = copy.copy(self), start.about
         if start is self.starts[-1]:
             run.about = about | self.about
             return run
         run.about = about
-        # A manifest of an earlier version lacks some flags.
+        # Manifests of earlier versions lack some flags.
         run.recipe = ({} if start.is_recorded else self.recipe) | about.get("recipe", {})
         run.facts = self.facts | {name: about[name] for name in KINDS["result.json"] if name in about}
         run.facts["hosts"] = host_count(about)
         if {"epochs", "steps_per_epoch"} <= about.keys():
             run.facts["total_steps"] = about["epochs"] * about["steps_per_epoch"]
-        if any(measures_anew(one.about) for one in self.kept if one.first >= start.last):
+        if any(measures_anew(later.about) for later in self.kept if later.first >= start.last):
             run.unknown = {"val_name", "val_images", "test_name", "test_images"}
         return run
 
@@ -233,24 +245,24 @@ class RunRecord:
 
     @property
     def recipe_changes(self) -> list[str]:
-        """`step 100: lr was 0.01, now 0.001` for each start of the result that changed the recipe."""
+        """Changes of the recipe by starts in the result, such as `step 100: lr was 0.01, now 0.001`."""
         return [f"step {start.first:,}: {text}" for start in self.kept if (text := recipe_change(start))]
 
     # --- In words
 
     @property
     def where(self) -> str:
-        """`DDP on 2 x NVIDIA T4`, or `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
+        """Strategy and devices: `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
         return self.over_starts(where)
 
     @property
     def job(self) -> str:
-        """`ddp x 2`, or `ddp x 2 then single x 1`: without commas, which separate the parts of a name."""
+        """Strategy and processes: `ddp x 2 then single x 1`. Commas would separate the parts of a name."""
         return str(self.over_starts(job)).replace(", then", " then")
 
     @property
     def model(self) -> str:
-        """The recipe's model, or without one the script's name."""
+        """The recipe's model, or the name of a script that has no --model."""
         return str(self.recipe.get("model") or self.facts.get("script", "unknown script"))
 
     @property
@@ -258,37 +270,38 @@ class RunRecord:
         return Path(self.facts.get("data", "unknown data")).name
 
     def evaluated_images(self, which: str = "val") -> str:
-        """The images that the run was evaluated on: during the training ("val"), or at its end ("test")."""
+        """Describe the images that were evaluated during training ("val") or at the end ("test")."""
         name, part = self.facts.get(f"{which}_name"), self.recipe.get("max_val_images")
         whole = f"{name} split" if name else "held-out images"
         return f"{part:,} images of the {whole}" if isinstance(part, int) else whole
 
     @property
     def claim(self) -> str:
-        """The outcome in one line of plain text."""
+        """The run's outcome in one line of plain text."""
         facts = self.facts
         keys = [f"{which}_{measure}" for measure in ("accuracy", "loss") for which in ("test", "final")]
-        found, key = f"no evaluation of {self.data}", next((key for key in keys if key in facts), None)
+        outcome, key = f"no evaluation of {self.data}", next((key for key in keys if key in facts), None)
         if key:
             which, _, measure = key.partition("_")
             images = self.evaluated_images("test" if which == "test" else "val")
-            found = f"reaches {measure} {facts[key]:.4f} on the {images} of {self.data}"
-            found += f" with the best weights on the {self.evaluated_images()}" if which == "test" else ""
+            outcome = f"reaches {measure} {facts[key]:.4f} on the {images} of {self.data}"
+            outcome += f" with the best weights on the {self.evaluated_images()}" if which == "test" else ""
         last = max((line["epoch"] for line in self.metrics), default=0)
         epochs = f"{last:.3g} of {plural(facts.get('epochs', '?'), 'epoch')}"
-        took = f", {facts['wall_s']:,.0f} s" if "wall_s" in facts else ""
-        return f"{self.model} {found} in {epochs}{took}, {self.where}"
+        time = f", {facts['wall_s']:,.0f} s" if "wall_s" in facts else ""
+        return f"{self.model} {outcome} in {epochs}{time}, {self.where}"
 
     @property
     def memory_gib(self) -> float | None:
-        """The largest peak of any process."""
+        """Largest peak memory of any process."""
         return max((process.get("peak") or 0 for process in self.facts.get("memory_gib", [])), default=None)
 
     @property
     def speed_spread(self) -> float | None:
-        """Return how much images/s varied: from the 10th to the 90th percentile, relative to the median.
+        """Range of images/s from the 10th to the 90th percentile, relative to the median.
 
-        One value per line of the log, without the first, which includes the warm-up. None for few lines.
+        Each line of the log contributes one value, except the first, which includes the warm-up. None if
+        there are too few lines.
         """
         speeds = [line.get("train/images_per_s", 0) for line in self.metrics]
         speeds = [speed for speed in speeds if 0 < speed < math.inf][1:]
@@ -299,12 +312,12 @@ class RunRecord:
 
     @property
     def utilisation_pct(self) -> tuple[float | None, str]:
-        """The mean over all GPUs, or without GPUs over the hosts' processors; and `GPU` or `CPU`."""
+        """Mean utilisation over all GPUs, or over the hosts' CPUs without GPUs; and `GPU` or `CPU`."""
         hosts = self.host_summaries()
-        for name, weight, kind in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
+        for name, weight, device in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
             known = [(host[name], host.get(weight) or 1) for host in hosts if host.get(name) is not None]
             if known:
-                return sum(value * w for value, w in known) / sum(w for _, w in known), kind
+                return sum(value * w for value, w in known) / sum(w for _, w in known), device
         return None, "device"
 
     # --- Reading
@@ -332,7 +345,13 @@ class RunRecord:
         return kept
 
     def _read_lines(self, name: str, needed: set[str], kind: str | None = None) -> list[dict[str, Any]]:
-        """The lines without those that a kill or a full disk has cut. kind: of KINDS; by default the name."""
+        """Read the complete lines of a file; a kill or a full disk may have cut others.
+
+        Args:
+            name: name of the file.
+            needed: keys that every line must contain.
+            kind: key of KINDS. Default: the name.
+        """
         kind = kind or name
         content = self._bytes(name)
         if content is None:
@@ -355,25 +374,25 @@ class RunRecord:
         return lines
 
     def _matrix(self, name: str) -> dict[str, Any]:
-        """A file with a confusion matrix, which must be square, or of many classes with mistakes."""
-        found = self._read(name)
-        number = len(found.get("classes", []))
-        mistakes = found.get("mistakes")
+        """Read a file with a square confusion matrix or, for many classes, the most frequent mistakes."""
+        content = self._read(name)
+        number = len(content.get("classes", []))
+        mistakes = content.get("mistakes")
         if mistakes is not None and all(
             len(row) == 3 and all(k in range(number) for k in row[:2]) for row in mistakes
         ):
-            return {key: value for key, value in found.items() if key != "confusion"}
-        found.pop("mistakes", None)
-        rows = found.get("confusion", [])
-        sizes = {len(rows), len(found.get("classes", [])), *map(len, rows)}
-        if found and (len(sizes) > 1 or not rows):
-            self.problems.append(f"{name} has no square matrix of its classes")
-            found = {key: value for key, value in found.items() if key != "confusion"}
-        return found
+            return {key: value for key, value in content.items() if key != "confusion"}
+        content.pop("mistakes", None)
+        rows = content.get("confusion", [])
+        sizes = {len(rows), len(content.get("classes", [])), *map(len, rows)}
+        if content and (len(sizes) > 1 or not rows):
+            self.problems.append(f"{name} has no square confusion matrix")
+            content = {key: value for key, value in content.items() if key != "confusion"}
+        return content
 
 
 def _thinned(texts: list[str]) -> list[str]:
-    """Samples of the whole time, MOST_SAMPLES or a few more, with the first and last ones of each process."""
+    """Return about MOST_SAMPLES samples of the whole time, with the first and last one of each process."""
     heads = [number for number, text in enumerate(texts) if text.startswith('{"host"')]
     kept = {*heads, *(number - 1 for number in (*heads, len(texts)))}
     kept |= {*range(0, len(texts), 1 + len(texts) // MOST_SAMPLES)}
@@ -381,7 +400,7 @@ def _thinned(texts: list[str]) -> list[str]:
 
 
 def device_summary(about: dict[str, Any]) -> str:
-    """Return `2 x NVIDIA T4`; for several kinds of device `1 x A, 1 x B`."""
+    """Return the devices, such as `2 x NVIDIA T4` or `1 x A, 1 x B`."""
     if not (names := about.get("devices")):
         return f"{about.get('processes', '?')} x {about.get('device', 'unknown device')}"
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
@@ -393,27 +412,29 @@ def host_count(about: dict[str, Any]) -> int:
 
 
 def where(about: dict[str, Any]) -> str:
-    """Return `DDP on 2 x NVIDIA T4`."""
+    """Return the strategy and the devices, such as `DDP on 2 x NVIDIA T4`."""
     strategy, hosts = about.get("strategy", "unknown strategy"), host_count(about)
-    shown = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
-    return f"{shown} on {device_summary(about)}" + (f", {hosts} hosts" if hosts > 1 else "")
+    name = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
+    return f"{name} on {device_summary(about)}" + (f", {hosts} hosts" if hosts > 1 else "")
 
 
 def job(about: dict[str, Any]) -> str:
-    """Return `ddp x 2`."""
+    """Return the strategy and the number of processes, such as `ddp x 2`."""
     return f"{about.get('strategy', 'unknown')} x {about.get('processes', '?')}"
 
 
 def mixed_precision(about: dict[str, Any]) -> str:
-    """Return `bf16, by autocast: weights and residual stream in fp32`."""
+    """Return the precision, such as `bf16, by autocast: weights and residual stream in fp32`."""
     precision, how = about.get("mixed_precision", "-"), about.get("half_precision", "")
     return f"{precision}, {HALF_PRECISION[how]}" if how in HALF_PRECISION else precision
 
 
 def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> str:
-    """Return `lr was 0.01, now 0.001`: what a start trains otherwise than the checkpoint that it continues.
+    """Return a start's changes to the recipe of the checkpoint that it resumed: `lr was 0.01, now 0.001`.
 
-    shown: makes a value public, which may be a path.
+    Args:
+        start: the start.
+        shown: converts a value, which may be a private path, to public text.
     """
     pairs = start.about.get("changed", {}).items()
     return "; ".join(
@@ -424,7 +445,7 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
 
 
 def measures_anew(start: dict[str, Any]) -> bool:
-    """Return True for a line of starts.jsonl that changed the metric or the images of evaluations."""
+    """Return True if a line of starts.jsonl changed the metric or the images of evaluations."""
     return not {CONTENT, CROPPED, *declared("measures_best")}.isdisjoint(start.get("changed", {}))
 
 
@@ -432,10 +453,10 @@ def with_totals(line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of starts.jsonl with the values that result.json derives from it."""
     names = ("data", "batch_size", "epochs", "seed", "deterministic")
     recipe = typed_values(line.get("recipe", {}), KINDS["result.json"])[0]
-    found = {name: recipe[name] for name in names if name in recipe}
+    totals = {name: recipe[name] for name in names if name in recipe}
     if devices := line.get("devices"):
-        found |= {"processes": len(devices), "device": devices[0]}
-    return found | line
+        totals |= {"processes": len(devices), "device": devices[0]}
+    return totals | line
 
 
 def score_of(line: dict[str, Any], by: str) -> float:
@@ -444,28 +465,28 @@ def score_of(line: dict[str, Any], by: str) -> float:
 
 
 def as_flag(value: Any) -> str:
-    """The value as it is written after a flag."""
+    """Return the value as it is written after a flag."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "unset" if value is None else str(value)
 
 
-def complete(found: dict[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
-    """The values with None for each that is missing."""
-    return dict.fromkeys(kinds) | found
+def complete(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the values, with None for each missing name."""
+    return dict.fromkeys(names) | values
 
 
 def read_picture(file: Path) -> Image.Image:
-    """The pixels of a PNG, in RGB. ValueError for any other file."""
+    """Return the pixels of a PNG in RGB. ValueError for any other file."""
     try:
         with Image.open(file, formats=["PNG"]) as image:
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"can't be read as a picture: {type(error).__name__}") from None
+        raise ValueError(f"can't be read as an image: {type(error).__name__}") from None
 
 
 def stamped_files(folder: Path) -> dict[str, str]:
-    """The SHA-256 of the files that verify.py compares; empty for one that is missing or too large."""
+    """Return the SHA-256 of the files that verify.py compares; empty for missing and too large files."""
 
     def hashed(file: Path) -> str:
         return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""

@@ -1,8 +1,8 @@
-"""Comparisons over seeds or folds: runs that differ in these alone count as one, with a mean and interval.
+"""Comparison over seeds or folds: runs that differ only in these form a group with a mean and an interval.
 
-Two of them are compared by a t-test: of pairs where the seeds are the same, as a seed decides the initial
-weights and the order of the images, and so a part of the noise; else Welch's, which assumes no equal
-variances. Both assume that accuracies over seeds are normally distributed.
+Two groups are compared by a t-test. With equal seeds the test is paired, because a seed decides the initial
+weights and the order of the images, which cause a part of the noise. Otherwise it is Welch's test, which does
+not assume equal variances. Both tests assume that accuracies over seeds are normally distributed.
 """
 
 import json
@@ -17,22 +17,22 @@ from onecurve.flags.fields import declared
 from onecurve.system.text import natural
 from tools.logbook.run_record import RunRecord, mixed_precision
 
-ALPHA = 0.05  # of the test
-TINY = 1e-12  # a deviation that is rounding
+ALPHA = 0.05  # significance level of the test
+TINY = 1e-12  # a smaller deviation is rounding
 
 
 @dataclass(frozen=True)
 class Group:
-    """Run of one recipe on one kind of job. values: their headline accuracies, by seed or fold."""
+    """Runs with the same recipe and type of job. values: headline accuracies by seed or fold."""
 
     name: str
     values: dict[Any, float]
     runs: tuple[RunRecord, ...]
-    folds: int = 0  # of the cross-validation, if it is one
+    folds: int = 0  # number of folds of the cross-validation; 0 without one
 
     @property
     def over_all(self) -> float | None:
-        """The accuracy over all held-out images; None unless every fold is there."""
+        """Accuracy over all held-out images; None if a fold is missing."""
         images = [run.facts.get("val_images") or 0 for run in self.runs]
         is_whole = len(self.runs) == self.folds * len({run.recipe.get("seed") for run in self.runs})
         right = sum(a * n for a, n in zip(self.values.values(), images, strict=True))
@@ -44,12 +44,12 @@ class Group:
 
     @property
     def deviation(self) -> float | None:
-        """The sample's standard deviation; None for one run."""
+        """Sample standard deviation; None for one run."""
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The mean's 95 percent interval within 0 and 1, by Student's t; None for one run."""
+        """95 % interval of the mean, by Student's t and within 0 and 1; None for one run."""
         if self.deviation is None:
             return None
         half = _critical(len(self.values) - 1) * self.deviation * self.error
@@ -57,16 +57,16 @@ class Group:
 
     @property
     def error(self) -> float:
-        """The mean's standard error in standard deviations; of folds Nadeau and Bengio's (2003)."""
+        """Standard error of the mean in standard deviations; for folds, by Nadeau and Bengio (2003)."""
         return math.sqrt(1 / len(self.values) + (1 / (self.folds - 1) if self.folds else 0))
 
 
 class Difference(NamedTuple):
-    """The second group's mean minus the first's."""
+    """Mean of the second group minus the mean of the first."""
 
     mean: float
-    low: float  # of its 95 percent interval
-    high: float
+    low: float  # lower end of the 95 % interval
+    high: float  # upper end
     p: float
     is_paired: bool
 
@@ -74,22 +74,27 @@ class Difference(NamedTuple):
 def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
     """Group finished runs by everything but the seed, in their order.
 
-    names: of the runs, in which parts are separated by commas. ValueError for a seed that a group has twice.
+    Args:
+        runs: the runs; unfinished runs are left out.
+        names: names of the runs, with parts separated by commas.
+
+    Raises:
+        ValueError: a group contains a seed twice.
     """
-    found: dict[str, list[tuple[str, RunRecord]]] = {}
+    by_job: dict[str, list[tuple[str, RunRecord]]] = {}
     for name, run in zip(names, runs, strict=True):
         if run.facts["status"] == "finished" and headline(run) is not None:
-            found.setdefault(_job(run), []).append((name, run))
+            by_job.setdefault(_job(run), []).append((name, run))
     groups = []
-    for members in found.values():
+    for members in by_job.values():
         seeds = Counter(_seed(run) for _, run in members)
-        if len(seeds) == 1:  # the same training several times
+        if len(seeds) == 1:  # the same training was run several times
             groups += [_group([member]) for member in members]
             continue
         ((seed, count),) = seeds.most_common(1)
         if count > 1:
             both = " and ".join(str(run.folder) for _, run in members if _seed(run) == seed)
-            raise ValueError(f"{both} have the same recipe and seed {seed}: name one of them")
+            raise ValueError(f"{both} have the same recipe and seed {seed}. Give only one of them.")
         groups.append(_group(members))
     return groups
 
@@ -103,28 +108,28 @@ def _group(members: list[tuple[str, RunRecord]]) -> Group:
 
 
 def _seed(run: RunRecord) -> int | str:
-    """What tells a run from the others of its group; with folds `0 and fold 2/5`."""
+    """Return the run's seed, or `0 and fold 2/5`, which identifies the run in its group."""
     seed = run.recipe.get("seed", 0)
     return f"{seed} and fold {run.recipe['holdout']}" if run.fold else seed
 
 
 def headline(run: RunRecord) -> float | None:
-    """The accuracy on the test split, or without --holdout the final one; of a fold the final one on it."""
+    """Return the accuracy on the test split, or the final accuracy for a fold or without --holdout."""
     final = run.facts.get("final_accuracy")
     return final if run.fold else run.facts.get("test_accuracy", final)
 
 
 def _job(run: RunRecord) -> str:
-    """What the runs of a group have in common."""
+    """Return the settings that all runs of a group share, as a key."""
     left_out = {"seed", *declared("locates")}
     recipe = {name: value for name, value in run.recipe.items() if name not in left_out}
     recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
-    places = [run.facts.get("script"), run.about.get("source"), run.where, run.recipe_changes]
-    return json.dumps([recipe, places, run.over_starts(mixed_precision)], sort_keys=True)
+    settings = [run.facts.get("script"), run.about.get("source"), run.where, run.recipe_changes]
+    return json.dumps([recipe, settings, run.over_starts(mixed_precision)], sort_keys=True)
 
 
 def compare_groups(first: Group, second: Group) -> Difference | None:
-    """The t-test of two groups; None where one of them has a single run, or all values are equal."""
+    """Compare two groups by a t-test; None if a group contains one run, or all differences are equal."""
     from scipy import stats
 
     if min(len(first.values), len(second.values)) < 2:
@@ -152,16 +157,18 @@ def _critical(freedom: float) -> float:
 
 
 def seed_verdict(first: Group, second: Group) -> str:
-    """One sentence: better, worse, or not distinguishable."""
-    found = compare_groups(first, second)
-    if found is None:
-        few = min(len(first.values), len(second.values)) < 2
-        why = "a single run does not show how seeds vary" if few else "all pairs differ by the same amount"
-        return f"{second.name} and {first.name}: no test, because {why}."
-    how = f"{'paired' if found.is_paired else 'Welch'} t-test, p = {found.p:.2g}"
+    """Say in one sentence whether the second group is better, worse or not distinguishable."""
+    difference = compare_groups(first, second)
+    if difference is None:
+        is_single = min(len(first.values), len(second.values)) < 2
+        reason = (
+            "one run does not show how seeds vary" if is_single else "all pairs differ by the same amount"
+        )
+        return f"{second.name} and {first.name}: no test, because {reason}."
+    test = f"{'paired' if difference.is_paired else 'Welch'} t-test, p = {difference.p:.2g}"
     count = f"n = {' and '.join(map(str, sorted({len(first.values), len(second.values)})))}"
-    between = f"{found.mean:+.4f}, 95 %: {found.low:+.4f} to {found.high:+.4f}; {how}"
-    if found.p < ALPHA:
-        word = "better" if found.mean > 0 else "worse"
+    between = f"{difference.mean:+.4f}, 95 %: {difference.low:+.4f} to {difference.high:+.4f}; {test}"
+    if difference.p < ALPHA:
+        word = "better" if difference.mean > 0 else "worse"
         return f"{second.name} is {word} than {first.name} with {count} ({between})."
     return f"{second.name} and {first.name} are not distinguishable with {count} ({between})."

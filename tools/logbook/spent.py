@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its starts. All of it is measured."""
+"""Measured time of a run by activity, over all its starts."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +24,7 @@ from tools.logbook.run_record import RunRecord
 
 PARTS = {
     TRAINING: "training steps",
-    READING: "waiting for data, augmenting",
+    READING: "waiting for data, augmentation",
     EVALUATION: "evaluation",
     SAVING: "saving",
     IMPORTS: "starting: imports",
@@ -32,9 +32,9 @@ PARTS = {
     CUDA: "starting: CUDA",
     DATA: "starting: data",
     MODEL: "starting: model",
-    WARM_UP: "starting: steps before the capture of graphs",
-    CAPTURE: "starting: capture of graphs",
-    STARTING: "starting: run folder, first batch, what else there is",
+    WARM_UP: "starting: steps before graph capture",
+    CAPTURE: "starting: graph capture",
+    STARTING: "starting: run folder, first batch, other work",
     FIRST_EVALUATION: "first evaluation",
     PLOTS: "ending: plots",
     ENDING: "ending: last checkpoint, upload",
@@ -44,44 +44,44 @@ LOST = "lost at restarts: work after the last checkpoint"
 
 @dataclass(frozen=True)
 class MainProcess:
-    """A main process of the run, according to its telemetry. before_s: the run's wall_s when it began."""
+    """Main process of a run, found in the telemetry. before_s: the run's wall_s at its start."""
 
     began_at: float
-    ended_at: float  # of its last sample
+    ended_at: float  # time of the last sample
     before_s: float
 
     @property
     def ended_s(self) -> float:
-        """The run's wall_s at its end."""
+        """The run's wall_s when the process ended."""
         return self.before_s + self.ended_at - self.began_at
 
 
 def main_processes(run: RunRecord) -> list[MainProcess]:
-    """Return the main processes in order; none without telemetry or in runs of earlier versions."""
-    found = []
+    """Return the main processes in order; empty without telemetry and for runs of earlier versions."""
+    processes = []
     for lines in run.telemetry.values():
         headers = [i for i, line in enumerate(lines) if "host" in line]
         for first, following in pairwise([*headers, len(lines)]):
             header, last = lines[first], lines[following - 1]
             if {"before_s", "age_s"} <= header.keys():
-                found.append(MainProcess(header["t"] - header["age_s"], last["t"], header["before_s"]))
-    return sorted(found, key=lambda process: process.began_at)
+                processes.append(MainProcess(header["t"] - header["age_s"], last["t"], header["before_s"]))
+    return sorted(processes, key=lambda process: process.began_at)
 
 
 def lost_s(run: RunRecord) -> float:
-    """Seconds of earlier processes after the checkpoint with which the next one began."""
-    return sum(max(0.0, one.ended_s - following.before_s) for one, following in pairwise(main_processes(run)))
+    """Return the seconds of work after the checkpoint that the next process resumed."""
+    pairs = pairwise(main_processes(run))
+    return sum(max(0.0, process.ended_s - following.before_s) for process, following in pairs)
 
 
 def paused_s(run: RunRecord) -> float:
-    """Seconds between the end of a process and the start of the next one."""
-    return sum(
-        max(0.0, following.began_at - one.ended_at) for one, following in pairwise(main_processes(run))
-    )
+    """Return the seconds between the end of a main process and the start of the next one."""
+    pairs = pairwise(main_processes(run))
+    return sum(max(0.0, following.began_at - process.ended_at) for process, following in pairs)
 
 
 def parts_s(run: RunRecord) -> dict[str, float]:
-    """Seconds of all main processes by part, the largest first; empty where that is not recorded."""
-    found = {PARTS.get(name, name): s for name, s in run.facts.get("spent_s", {}).items() if s is not None}
-    found |= {LOST: lost_s(run)} if found else {}
-    return {name: s for name, s in sorted(found.items(), key=lambda part: -part[1]) if s > 0}
+    """Return the seconds of all main processes by activity, largest first; empty if not recorded."""
+    seconds = {PARTS.get(name, name): s for name, s in run.facts.get("spent_s", {}).items() if s is not None}
+    seconds |= {LOST: lost_s(run)} if seconds else {}
+    return {name: s for name, s in sorted(seconds.items(), key=lambda part: -part[1]) if s > 0}

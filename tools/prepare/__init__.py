@@ -1,1 +1,1 @@
-"""Archives, folders and tables turned into shards, used by prep_imagenet.py. Start with preparation.py."""
+"""Conversion of archives, folders and tables to shards, for prep_imagenet.py. Start with preparation.py."""

@@ -1,7 +1,7 @@
-"""Tar archives as streams, from a disk or from S3, read member by member. Nothing is extracted.
+"""Read tar archives as streams from a disk or S3, member by member, without extracting them.
 
-tarfile parses the headers. Only regular files with plain relative names are accepted. An archive within an
-archive is read in place, so that offsets are those of the outermost one.
+tarfile parses the headers. Only regular files with plain relative names are accepted. An archive inside an
+archive is read in place, so offsets always refer to the outermost archive.
 """
 
 import hashlib
@@ -15,18 +15,23 @@ from typing import NamedTuple
 
 from onecurve.system.s3 import ObjectStore
 
-CHUNK_BYTES = 2**20  # one read; fits into the processor's cache
-HEADER_BYTES = 4096  # one read where only headers are
+CHUNK_BYTES = 2**20  # per read; fits into the CPU cache
+HEADER_BYTES = 4096  # per read, if only headers are read
 LARGEST_IMAGE_BYTES = 2**26
-LARGEST_HEADER_BYTES = 2**20  # a long name, or PAX records
-GET_AGAIN = "get it again from where it was published"
+LARGEST_HEADER_BYTES = 2**20  # for a long name or PAX records
+GET_AGAIN = "download it again"
 
 
 class Stream:
-    """A sequential stream of bytes; a context manager.
+    """Sequential stream of bytes; a context manager.
 
-    where: its name in messages. version: changes when the source is replaced. Reads raise ValueError when the
-    stream ends early.
+    Attributes:
+        where: name of the stream in messages.
+        size: length in bytes.
+        version: changes when the source is replaced; None if unknown.
+
+    Raises:
+        ValueError: on a read, if the stream ends early.
     """
 
     def __init__(
@@ -37,24 +42,32 @@ class Stream:
         chunks_from: Callable[[int], Iterator[bytes]],
         hash_name: str | None,
     ):
-        """chunks_from: yields the content from a position on. hash_name: "md5" or "sha256", of all bytes."""
+        """Open the stream.
+
+        Args:
+            where: name of the stream in messages.
+            size: length in bytes.
+            version: see the class.
+            chunks_from: yields the content that starts at a position.
+            hash_name: "md5" or "sha256" to hash all bytes, or None.
+        """
         self.where, self.size, self.version = where, size, version
         self._chunks_from, self._chunks = chunks_from, chunks_from(0)
-        self._chunk, self._start, self._at = b"", 0, 0  # the current chunk, its position, the next byte in it
+        self._chunk, self._start, self._at = b"", 0, 0  # current chunk, its position, index of its next byte
         self._hash = hashlib.new(hash_name, usedforsecurity=False) if hash_name else None
         self._hasher = ThreadPoolExecutor(1)  # hashlib releases the GIL
-        self._hashing: Future[None] | None = None  # of the newest chunk
+        self._hashing: Future[None] | None = None  # pending hash of the newest chunk
 
     def __enter__(self) -> "Stream":
         return self
 
     def __exit__(self, *_) -> None:
-        self._chunks = iter(())  # ends requests that are under way
+        self._chunks = iter(())  # closes pending requests
         self._hasher.shutdown()
 
     @property
     def archive(self) -> "Member":
-        """All of it, for members()."""
+        """The whole stream as an archive, for members()."""
         return Member(self, self.where, "", 0, self.size)
 
     def tell(self) -> int:
@@ -70,7 +83,7 @@ class Stream:
         return b"".join(pieces)
 
     def seek(self, position: int) -> None:
-        """Move forward to a position, by a new request unless it is near, or every byte is hashed."""
+        """Move forward to a position. A far position starts a new request, unless all bytes are hashed."""
         if self._hash is None and position > self._start + 2 * len(self._chunk):
             self._chunks = self._chunks_from(position)
             self._chunk, self._start, self._at = b"", position, 0
@@ -78,7 +91,7 @@ class Stream:
             pass
 
     def digest(self) -> str:
-        """Read the rest, and returns the hash of the whole stream as hex."""
+        """Read the rest and return the hash of the whole stream as hex digits."""
         self.seek(self.size)
         assert self._hash is not None
         if self._hashing is not None:
@@ -86,13 +99,13 @@ class Stream:
         return self._hash.hexdigest()
 
     def _next_chunk(self) -> bool:
-        """Move to the next chunk. False at the end."""
+        """Move to the next chunk. Return False at the end."""
         self._start += len(self._chunk)
         self._chunk, self._at = next(self._chunks, b""), 0
         if not self._chunk and self._start < self.size:
             raise ValueError(
-                f"{self.where} ended at byte {self._start:,} of {self.size:,}: leave it alone while it is"
-                " read, and run the same command again"
+                f"{self.where} ended at byte {self._start:,} of {self.size:,}. Don't change it during a read."
+                " Run the same command again."
             )
         if self._hash is not None:
             if self._hashing is not None:
@@ -104,20 +117,26 @@ class Stream:
 def open_stream(
     where: str, hash_name: str | None = None, store: ObjectStore | None = None, headers: bool = False
 ) -> Stream:
-    """Open a file or `s3://bucket/key`, which is resumed by ranges after a cut.
+    """Open a file or `s3://bucket/key`. An interrupted download resumes with a range request.
 
-    store: of the bucket, for many objects, as a client takes 0.2 s to make. headers: members are listed
-    rather than read. Raises ValueError when the file or object is missing or access is denied.
+    Args:
+        where: path or URL.
+        hash_name: "md5" or "sha256" to hash all bytes.
+        store: client of the bucket, to share between many objects, because creating one takes 0.2 s.
+        headers: only the headers of the archive will be read.
+
+    Raises:
+        ValueError: the file or object is missing, or access is denied.
     """
     if where.startswith("s3://"):
         bucket, _, key = where.removeprefix("s3://").partition("/")
         store = store or ObjectStore(f"s3://{bucket}")
-        if not key or (found := store.size_and_etag(key)) is None:
-            raise ValueError(f"{where}: there is no such object: give s3://bucket/key of an archive")
-        return Stream(where, *found, partial(store.stream, key, *found), hash_name)
+        if not key or (size_and_etag := store.size_and_etag(key)) is None:
+            raise ValueError(f"{where}: no such object. Give s3://bucket/key of an archive.")
+        return Stream(where, *size_and_etag, partial(store.stream, key, *size_and_etag), hash_name)
     path = Path(where)
     if not path.is_file():
-        raise ValueError(f"{where} is no file: give the path or s3:// url of an archive")
+        raise ValueError(f"{where} is not a file. Give the path or s3:// URL of an archive.")
     stat, chunk_bytes = path.stat(), HEADER_BYTES if headers and not hash_name else CHUNK_BYTES
     chunks_from = partial(_file_chunks, path, chunk_bytes)
     return Stream(where, stat.st_size, str(stat.st_mtime_ns), chunks_from, hash_name)
@@ -131,12 +150,12 @@ def _file_chunks(path: Path, chunk_bytes: int, position: int) -> Iterator[bytes]
 
 
 class Member(NamedTuple):
-    """A regular file in an archive, or an archive itself. Its content must be read before the next member."""
+    """Regular file in an archive, or an archive. Its content must be read before the next member's."""
 
     stream: Stream
-    where: str  # the names of the archive and the member, in messages
+    where: str  # names of archive and member, for messages
     name: str
-    offset: int  # of the content in the outermost archive
+    offset: int  # position of the content in the outermost archive
     size: int
 
     def read(self) -> bytes:
@@ -145,11 +164,11 @@ class Member(NamedTuple):
 
 
 class _Headers:
-    """An archive as a file for tarfile, which reads headers alone. It ends where the archive does."""
+    """File object for tarfile, which reads only headers. It ends at the end of the archive."""
 
     def __init__(self, archive: Member):
         self.stream, self.tell, self.end = archive.stream, archive.stream.tell, archive.offset + archive.size
-        self.last = b""  # read
+        self.last = b""  # bytes of the last read
 
     def seek(self, position: int) -> None:
         self.stream.seek(min(position, self.end))
@@ -162,10 +181,13 @@ class _Headers:
 
 
 def members(archive: Member) -> Iterator[Member]:
-    """Yield the regular files of an archive, in order. Members named *.tar are archives, for members().
+    """Yield the regular files of an archive, in order, and skip folders.
 
-    Folders are skipped. Raises ValueError, with the names of archive and member, for links, devices, absolute
-    names, names with .., members above LARGEST_IMAGE_BYTES, and truncated or damaged archives.
+    Members named *.tar are archives, which members() can read.
+
+    Raises:
+        ValueError: with the names of archive and member, for links, devices, absolute names, names with ..,
+            members larger than LARGEST_IMAGE_BYTES, and truncated or damaged archives.
     """
     archive.stream.seek(archive.offset)
     headers = _Headers(archive)
@@ -175,33 +197,35 @@ def members(archive: Member) -> Iterator[Member]:
             if not header.isdir():
                 yield _checked(archive, header, headers.end)
     except tarfile.TarError as error:
-        raise ValueError(f"{archive.where} is truncated or damaged ({error}); {GET_AGAIN}") from None
-    if headers.last != bytes(tarfile.BLOCKSIZE):  # tarfile ends quietly at what is no header
-        at = f"it is truncated or damaged at byte {headers.tell():,}"
-        raise ValueError(f"{archive.where} has no end mark: {at}; {GET_AGAIN}")
+        raise ValueError(f"{archive.where} is truncated or damaged ({error}). Fix: {GET_AGAIN}") from None
+    if headers.last != bytes(tarfile.BLOCKSIZE):  # tarfile stops without an error at an invalid header
+        cause = f"it is truncated or damaged at byte {headers.tell():,}"
+        raise ValueError(f"{archive.where} has no end mark: {cause}. Fix: {GET_AGAIN}")
     while rest := headers.read(LARGEST_HEADER_BYTES):
         if any(rest):
             raise ValueError(
-                f"{archive.where} has content after its end mark: archives can't be joined by cat; give them"
-                " one by one"
+                f"{archive.where} has content after its end mark. Archives can't be joined with cat."
+                " Give them one by one."
             )
 
 
 def _checked(archive: Member, header: tarfile.TarInfo, end: int) -> Member:
-    name, why = header.name.removeprefix("./"), ""
+    name, problem = header.name.removeprefix("./"), ""
     most = math.inf if name.endswith(".tar") else LARGEST_IMAGE_BYTES
     if not name.isprintable() or any(part in ("", ".", "..") for part in name.split("/")):
-        why = "is no plain relative name: absolute names and .. are not allowed"
+        problem = "is not a plain relative name; absolute names and .. are refused"
     elif not header.isreg() or header.issparse():
-        why = "is a link, a device or another special file, and only regular files are taken from an archive"
+        problem = "is a link, a device or another special file; only regular files are accepted"
     elif not 0 <= header.size <= most:
-        why = f"has {header.size:,} bytes, where at most {most:,} are taken"
-    if why:
+        problem = f"has {header.size:,} bytes; at most {most:,} are accepted"
+    if problem:
         shown = header.name if header.name.isprintable() and header.name else ascii(header.name)
-        raise ValueError(f"{archive.where}: {shown[:200]} {why}; {GET_AGAIN}, or rebuild it without")
+        raise ValueError(
+            f"{archive.where}: {shown[:200]} {problem}. Fix: {GET_AGAIN}, or rebuild it without this file"
+        )
     if header.offset_data + header.size > end:
         raise ValueError(
             f"{archive.where} is truncated: it ends at {end - header.offset_data:,} of the {header.size:,}"
-            f" bytes of {name}; {GET_AGAIN}"
+            f" bytes of {name}. Fix: {GET_AGAIN}"
         )
     return Member(archive.stream, f"{archive.where}: {name}", name, header.offset_data, header.size)

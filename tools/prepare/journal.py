@@ -1,4 +1,4 @@
-"""The journal of a preparation: what is done, so that the same command resumes after an interruption."""
+"""Journal of a preparation: records finished work, so that the same command resumes after an interruption."""
 
 import contextlib
 import json
@@ -14,46 +14,46 @@ from onecurve.system.files import parse_json, read_json, try_lock, write_bytes
 from onecurve.system.s3 import ObjectStore
 from tools.prepare.originals import Originals
 
-WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")  # files of a preparation
+WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")  # files that a preparation writes
 
 
 class Journal:
-    """The journal and the manifest of one --out, which a preparation owns while it is locked().
+    """Journal and manifest of one --out. A preparation owns them while it is locked().
 
-    The journal lies in the local folder that shards are written to; in a store an object of the same name
-    says that a preparation has begun there. The manifest is written last, and the journal is then removed.
-    It has an entry for each finished split: "finished" is its part of the manifest. An interrupted split
-    begins again.
+    The journal is in the local folder to which shards are written. In a store, an object of the same name
+    marks that a preparation has started there. The manifest is written last, then the journal is removed. The
+    journal contains an entry for each finished split, with the split's part of the manifest as "finished". An
+    interrupted split starts again.
     """
 
     def __init__(self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: Originals):
-        """settings: must be the same when a preparation resumes."""
+        """Open the journal of a folder. settings: must not change when a preparation resumes."""
         self.folder, self.store, self.settings, self.dataset = folder, store, settings, dataset
         self.out = str(folder) if store is None else store.url
-        self.left: dict[str, Any] | None = None  # the journal of an earlier start
+        self.left: dict[str, Any] | None = None  # journal of an earlier start
         self.content: dict[str, Any] = {"splits": {}}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock on the folder, which the kernel releases with the process, and reads its journal.
+        """Lock the folder and read its journal. The kernel releases the lock when the process ends.
 
-        Raises ValueError when that is for another --out, which may have its first uploads.
+        Raises:
+            ValueError: the journal belongs to another --out, which may already contain uploads.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             if not try_lock(descriptor):
-                raise ValueError(f"another process prepares images in {self.folder}: wait until it ends")
+                raise ValueError(f"another process prepares images in {self.folder}. Wait until it ends.")
             path, url = self.folder / JOURNAL, self.store and self.store.url
             if path.exists():
                 self.left = read_json(path)
-                splits = self.left["splits"].items()  # version 1.0 recorded unfinished ones, too
+                splits = self.left["splits"].items()  # version 1.0 also recorded unfinished splits
                 self.left["splits"] = {split: entry for split, entry in splits if "finished" in entry}
             if self.left is not None and self.left["splits"] and self.left["store"] != url:
                 raise ValueError(
-                    f"{self.folder} holds a preparation for --out {self.left['store'] or self.folder}: resume"
-                    f" with that, give another {'--work_dir' if self.store else '--out'}, or remove what is"
-                    " there"
+                    f"{self.folder} contains a preparation for --out {self.left['store'] or self.folder}."
+                    f" Resume it, give another {'--work_dir' if self.store else '--out'}, or empty this one."
                 )
             yield
         finally:
@@ -62,10 +62,10 @@ class Journal:
     # --- A complete preparation
 
     def complete_splits(self) -> dict[str, Any] | None:
-        """Return the manifest's splits when the preparation is complete, else None.
+        """Return the manifest's splits if the preparation is complete, else None.
 
-        Raises ValueError when it has other settings, when an index or a shard is missing, or when a shard
-        here has another size.
+        Raises:
+            ValueError: the settings differ, an index or shard is missing, or a local shard has another size.
         """
         if self.store is not None:
             content = self.store.read(MANIFEST, MANIFEST_LIMIT)
@@ -78,7 +78,7 @@ class Journal:
         with contextlib.suppress(ValueError):
             manifest = parse_json(content, MANIFEST)
         if "settings" not in manifest:
-            raise ValueError(f"{self.out} holds a {MANIFEST} of something else: give a new --out")
+            raise ValueError(f"{self.out} contains the {MANIFEST} of another program. Give a new --out.")
         self._check_same(manifest["settings"])
         splits = manifest["splits"]
         wanted = {index_name(split): None for split in splits}
@@ -89,10 +89,10 @@ class Journal:
             path = self.folder / file
             if file not in stored and not (path.is_file() and size in (None, path.stat().st_size)):
                 raise ValueError(
-                    f"{self.out} was complete, but {file} is missing or has another size: remove what is"
-                    " there, and begin again"
+                    f"{self.out} was complete, but {file} is missing or has another size."
+                    f" Empty {self.out} and start again."
                 )
-        if (self.folder / JOURNAL).exists():  # killed at the very end
+        if (self.folder / JOURNAL).exists():  # left by a kill at the very end
             self._remove()
         return splits
 
@@ -100,18 +100,18 @@ class Journal:
         for name, value in self.settings.items():
             if settings.get(name) != value:
                 raise ValueError(
-                    f"{self.out} was begun with other settings: {name} was {settings.get(name)}, and is now"
-                    f" {value}. Give another {'--out and --work_dir' if self.store else '--out'}, or remove"
-                    " what is there"
+                    f"{self.out} was started with other settings: {name} was {settings.get(name)} and is now"
+                    f" {value}. Give a new {'--out and --work_dir' if self.store else '--out'}, or empty it."
                 )
 
     # --- Begin or resume
 
     def begin_or_resume(self) -> None:
-        """Open the journal. Keeps finished splits, and removes what an interrupted one has left.
+        """Open the journal, keep finished splits and remove the files of an interrupted split.
 
-        Raises ValueError when the settings or an input of a finished split changed, or when a new folder or
-        prefix holds other files.
+        Raises:
+            ValueError: the settings or an input of a finished split changed, or a new folder or prefix
+                contains other files.
         """
         left = self.left
         header = {
@@ -134,42 +134,48 @@ class Journal:
         for split, entry in left["splits"].items():
             if self.dataset.hashed and not entry.get("verified", True):
                 raise ValueError(
-                    f"{split} was finished under --no_verify: resume with --no_verify, or remove"
-                    f" {self.folder} and begin again"
+                    f"{split} was finished with --no_verify. Resume with --no_verify, or remove {self.folder}"
+                    " and start again."
                 )
         self._check_inputs(left)
         self.content = left | header
         self._save()
-        print(f"{self.folder} was begun: keeping its {' and '.join(left['splits'])}", flush=True)
+        print(f"resuming in {self.folder}, keeping {' and '.join(left['splits'])}", flush=True)
 
     def _check_empty(self) -> None:
         if others := [file.name for file in self.folder.iterdir() if file.name[0] != "."]:
-            raise ValueError(f"{self.folder} holds other files, as {others[0]}: give a new folder")
+            raise ValueError(f"{self.folder} contains other files, such as {others[0]}. Give a new folder.")
         if self.store is not None:
             self.store.probe()
-            # Accepted: hidden objects, such as a killed probe's; shards whose --work_dir was lost.
-            begun = self.store.read(JOURNAL) is not None
-            others = [k for k in self.store.list() if k[0] != "." and not (begun and WRITTEN.fullmatch(k))]
+            # Accepted are hidden objects, for example of a killed probe, and shards whose --work_dir was
+            # lost.
+            has_started = self.store.read(JOURNAL) is not None
+            keys = [key for key in self.store.list() if key[0] != "."]
+            others = [key for key in keys if not (has_started and WRITTEN.fullmatch(key))]
             if others:
-                raise ValueError(f"{self.store.url} holds other objects, as {others[0]}: give a new prefix")
+                raise ValueError(
+                    f"{self.store.url} contains other objects, such as {others[0]}. Give a new prefix."
+                )
             self.store.write(JOURNAL, json.dumps({"settings": self.settings}).encode())
 
     def _check_inputs(self, left: dict[str, Any]) -> None:
-        """Raise ValueError when an input of a finished split was replaced."""
+        """Raise ValueError if an input of a finished split was replaced."""
         for part in sorted(left["settings"]["inputs"].keys() | self.dataset.parts.keys()):
-            was = left["settings"]["inputs"].get(part), left["versions"].get(part)
-            why = f"{part} changed"
-            if left["classes"] != self.dataset.classes:  # and with them the labels
-                why = "the list of classes changed"
-            elif was == (self.dataset.bytes.get(part), self.dataset.versions.get(part)):
+            earlier = left["settings"]["inputs"].get(part), left["versions"].get(part)
+            change = f"{part} changed"
+            if left["classes"] != self.dataset.classes:  # which changes the labels
+                change = "the list of classes changed"
+            elif earlier == (self.dataset.bytes.get(part), self.dataset.versions.get(part)):
                 continue
             if part == "devkit" or part in left["splits"]:
-                raise ValueError(f"{why} since {self.folder} was begun: remove that, and begin again")
+                raise ValueError(
+                    f"{change} since the start in {self.folder}. Remove that folder and start again."
+                )
 
     # --- Progress
 
     def entry(self, split: str) -> dict[str, Any]:
-        """What is recorded of a finished split; else {}."""
+        """Return the entry of a finished split, or {}."""
         return self.content["splits"].get(split, {})
 
     def record(self, split: str, entry: dict[str, Any]) -> None:
@@ -178,18 +184,18 @@ class Journal:
         self._save()
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest and removes the journal."""
+        """Write the manifest and remove the journal."""
         content, splits = (json.dumps(manifest, indent=1) + "\n").encode(), manifest["splits"]
         if self.store is None:
             write_bytes(self.folder / MANIFEST, content)
         else:
-            made = {shard["file"] for split in splits.values() for shard in split["shards"]}
-            made = {file for file in (*made, *map(index_name, splits)) if WRITTEN.fullmatch(file)}
+            written = {shard["file"] for split in splits.values() for shard in split["shards"]}
+            written = {file for file in (*written, *map(index_name, splits)) if WRITTEN.fullmatch(file)}
             stored = set(filter(WRITTEN.fullmatch, self.store.list()))
-            if lost := made - stored:
-                raise ValueError(f"{min(lost)} is neither in {self.folder} nor in {self.out}: begin again")
-            # An earlier start may have uploaded more shards; readers of train-*.tar would take them, too.
-            self.store.delete(sorted(stored - made - {*map(names_file, splits)}))
+            if lost := written - stored:
+                raise ValueError(f"{min(lost)} is neither in {self.folder} nor in {self.out}. Start again.")
+            # An earlier start may have uploaded more shards, which readers of train-*.tar would also read.
+            self.store.delete(sorted(stored - written - {*map(names_file, splits)}))
             self.store.write(MANIFEST, content)
         self._remove()
 

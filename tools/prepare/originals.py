@@ -1,4 +1,4 @@
-"""Original images as they are published: encoded files in archives, folders or parquet files, with labels."""
+"""Read original images and labels from archives, folders and parquet files."""
 
 import contextlib
 import hashlib
@@ -31,23 +31,23 @@ from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
 
 WNID = re.compile(r"n\d{8}")
-# Files with the classes of images that are in no class folders
+# Files that list the classes of images outside class folders
 KAGGLE, TINY = "LOC_val_solution.csv", "val_annotations.txt"
 BATCH_IMAGES, BATCH_BYTES = 32, 2**23
 BEGINS = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
-Label = Callable[[str | None, str], int]  # from the names of class and file
+Label = Callable[[str | None, str], int]  # maps a class name and a file name to a label
 
 
 class ImageFile(NamedTuple):
-    """An image outside of an archive."""
+    """Image outside an archive."""
 
     name: str
     read: Callable[[], bytes]
 
 
 class ImageGroup(NamedTuple):
-    """A class tar or class folder; or a flat tar or table, whose class_name is None."""
+    """Class tar or class folder, or a flat tar or table, whose class_name is None."""
 
     class_name: str | None
     where: str
@@ -56,18 +56,18 @@ class ImageGroup(NamedTuple):
 
 class RawImage(NamedTuple):
     name: str
-    key: str  # unique in the split; without extension, and without a dot in its last part
+    key: str  # unique in the split, without extension, and without dots in its last part
     label: int
     data: bytes
 
 
 class LabeledFile(NamedTuple):
-    group: int  # its number
-    where: str  # its group's name in messages
-    name: str  # as n01440764_10026.JPEG
+    group: int  # number of the group
+    where: str  # name of the group in messages
+    name: str  # for example n01440764_10026.JPEG
     key: str
     label: int
-    file: Any  # a Member or an ImageFile
+    file: Any  # Member or ImageFile
 
 
 class ImageBatch(NamedTuple):
@@ -75,8 +75,8 @@ class ImageBatch(NamedTuple):
 
     where: str
     images: list[RawImage]
-    bytes: int  # of the images as they were read
-    group: int  # its number
+    bytes: int  # size of the images as read
+    group: int  # number of the group
     odd: list[dict[str, str]]  # {"key", "why"} of re-encoded images
 
 
@@ -84,72 +84,85 @@ class ImageBatch(NamedTuple):
 
 
 def class_tars(archive: Member) -> Iterator[ImageGroup]:
-    """Yield the class tars, `<class>.tar`, of a tar, in its order."""
+    """Yield the class tars, `<class>.tar`, of a tar, in order."""
     for outer in members(archive):
         name = outer.name.rpartition("/")[2]
         if is_hidden(name):
             continue
         if not name.endswith(".tar"):
-            raise ValueError(f"{outer.where} is no class tar: expected members <class>.tar that hold images")
+            raise ValueError(
+                f"{outer.where} is not a class tar. Expected members <class>.tar that contain images."
+            )
         yield ImageGroup(name.removesuffix(".tar"), outer.where, members(outer))
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yield the classes of a folder, sorted. An image below, `<class>/a/1.jpg`, gets the name a_1.jpg."""
-    for name, its in list_folders(root).items():
-        files = (ImageFile(p.removeprefix(f"{name}/").replace("/", "_"), (root / p).read_bytes) for p in its)
+    """Yield the classes of a folder, sorted. The image `<class>/a/1.jpg` gets the name a_1.jpg."""
+    for name, paths in list_folders(root).items():
+        files = (
+            ImageFile(p.removeprefix(f"{name}/").replace("/", "_"), (root / p).read_bytes) for p in paths
+        )
         yield ImageGroup(name, str(root / name), files)
 
 
 def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
-    """List the classes of a folder, `<class>/`, sorted, and the paths of their images below it.
+    """List the classes of a folder, `<class>/`, sorted, with the relative paths of their images.
 
-    Of images that lie in no class folders, as Kaggle and Tiny ImageNet have val's, a file tells the classes.
-    Class folders without images are left out. Raises ValueError for an image without a class, and for a
-    dangling link to an image or a folder: images would be lost unnoticed.
+    The val images of Kaggle and Tiny ImageNet are outside class folders, and a file lists their classes.
+    Class folders without images are left out.
+
+    Raises:
+        ValueError: an image has no class, or a link to an image or folder is dangling, so that images would
+        be
+            lost unnoticed.
     """
     left_out = left_out or LeftOut()
-    classes = {name: [f"{name}/{path}" for path in its] for name, its in list_classes(root, left_out).items()}
-    if lost := left_out.first.get(DANGLING):
-        raise ValueError(f"{lost} is a dangling link: mend it, or remove it")
+    listed = list_classes(root, left_out).items()
+    classes = {name: [f"{name}/{path}" for path in paths] for name, paths in listed}
+    if link := left_out.first.get(DANGLING):
+        raise ValueError(f"{link} is a dangling link. Fix it or remove it.")
     if len(classes) < 2 and (file := _list_of_classes(root)):
         classes = _by_file(root, list_images(root, LeftOut()), file)
         del left_out.counts[LOOSE]
     classes = without_empty("", classes, left_out)
     if not classes:
-        missing = f": put {KAGGLE} beside it, which tells their classes" if LOOSE in left_out.first else ""
-        what = "holds images in no class folders" if missing else f"holds no images ({' '.join(EXTENSIONS)})"
-        raise ValueError(f"{root} {what}{missing}")
+        if LOOSE in left_out.first:
+            raise ValueError(
+                f"{root} contains images outside class folders. Put {KAGGLE},"
+                " which lists their classes, next to it."
+            )
+        raise ValueError(f"{root} contains no images ({' '.join(EXTENSIONS)})")
     return classes
 
 
 def _list_of_classes(root: Path) -> Path | None:
-    """The file that tells the classes of a folder's images: in it, or in one of four folders above it."""
-    files = (root / TINY, *(above / KAGGLE for above in (root, *root.absolute().parents[:4])))
+    """Find the file that lists the classes of a folder's images, in the folder or up to four levels above."""
+    files = (root / TINY, *(parent / KAGGLE for parent in (root, *root.absolute().parents[:4])))
     return next(filter(Path.is_file, files), None)
 
 
 def _by_file(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
-    """The images of each class, sorted, by a file whose lines begin with an image and its class."""
+    """Group images by class, sorted. Each line of the file starts with an image and its class."""
     rows = [re.split("[,\t ]", line)[:2] for line in file.read_text().splitlines()]
     class_of = {row[0].removesuffix(".JPEG"): row[-1] for row in rows}
-    found = defaultdict(list)
+    by_name = defaultdict(list)
     for path in paths:
         if (name := class_of.get(Path(path).stem)) is None:
-            raise ValueError(f"{root / path}: {file} does not tell its class")
-        found[name].append(path)
-    return dict(sorted(found.items()))
+            raise ValueError(f"{root / path}: {file} does not contain its class")
+        by_name[name].append(path)
+    return dict(sorted(by_name.items()))
 
 
 def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
     """Yield the images of the groups. Hidden files and other extensions are skipped.
 
-    Raises ValueError for a name or class that occurs twice, and for a group without images.
+    Raises:
+        ValueError: a name or class occurs twice, or a group contains no images.
     """
     classes = set()
     for number, (class_name, where, files) in enumerate(groups):
         if class_name in classes:
-            raise ValueError(f"{where}: a second class of this name: put its images together")
+            raise ValueError(f"{where}: a second class with this name. Put its images into one class.")
         classes.add(class_name)
         names: dict[str, str] = {}  # by key
         for file in files:
@@ -159,26 +172,27 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
                 class_number = label(class_name, name)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            # ILSVRC2012's names are unique in a split, with their WordNet id; others within a class only.
+            # File names of ILSVRC2012 contain the WordNet id and are unique in a split. Others are unique in
+            # a class.
             key = os.path.splitext(name)[0].replace(".", "_")
             has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
-            if names.get(key, name) != name:  # of 1.jpg and 1.png the second has its extension
+            if names.get(key, name) != name:  # the second of 1.jpg and 1.png gets its extension
                 key = f"{key}_{name.rpartition('.')[2]}"
             if key in names:
                 raise ValueError(
-                    f"{where}: {name} gets the key {key}, which another image has: rename one of them"
-                    " (a key is the name without its extension, and with _ for other dots)"
+                    f"{where}: {name} and another image have the key {key}. Rename one of them (a key is the"
+                    " name without its extension, with _ for other dots)."
                 )
             names[key] = name
             yield LabeledFile(number, where, name, key, class_number, file)
-        if not names:  # of a tar
-            raise ValueError(f"{where} holds no images ({' '.join(EXTENSIONS)})")
+        if not names:  # an empty tar
+            raise ValueError(f"{where} contains no images ({' '.join(EXTENSIONS)})")
 
 
 def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
-    """Yield all images, in batches of one group each."""
+    """Yield all images in batches. A batch contains images of one group."""
     images, size, last = list[RawImage](), 0, None
     for file in labeled(groups, label):
         is_full = len(images) == BATCH_IMAGES or size >= BATCH_BYTES
@@ -186,7 +200,7 @@ def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
             yield ImageBatch(last.where, images, size, last.group, [])
             images, size = [], 0
         if not (data := file.file.read()):
-            raise ValueError(f"{file.where}: {file.name} is empty: remove it")
+            raise ValueError(f"{file.where}: {file.name} is empty. Remove it.")
         images.append(RawImage(file.name, file.key, file.label, data))
         size, last = size + len(data), file
     if last:
@@ -197,22 +211,22 @@ def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
 
 
 class Originals:
-    """Class tars or class folders of train and val, `<class>.tar` or `<class>/`."""
+    """Class tars or class folders of train and val: `<class>.tar` or `<class>/`."""
 
-    hashed = False  # compare MD5 sums with the published ones
+    hashed = False  # whether to compare MD5 sums with the published ones
 
     def __init__(self, parts: dict[str, str]):
-        """parts: path or url of train and val, and of ILSVRC2012's devkit or val_labels."""
+        """Find the parts. parts: path or URL of train, val, and ILSVRC2012's devkit or val_labels."""
         self.parts = parts
-        self.bytes: dict[str, int] = {}  # of the archives, or of a folder's images
-        self.versions: dict[str, str | None] = {}  # change with the content; None: unknown
-        self.listings: dict[str, str] = {}  # of folders: hashes of classes, names and sizes
+        self.bytes: dict[str, int] = {}  # size of an archive or of a folder's images
+        self.versions: dict[str, str | None] = {}  # changes with the content; None if unknown
+        self.listings: dict[str, str] = {}  # hash of the classes, names and sizes in a folder
         self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
         self.labels: dict[str, Label] = {}
         self.find()
 
     def find(self) -> None:
-        """Find sizes and versions of the parts. ValueError for a folder that can't be used."""
+        """Find the sizes and versions of the parts. ValueError for a folder that can't be used."""
         listed = {}
         for part, where in self.parts.items():
             if Path(where).is_dir():
@@ -220,7 +234,7 @@ class Originals:
                 listed[part] = list_folders(Path(where), left_out := LeftOut())
                 if text := str(left_out):
                     print(f"left out: {text}", flush=True)
-                paths = [path for its in listed[part].values() for path in its]
+                paths = [path for images in listed[part].values() for path in images]
                 self.bytes[part], self.versions[part] = measured(Path(where), paths)
                 rows = [(path, os.stat(Path(where) / path).st_size) for path in paths]
                 self.listings[part] = digest(rows)[:16]
@@ -231,9 +245,9 @@ class Originals:
             check_known(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
-        """Take the classes from the names of class tars or folders."""
+        """Read the classes from the names of class tars or folders."""
         split = "train" if "train" in self.parts else "val"
-        if "://" in self.parts[split]:  # a request or more for each class
+        if "://" in self.parts[split]:  # takes one or more requests per class
             print(f"looking for the classes in {self.parts[split]}", flush=True)
         with self.open(split, hashed=False) as (groups, _):
             names = sorted(group.class_name or "" for group in groups)
@@ -242,7 +256,7 @@ class Originals:
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        """Open a split. Yields its groups, and their stream; None instead of that for class folders."""
+        """Open a split. Yield its groups and their stream, which is None for class folders."""
         if Path(self.parts[split]).is_dir():
             yield class_folders(Path(self.parts[split])), None
             return
@@ -253,26 +267,26 @@ class Originals:
         return class_tars(archive)
 
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
-        """Raise ValueError when a split has not the published content. stream: is read to its end."""
+        """Raise ValueError if a split's content is not the published one. The stream is read to its end."""
         if self.hashed and stream is not None:
             self.check_md5(split, stream)
 
     def check_md5(self, part: str, stream: Stream) -> None:
-        if (found := stream.digest()) != MD5[part]:
+        if (md5 := stream.digest()) != MD5[part]:
             raise ValueError(
-                f"{stream.where} is not the published file: its MD5 is {found}, expected {MD5[part]}. Get it"
-                " again; or give --no_verify if another file is meant"
+                f"{stream.where} is not the published file: its MD5 is {md5}, expected {MD5[part]}."
+                " Download it again, or add --no_verify if you intend to use another file."
             )
 
     def name_classes(self, largest: int) -> None:
-        """Check that each label has a name, once they are known. largest: label."""
+        """Check that each label has a name. largest: the largest label."""
 
 
 class Ilsvrc(Originals):
-    """ILSVRC2012's archives. Without the development kit, the training archive names the classes."""
+    """Archives of ILSVRC2012. Without the development kit, the training archive names the classes."""
 
     def __init__(self, parts: dict[str, str], hashed: bool, subset: bool):
-        """subset: accept other counts than ILSVRC2012's."""
+        """Find the parts. subset: accept counts that differ from ILSVRC2012's."""
         super().__init__(parts)
         self.hashed, self.subset = hashed, subset
 
@@ -291,7 +305,7 @@ class Ilsvrc(Originals):
 
     def _read_classes_of_train(self) -> None:
         super().read_classes()
-        wnids = [one["wnid"] for one in self.classes]
+        wnids = [entry["wnid"] for entry in self.classes]
         if not self.subset:
             check_classes(self.parts["train"], len(wnids))
         self.counts = {"train": len(wnids)}
@@ -306,25 +320,25 @@ class Ilsvrc(Originals):
         return class_tars(archive)
 
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
-        found, what = (groups, "classes") if split == "train" else (images, "images")
-        if not self.subset and found != self.counts[split]:
+        count, noun = (groups, "classes") if split == "train" else (images, "images")
+        if not self.subset and count != self.counts[split]:
             raise ValueError(
-                f"{self.parts[split]} holds {found:,} {what}, not {self.counts[split]:,}: get it again; or"
-                " give --subset if a part is meant"
+                f"{self.parts[split]} contains {count:,} {noun}, not {self.counts[split]:,}."
+                " Download it again, or add --subset if you intend to use a part."
             )
         super().check(split, groups, images, stream)
 
 
 class ParquetFolder(Originals):
-    """The parquet files of train and val in a folder. An image is named by its row in the split."""
+    """Parquet files of train and val in a folder. The name of an image is its row in the split."""
 
     def find(self) -> None:
         folder = Path(self.parts["train"])
-        if not folder.is_dir() or (found := parquet_files(folder)) is None:
-            raise ValueError(f"--data {folder} holds no train-*.parquet: give a folder that does")
-        if (val := used_splits(found).get("val")) is None:
+        if not folder.is_dir() or (tables := parquet_files(folder)) is None:
+            raise ValueError(f"--data {folder} contains no train-*.parquet. Give a folder with these files.")
+        if (val := used_splits(tables).get("val")) is None:
             raise ValueError(f"--data {folder} has train-*.parquet, but no val-, valid- or test-*.parquet")
-        files = {"train": found["train"], "val": found[val]}
+        files = {"train": tables["train"], "val": tables[val]}
         self.tables = {split: [Table(str(path), path) for path in paths] for split, paths in files.items()}
         for split, paths in files.items():
             names = [str(path.relative_to(folder)) for path in paths]
@@ -337,7 +351,7 @@ class ParquetFolder(Originals):
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        def image(row: int, content: bytes) -> ImageFile:  # an unknown one is refused by the decoder
+        def image(row: int, content: bytes) -> ImageFile:  # the decoder refuses unknown formats
             extension = next((end for begin, end in BEGINS.items() if content.startswith(begin)), ".jpg")
             return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
 
@@ -347,14 +361,14 @@ class ParquetFolder(Originals):
 
 
 def measured(folder: Path, paths: list[str]) -> tuple[int, str]:
-    """The size of files in bytes, and a version that changes with them."""
+    """Return the size of files in bytes, and a version that changes with them."""
     stats = [os.stat(folder / path) for path in paths]
     rows = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
     return sum(size for _, size, _ in rows), digest(rows)
 
 
 def digest(rows: Sequence[tuple[Any, ...]]) -> str:
-    """SHA-256 of a list of names, sizes, and what changes with a file."""
+    """Return the SHA-256 of a list of names, sizes and times."""
     return hashlib.sha256(repr(rows).encode(errors="surrogateescape")).hexdigest()
 
 
@@ -366,20 +380,20 @@ def by_class(names: Sequence[str]) -> Label:
 
     def label(class_name: str | None, name: str) -> int:
         if class_name not in numbers:
-            raise ValueError(f"class {class_name} is none of the {len(numbers):,} classes")
+            raise ValueError(f"class {class_name} is not one of the {len(numbers):,} classes")
         return numbers[class_name]
 
     return label
 
 
 def by_number(labels: np.ndarray) -> Label:
-    """Return a function that labels ILSVRC2012_val_00000001.JPEG with the first label, and so on."""
+    """Return a function that gives ILSVRC2012_val_00000001.JPEG the first label, and so on."""
 
     def label(_: str | None, name: str) -> int:
-        found = VAL_NAME.fullmatch(name)
-        if found is None or not 1 <= int(found[1]) <= len(labels):
-            raise ValueError(f"{name} is none of the {len(labels):,} images that have labels")
-        return int(labels[int(found[1]) - 1])
+        match = VAL_NAME.fullmatch(name)
+        if match is None or not 1 <= int(match[1]) <= len(labels):
+            raise ValueError(f"{name} is not one of the {len(labels):,} images that have labels")
+        return int(labels[int(match[1]) - 1])
 
     return label
 

@@ -1,4 +1,4 @@
-"""The preparation of one --out: reads the splits, writes them, uploads them, and records what is done."""
+"""Prepare one --out: read, write and upload the splits, and record the progress."""
 
 import argparse
 import contextlib
@@ -32,12 +32,12 @@ NAMES = {
     "tar": {"train": "train.tar", "val": "val.tar"},
     "folder": {"train": "train", "val": "val"},
 }
-SAMPLED = 8  # batches from which the number of shards is estimated
-WITHOUT = {"train": "training needs it", "val": "--holdout 0.1 evaluates on a tenth of train"}
+SAMPLED = 8  # number of batches used to estimate the number of shards
+WITHOUT = {"train": "Training needs it.", "val": "--holdout 0.1 evaluates on a tenth of train."}
 
 
 class Preparation:
-    """Prepare one --out; splits that an earlier start has finished are kept."""
+    """Preparation of one --out. Splits that an earlier start finished are kept."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
@@ -61,7 +61,7 @@ class Preparation:
     def run(self) -> None:
         with self.journal.locked():
             if (complete := self.journal.complete_splits()) is not None:
-                print(f"{self.flags.out} is complete: nothing to do")
+                print(f"{self.flags.out} is already complete")
                 self._print_training_flags(complete)
                 return
             self.dataset.read_classes()
@@ -101,7 +101,7 @@ class Preparation:
         for image in odd:
             print(f"re-encoded as RGB JPEG: {image['split']} {image['key']} ({image['why']})")
         for split in sorted(set(SPLITS) - finished.keys()):
-            print(f"there is no {split}: {WITHOUT[split]}")
+            print(f"no {split} split. {WITHOUT[split]}")
         self._print_training_flags(finished)
 
     def _print_training_flags(self, splits: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ class Preparation:
     # --- One split
 
     def _index(self, split: str) -> None:
-        """Write the index of shards that stay where they are."""
+        """Write the index of shards, which are not copied."""
         dataset, began = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
         rows, names, shards = array("q"), CollectedNames(), list[dict[str, Any]]()
@@ -121,11 +121,11 @@ class Preparation:
         try:
             with ReadingProgress(split, dataset.bytes[split]) as reading:
                 tars = dataset.shards[split]
-                for tar, (its_rows, sha256) in zip(tars, pool.map(dataset.index, tars), strict=True):
-                    for row in its_rows:
+                for tar, (tar_rows, sha256) in zip(tars, pool.map(dataset.index, tars), strict=True):
+                    for row in tar_rows:
                         rows.extend((len(shards), row.offset, row.length, row.label))
                         names.add(row.name)
-                    count = len(its_rows)
+                    count = len(tar_rows)
                     shards.append({"file": tar.url, "bytes": tar.bytes, "images": count, "sha256": sha256})
                     reading.tell(sum(shard["bytes"] for shard in shards))
         finally:
@@ -142,10 +142,10 @@ class Preparation:
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
-            # ImageNet's own archives are verified by their MD5 sums; a folder has none.
+            # MD5 sums verify ImageNet's archives. Other inputs have none.
             strict = not flags.no_verify and not (dataset.hashed and stream)
             images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
-            stack.callback(images.close)  # ends its threads
+            stack.callback(images.close)  # stops its threads
             first = list(islice(images, SAMPLED))
             writer = ShardWriter(self.folder, split, self._shards(split, first), flags.seed)
             stack.callback(writer.close)
@@ -163,29 +163,30 @@ class Preparation:
             reading.end(writer.count, read_bytes)
 
     def _shards(self, split: str, first: list[ImageBatch]) -> int:
-        """The number of shards, as estimated from the first batches.
+        """Estimate the number of shards from the first batches.
 
-        Raises ValueError when there are no images, or when the disk has not enough room.
+        Raises:
+            ValueError: there are no images, or the disk has too little space.
         """
         before = sum(batch.bytes for batch in first)
         after = sum(len(image.data) for batch in first for image in batch.images)
         if not before:
-            raise ValueError(f"{self.dataset.parts[split]} holds no images")
+            raise ValueError(f"{self.dataset.parts[split]} contains no images")
         needed = math.ceil(self.dataset.bytes[split] * after / before)
         if needed > (free := shutil.disk_usage(self.folder).free):
             raise ValueError(
-                f"{self.folder} needs {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free:"
-                " make room, or give another folder"
+                f"{self.folder} needs {needed / 2**30:,.1f} GiB, but {free / 2**30:,.1f} GiB are free."
+                " Free disk space, or give another folder."
             )
         return math.ceil(needed / (self.flags.shard_mib * 2**20))
 
     def _upload(self, split: str, store: ObjectStore) -> None:
-        """Upload a finished split shard by shard, and removes each shard here."""
+        """Upload a finished split shard by shard, and remove each local shard after its upload."""
         shards = [] if self.flags.source == "shards" else self.journal.entry(split)["finished"]["shards"]
         sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
         with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, names_file(split), index_name(split)):
-                if (self.folder / file).exists():  # else it was uploaded by an earlier start
+                if (self.folder / file).exists():  # otherwise an earlier start uploaded it
                     store.upload(self.folder / file, file)
                     (self.folder / file).unlink()
                 done += sizes.get(file, 0)
@@ -194,13 +195,13 @@ class Preparation:
 
 
 def find_dataset(flags: argparse.Namespace) -> Originals:
-    """Find the parts that the flags name."""
+    """Find the parts of the data set that the flags name."""
     base = os.path.expanduser(flags.data or "")
-    given = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
+    by_flags = {part: path for part in (*SPLITS, "devkit", "val_labels") if (path := getattr(flags, part))}
     if flags.source == "shards":
-        if not (patterns := (find_patterns(base) if base else {}) | given):
+        if not (patterns := (find_patterns(base) if base else {}) | by_flags):
             raise ValueError(
-                f"--data {base} holds no shards named *train*.tar or *val*.tar: give --train, --val"
+                f"--data {base} contains no shards named *train*.tar or *val*.tar. Give --train and --val."
             )
         return WebDataset(patterns, flags.classes)
     if flags.source == "parquet":
@@ -210,13 +211,15 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
         folders = split_folders(Path(base))
         used = {part: folders.get(split) for part, split in used_splits(folders).items() if part in SPLITS}
         names = names | {part: name for part, name in used.items() if name}
-    parts = _find_parts(base, names) | given
-    is_ilsvrc = flags.source == "imagenet" or "val_labels" in given
-    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # it may hold ILSVRC's own names
+    parts = _find_parts(base, names) | by_flags
+    is_ilsvrc = flags.source == "imagenet" or "val_labels" in by_flags
+    if (
+        flags.source == "tar" and not {"train", "val"} & parts.keys()
+    ):  # the archives may have the names of ILSVRC2012
         parts |= _find_parts(base, NAMES["imagenet"])
         is_ilsvrc = True
     if not {"train", "val"} & parts.keys():
-        raise ValueError(f"--data {base}: there is neither {names['train']} nor {names['val']}")
+        raise ValueError(f"--data {base} contains neither {names['train']} nor {names['val']}")
     if is_ilsvrc:
         _check_labels(parts, base)
         return Ilsvrc(parts, not flags.no_verify, flags.subset)
@@ -229,20 +232,20 @@ def _find_parts(base: str, names: dict[str, str]) -> dict[str, str]:
 
 
 def _check_labels(parts: dict[str, str], base: str) -> None:
-    """Raise ValueError unless there is one source of the classes, and of the labels of val."""
+    """Raise ValueError unless there is exactly one source of the classes and of the val labels."""
     if "devkit" in parts:
         if "val_labels" in parts:
-            raise ValueError(f"{parts['devkit']} has the labels of val: leave out --val_labels")
+            raise ValueError(f"{parts['devkit']} contains the labels of val. Remove --val_labels.")
     elif "train" not in parts or ("val" in parts and "val_labels" not in parts):
         names_classes = " and the names of the classes" if "train" not in parts else ""
         raise ValueError(
-            f"{DEVKIT} is missing{f' in {base}' if base else ''}: it has the labels of val{names_classes}."
-            " Give --devkit; or, with the training archive, --val_labels FILE, a WordNet id or index per line"
+            f"{DEVKIT} is missing{f' in {base}' if base else ''}. It has the labels of val{names_classes}."
+            " Give --devkit or, with the training archive, --val_labels FILE: a WordNet id or index per line."
         )
 
 
 def exists(where: str) -> bool:
-    """True when a path or an object in S3 exists."""
+    """Return True if a path or an S3 object exists."""
     if where.startswith("s3://"):
         folder, _, name = where.rpartition("/")
         return ObjectStore(folder).size_and_etag(name) is not None

@@ -1,4 +1,4 @@
-"""Re-encodes images that need it: to JPEG, or to a smaller size. Others stay as they are."""
+"""Re-encode images to JPEG or to a smaller size, if needed. Other images stay unchanged."""
 
 import os
 from collections import deque
@@ -11,22 +11,27 @@ from onecurve.system.processes import allowed_cores
 from tools.prepare.originals import ImageBatch, RawImage
 
 PNG = b"\x89PNG"
-QUALITY = 95  # of images that keep their size
+QUALITY = 95  # JPEG quality of images that keep their size
 
 
 def recoded(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
-    """Yield the batches in their order. CMYK, and a PNG named otherwise, become RGB JPEGs of QUALITY.
+    """Yield the batches in order. CMYK images and PNGs with another extension become RGB JPEGs of QUALITY.
 
-    short_side: images with a longer shorter side are resized to it, on all cores; others stay as they are.
-    Raises ValueError, with the image's name, when one can't be decoded; strict: also when a part of a JPEG is
-    missing.
+    Args:
+        source: the batches.
+        short_side: images with a longer shorter side are resized to it, on all cores. None keeps all sizes.
+        quality: JPEG quality of resized images.
+        strict: also refuse JPEGs with a missing part.
+
+    Raises:
+        ValueError: names the image that can't be decoded.
     """
     if short_side is None and not strict:
         yield from (_recode(batch, None, quality, False) for batch in source)
         return
-    # Threads, as PIL releases the GIL: on two cores 1.06 times as fast as processes.
+    # PIL releases the GIL, so threads work. On two cores they were 1.06 times as fast as processes.
     cores = allowed_cores()
     pool = ThreadPoolExecutor(cores)
     pending: deque[Future[ImageBatch]] = deque()
@@ -43,15 +48,15 @@ def recoded(
 
 def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: bool) -> ImageBatch:
     for i, image in enumerate(batch.images):
-        why = odd_format(image)
-        remedy = "" if why else ", or prepare without --resize"
+        odd = odd_format(image)
+        remedy = "" if odd else ", or prepare without --resize"
         try:
             data = smaller(image.data, short_side, quality) if short_side else None
-            data = data or (_as_jpeg(_upright(image.data), QUALITY) if why else image.data)
-            if strict and (what := damage(image.data)):
-                remedy = ", or keep it as it is by --no_verify"
-                raise ValueError(what)
-        except (ValueError, OSError) as error:  # the latter from the encoder
+            data = data or (_as_jpeg(_upright(image.data), QUALITY) if odd else image.data)
+            if strict and (problem := damage(image.data)):
+                remedy = ", or keep it unchanged with --no_verify"
+                raise ValueError(problem)
+        except (ValueError, OSError) as error:  # the encoder raises OSError
             raise ValueError(
                 f"{batch.where}: {image.name} can't be decoded: {error}. Remove it from its archive{remedy}"
             ) from None
@@ -59,13 +64,13 @@ def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: boo
             stem, extension = os.path.splitext(image.name)
             name = image.name if extension.lower() in (".jpg", ".jpeg") else f"{stem}.jpg"
             batch.images[i] = image._replace(name=name, data=data)
-        if why:
-            batch.odd.append({"key": image.key, "why": why})
+        if odd:
+            batch.odd.append({"key": image.key, "why": odd})
     return batch
 
 
 def odd_format(image: RawImage) -> str | None:
-    """Name the format of an image that fast decoders refuse, a misnamed PNG or a CMYK JPEG; else None."""
+    """Return the format that fast decoders refuse, PNG (misnamed) or CMYK; None for other images."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
     frame = jpeg_frame(image.data)
@@ -73,7 +78,7 @@ def odd_format(image: RawImage) -> str | None:
 
 
 def _upright(data: bytes):
-    """Decode to a PIL image, RGB or L, turned upright by its EXIF tag. Raises ValueError with the reason."""
+    """Decode to an RGB or L image of PIL, rotated by its EXIF tag. ValueError with the reason if it fails."""
     from PIL import Image, ImageOps
 
     if data[:2] != JPEG:
@@ -88,7 +93,10 @@ def _upright(data: bytes):
 
 
 def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
-    """Resize to this shorter side, upright, with onecurve.data.decode's filter; None for a small image."""
+    """Resize to this shorter side, rotated by EXIF, with the filter of onecurve.data.decode.
+
+    Return None for a small image.
+    """
     from PIL import Image
 
     picture = _upright(data)

@@ -1,4 +1,4 @@
-"""The writer of a split: shards that are shuffled in one pass, and their index."""
+"""Write a split as shards, shuffled in one pass, and their index."""
 
 import hashlib
 import os
@@ -19,19 +19,25 @@ from onecurve.data.shards import index_name
 from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
-WAITING = 8  # batches that may wait for the thread that writes and hashes
-OTHER_FILES = 64  # open files beside the shards
-DRAWN = 4096  # images whose shards are drawn at once
-BLOCK = 512  # bytes of a tar file's blocks
-END = bytes(2 * BLOCK)  # of a tar file
-EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards name fields by extension
+WAITING = 8  # largest number of batches waiting for the thread that writes and hashes
+OTHER_FILES = 64  # reserve of open files for everything but shards
+DRAWN = 4096  # number of images whose shards are drawn at once
+BLOCK = 512  # block size of a tar file in bytes
+END = bytes(2 * BLOCK)  # end mark of a tar file
+EXTENSIONS = {".jpeg": ".jpg"}  # because readers of shards use the extension as field name
 
 
 def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
-    """Write a split's index, sorted by shard and offset, and the images' names in the same order. Returns
-    the index's SHA-256 and the largest label.
+    """Write a split's index, sorted by shard and offset, and the image names in the same order.
 
-    rows: shard, offset, length and label of each image, one after another.
+    Args:
+        folder: folder of the split.
+        split: name of the split.
+        rows: shard, offset, length and label of each image, flattened.
+        names: names of the images.
+
+    Returns:
+        The index's SHA-256 and the largest label.
     """
     table, content = np.frombuffer(rows, np.int64).reshape(-1, 4), BytesIO()
     order = np.lexsort((table[:, 1], table[:, 0]))
@@ -42,20 +48,20 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
 
 
 class ShardWriter:
-    """Spread one split over its shards, which are all open at once.
+    """Writer that spreads one split over its shards, which are all open at once.
 
-    Image i is appended to a shard drawn from (seed, split, i). A source sorted by class is thus spread over
-    all shards in one pass. Each shard stays sorted by class: readers must shuffle at least a shard's images.
+    Image i is appended to a shard drawn from (seed, split, i), so a source sorted by class is spread over all
+    shards in one pass. Each shard stays sorted by class, so readers must shuffle at least a shard's images.
 
-    Each image is two members: `<key>.jpg` (or .png, ...), and `<key>.cls` with the label as digits.
+    Each image takes two members: `<key>.jpg` (or .png, ...), and `<key>.cls` with the label as digits.
     """
 
     def __init__(self, folder: Path, split: str, shards: int, seed: int):
-        """Raise ValueError when the process may not open so many files."""
+        """Open the shards. ValueError if the process may not open so many files."""
         count = shards + OTHER_FILES
         if (limit := allow_open_files(count)) < count:
             raise ValueError(
-                f"{count:,} files must be open, and {limit:,} may (ulimit -Hn): give a larger --shard_mib"
+                f"{count:,} open files exceed the limit of {limit:,} (ulimit -Hn). Give a larger --shard_mib."
             )
         self.folder, self.split, self.count = folder, split, 0
         self.lengths, self.images = [0] * shards, [0] * shards
@@ -64,7 +70,7 @@ class ShardWriter:
         self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Queue images to be written. Raises the error of an earlier write."""
+        """Queue images for writing. Raise the error of an earlier write."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
             number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
@@ -85,7 +91,7 @@ class ShardWriter:
         self.pending.append(self.thread.submit(_append_all, batch))
 
     def finish(self) -> dict[str, Any]:
-        """Complete the shards and writes the index. Returns the split's part of the manifest."""
+        """Complete the shards and write the index. Return the split's part of the manifest."""
         self._drain(0)
         for shard in self.shards:
             shard.append(END)
@@ -108,7 +114,7 @@ class ShardWriter:
             os.close(shard.file)
 
     def _drain(self, most: int) -> None:
-        """Wait until at most so many batches wait to be written. Raises the error of an earlier write."""
+        """Wait until at most this many batches are queued. Raise the error of an earlier write."""
         while len(self.pending) > most:
             self.pending.popleft().result()
 
@@ -119,7 +125,7 @@ class _Shard:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, content: bytes) -> None:
-        """On a full disk a call may write less, and the next one raises OSError."""
+        """Append bytes. On a full disk, a call may write fewer bytes, and the next call raises OSError."""
         self.sha256.update(content)
         try:
             while content:
@@ -135,14 +141,17 @@ def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
 
 @lru_cache(4)
 def _draws(*key_block_count: int) -> np.ndarray:
-    """Draw the shards of DRAWN images. RandomState: its stream is frozen (NEP 19)."""
+    """Draw the shards of DRAWN images. RandomState is used because its stream is frozen (NEP 19)."""
     *key, count = key_block_count
     return np.random.RandomState(key).randint(count, size=DRAWN)
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Make a member's header, 512 bytes. A class above 155 bytes, or a name above 100, takes PAX records
-    before it: 1,536 bytes. Time 0 and no owner: the same images give the same bytes."""
+    """Return the header of a member, 512 bytes.
+
+    PAX records take 1,536 bytes for a class longer than 155 bytes or a name longer than 100. The time is 0
+    and there is no owner, so that the same images produce the same bytes.
+    """
     member = tarfile.TarInfo(name)
     member.size = size
     try:
