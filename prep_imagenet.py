@@ -57,7 +57,7 @@ def main() -> int:
         print(f"error: {cause}. Fix this, then run the same command to resume.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted. Run the same command to resume.", file=sys.stderr)
+        print("interrupted: run the same command to resume", file=sys.stderr)
         return 130
     return 0
 
@@ -89,7 +89,7 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
     flags = parser.parse_args(words)
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:
-            parser.error(f"--{name} {value}: must be between {low:g} and {high:,}")
+            parser.error(f"--{name} {value}: must be from {low:g} to {high:,}")
     for name in ("data", "train", "val", "devkit", "val_labels", "out", "classes"):
         if "://" in (value := getattr(flags, name) or "") and not value.startswith("s3://"):
             parser.error(f"--{name} accepts paths and s3:// URLs. Download others first (curl -C - -O URL).")

@@ -1,9 +1,9 @@
-"""CNN-A: two convolutions and two linear layers; 0.766 on CIFAR-10's test split in 10 epochs.
+"""CNN-A: two convolutions and two linear layers. It reaches 0.766 on CIFAR-10's test split in 10 epochs.
 
-That took 75 s of training on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 it has 516,588
-images/s at batch 512 (docs/gpu.md); its accuracy there is not yet measured. The recipe: AdamW (arXiv
-1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels and flips (arXiv
-1512.03385, section 4.2).
+This training took 75 s on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 the throughput is
+516,588 images/s at batch 512 (docs/gpu.md). The accuracy on a GPU has not been measured yet. The recipe is
+AdamW (arXiv 1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels and flips
+(arXiv 1512.03385, section 4.2).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py
@@ -68,10 +68,10 @@ from onecurve.run.run import Run
 
 
 class Block(nn.Sequential):
-    """[B, width_in, H, W] -> [B, width_out, H/2, W/2], less what a convolution without padding cuts off"""
+    """[B, width_in, H, W] -> [B, width_out, H/2, W/2], minus the edge that an unpadded convolution removes"""
 
     def __init__(self, width_in: int, width_out: int, kernel_size: int, padding: int):
-        # Pooling before the ReLU gives the same result as after it, with a quarter of the ReLU's work.
+        # Pooling before the ReLU gives the same result as after it, with a quarter of the work for the ReLU.
         conv = nn.Conv2d(width_in, width_out, kernel_size, padding=padding)
         super().__init__(conv, nn.MaxPool2d(2), nn.ReLU())
 
@@ -79,14 +79,14 @@ class Block(nn.Sequential):
 class Net(nn.Module):
     """[B, 3, image_size, image_size] -> logits [B, classes]"""
 
-    _no_split_modules = ("Block",)  # what FSDP wraps one by one
+    _no_split_modules = ("Block",)  # FSDP wraps each of these modules
 
     def __init__(self, recipe: CnnA, classes: int):
         super().__init__()
         first, second, *widths = recipe.widths
         size, padding = recipe.kernel_size, recipe.kernel_size // 2 if recipe.padding else 0
         self.blocks = nn.Sequential(Block(3, first, size, padding), Block(first, second, size, padding))
-        lost = size - 1 - 2 * padding  # pixels of an edge, in each convolution
+        lost = size - 1 - 2 * padding  # pixels of an edge, per convolution
         edge = ((recipe.image_size - lost) // 2 - lost) // 2
         self.hidden = nn.Linear(second * edge**2, widths[0])
         self.more = nn.Sequential()  # further hidden layers
@@ -104,15 +104,16 @@ def build_model(recipe: CnnA, classes: int) -> nn.Module:
 
 # --- Data -------------------------------------------------------------------------------------------------
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images in [0, 1]
 
 
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: CnnA
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Yield images, cropped (photographs) or shifted, and flipped at random; their labels and sample ids.
+    """Yield randomly augmented images, their labels and their sample ids.
 
-    float [b, 3, S, S] channels_last, int64 [b], int64 [b].
+    Photographs are cropped, images of one small size are shifted. Both are flipped. The shapes are float
+    [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
     """
     batches = images.train.batches(
         plan,
@@ -141,7 +142,7 @@ def build_optimizer(model: nn.Module, recipe: CnnA, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnA, step: int, total_steps: int) -> float:
-    """Rises linearly, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    """Return the rate of a step: a linear rise, then half a cosine to 0 (arXiv 1608.03983)."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)

@@ -1,11 +1,12 @@
-"""CNN-B: ResNet-18 (arXiv 1512.03385), by default with the stem that small images need.
+"""CNN-B: ResNet-18 (arXiv 1512.03385), by default with a stem for small images.
 
-The recipe is that of github.com/kuangliu/pytorch-cifar (main.py; ResNet-18 with a 3x3 stem and no
-max-pool): SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, cosine, shifts by up to 4 pixels and
-flips; its README reports 93.02 with an older step schedule. What differs here: Nesterov's momentum, a
-warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm
-(arXiv 1812.01187, section 3.1), and 40 epochs instead of 200, to reach 0.94 on CIFAR-10, which is not yet
-measured. On one H200 recipes/cnn_b_cifar10_fast.yaml had 0.9032 on a JPEG copy, in 22.1 s (docs/gpu.md).
+The recipe comes from github.com/kuangliu/pytorch-cifar (main.py; ResNet-18 with a 3x3 stem and no max-pool):
+SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, cosine, shifts by up to 4 pixels and flips. Its
+README reports 93.02 with an older step schedule. The differences here are Nesterov momentum, a warm-up of 5
+percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm (arXiv
+1812.01187, section 3.1), and 40 epochs instead of 200. The goal is 0.94 on CIFAR-10, which has not been
+measured yet. On one H200, recipes/cnn_b_cifar10_fast.yaml reached 0.9032 on a JPEG copy in 22.1 s
+(docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
     deepspeed --num_gpus 2 train_cnn_b.py --deepspeed_config ds_configs/zero2.json
@@ -74,7 +75,7 @@ from onecurve.run.run import Run
 
 
 class BlurredConv2d(nn.Conv2d):
-    """A convolution after a blur with weights 1, 2, 1 along rows and columns (arXiv 1904.11486)."""
+    """Convolution after a blur with weights 1, 2, 1 along rows and columns (arXiv 1904.11486)."""
 
     kernel: Tensor
 
@@ -112,7 +113,7 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """[B, 3, image_size, image_size] -> logits [B, classes]"""
 
-    _no_split_modules = ("Block",)  # the classes that FSDP wraps one by one
+    _no_split_modules = ("Block",)  # FSDP wraps each of these modules
 
     def __init__(self, width: int, stem: str, classes: int, blurpool: bool = False):
         super().__init__()
@@ -143,15 +144,16 @@ def build_model(recipe: CnnB, classes: int) -> nn.Module:
 
 # --- Data -------------------------------------------------------------------------------------------------
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images, in [0, 1]
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of CIFAR-10's training images in [0, 1]
 
 
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: CnnB
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Yield images, cropped (photographs) or shifted, and flipped at random; their labels and sample ids.
+    """Yield randomly augmented images, their labels and their sample ids.
 
-    float [b, 3, S, S] channels_last, int64 [b], int64 [b].
+    Photographs are cropped, images of one small size are shifted. Both are flipped. The shapes are float
+    [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
     """
     for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
         batches = images.train.batches(
@@ -168,7 +170,7 @@ def training_batches(
 
 
 def training_size(recipe: CnnB, epoch: int) -> int:
-    """The image size of an epoch: small first (arXiv 1906.06423), as the work grows with the area."""
+    """Return the image size of an epoch. Small sizes come first and cost less (arXiv 1906.06423)."""
     sizes = recipe.train_sizes or (recipe.image_size,)
     return sizes[epoch * len(sizes) // recipe.epochs]
 
@@ -188,7 +190,7 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
-    """Rises linearly, then falls to 0: by half a cosine (arXiv 1608.03983) or linearly."""
+    """Return the rate of a step: a linear rise, then a cosine (arXiv 1608.03983) or linear fall to 0."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)

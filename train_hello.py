@@ -1,13 +1,13 @@
-"""Hello: a small network learns a curve. The smallest complete example, and a smoke test of a cluster.
+"""Hello: a small network learns a curve. The smallest complete example, and a smoke test for a cluster.
 
-Start here if distributed training is new to you: comments explain what each process does, and what all of
-them do together. The other scripts do the same with images.
+Start here if distributed training is new to you. Comments explain what each process does alone, and what the
+processes do together. The other scripts do the same with images.
 
     python train_hello.py
     torchrun --standalone --nproc_per_node=2 train_hello.py
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
 
-It takes seconds, and saves its loss curves and a plot of the learned function in the run folder's plots/.
+It takes seconds, and saves loss curves and a plot of the learned function in plots/ of the run folder.
 """
 
 import math
@@ -59,7 +59,7 @@ class Block(nn.Sequential):
 class Net(nn.Module):
     """[B, 1] -> [B, 1]"""
 
-    # FSDP and ZeRO-3 give each process a shard of every weight, and gather a block's weights when it runs.
+    # FSDP and ZeRO-3 give each process a shard of every weight and gather a block's weights when it runs.
     _no_split_modules = ("Block",)
 
     def __init__(self, hidden_size: int):
@@ -79,14 +79,14 @@ def curve(x: Tensor) -> Tensor:
 
 
 def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """x in [-2, 2], and the curve with noise of standard deviation 0.1: [count, 1] each, on the CPU."""
+    """Return x in [-2, 2] and the curve with noise of standard deviation 0.1: [count, 1] each, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     x = 4 * torch.rand(count, 1, generator=generator) - 2
     return x, curve(x) + 0.1 * torch.randn(count, 1, generator=generator)
 
 
 def rows(x: Tensor, ids: np.ndarray) -> Tensor:
-    """x[ids], but asynchronously: x[ids] itself would wait until the GPU has done all queued work."""
+    """Return x[ids] asynchronously. Indexing with x[ids] would wait for all queued work of the GPU."""
     return x.index_select(0, send(torch.from_numpy(ids), x.device))
 
 
@@ -97,7 +97,7 @@ def rows(x: Tensor, ids: np.ndarray) -> Tensor:
 def evaluate(
     accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor, batch: Batch
 ) -> dict[str, float]:
-    """Mean squared error over all points. Each process evaluates its share, and the sums are added up."""
+    """Return the mean squared error over all points. Each process evaluates its share; the sums are added."""
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # squared errors, points
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
@@ -105,7 +105,7 @@ def evaluate(
         errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
         squares = exact_sum(errors.square())  # the same bits on any number of processes
         sums += torch.stack([squares, torch.full_like(squares, valid)])
-    # An "all-reduce": every process gives its numbers, and gets the sum of all.
+    # An "all-reduce": every process contributes its numbers and receives the sum over all processes.
     squared, count = accelerator.reduce(sums, "sum").tolist()
     model.train()
     return {"loss": squared / count, "images": int(count)}
@@ -115,7 +115,7 @@ def evaluate(
 
 
 def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
-    """Rises linearly for a twentieth of the steps, then falls by half a cosine to 0 (arXiv 1608.03983)."""
+    """Return the rate: a linear rise over 1/20 of the steps, then half a cosine to 0 (arXiv 1608.03983)."""
     warmup_steps = total_steps // 20
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
@@ -123,32 +123,32 @@ def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
     return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# A launcher has started this script several times (plain python: once). The processes meet at an address that
-# the launcher passed in environment variables, and form the "process group". Each has a number, its "rank"
-# (accelerator.process_index), and its own device. Rank 0 is the "main process".
+# A launcher starts this script several times (plain python: once). The processes meet at an address that the
+# launcher passes in environment variables, and form the "process group". Each process has a number, the
+# "rank" (accelerator.process_index), and a device. Rank 0 is the "main process".
 @entry(Hello)
 def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
-        # All ranks make the same points and, from the same seed, the same initial weights.
+        # From the same seed, all ranks create the same points and the same initial weights.
         x, y = (t.to(accelerator.device) for t in points(recipe.data_size, recipe.seed))
         val_x, val_y = (t.to(accelerator.device) for t in points(1000, recipe.seed + 1))
         torch.manual_seed(recipe.seed)
         model: nn.Module = Net(recipe.hidden_size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-        # Applies the strategy. DDP keeps the whole model on every rank; FSDP and ZeRO shard weights,
-        # gradients or the optimizer's moments over the ranks. The loop below is the same for all of them.
+        # Apply the strategy. DDP keeps the whole model on every rank. FSDP and ZeRO shard weights, gradients
+        # or the optimizer's moments over the ranks. The loop below is the same for all strategies.
         model, optimizer = prepare(accelerator, model, optimizer)
 
         samples = Shuffled(recipe.data_size)
         steps = Steps.of(samples, batch, recipe)
-        # An interrupted run resumes from its newest checkpoint: rank 0 reads it, and every rank gets its
-        # part. Without a checkpoint the first step is 0.
+        # An interrupted run resumes from its newest checkpoint. Rank 0 reads it, and every rank receives its
+        # part. Without a checkpoint, the first step is 0.
         steps = run.begin(model, optimizer, steps, data=("generated", ()))
         rank = accelerator.process_index
-        # "Sharding" of the data: all ranks shuffle the points in the same way, and each takes its own
-        # batch_size / ranks of the points of a step. (If they do not fit on the device they are divided
-        # further, into micro-batches of per_device_batch_size points, one after the other: "gradient
-        # accumulation".)
+        # "Sharding" of the data: all ranks shuffle the points in the same order, and each rank trains on a
+        # different batch_size / ranks points of a step. Points that do not fit on the device at once are
+        # divided into micro-batches of per_device_batch_size points, one after the other ("gradient
+        # accumulation").
         plan = iter(steps.plan(samples, batch, rank, recipe.seed))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
@@ -164,18 +164,18 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
                 reseed(recipe.seed, step, k)
                 with accelerator.accumulate(model):
                     loss = F.mse_loss(model(rows(x, ids)).float(), rows(y, ids))
-                    # Each rank computes the gradient of its own points. During backward the ranks average
-                    # them (all-reduce; FSDP and ZeRO: reduce-scatter, each rank gets its shard of the mean).
+                    # Each rank computes the gradient of its points. During backward, the ranks average the
+                    # gradients (all-reduce; FSDP and ZeRO: reduce-scatter, which sends each rank its shard).
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    # With DDP all ranks make the same step, so their weights stay equal and are not sent.
-                    # With FSDP and ZeRO each rank updates its shard.
+                    # With DDP, all ranks make the same step, so their weights stay equal and are never sent.
+                    # With FSDP and ZeRO, each rank updates its shard.
                     optimizer.step()
                     optimizer.zero_grad()
                 run.add(loss, ids)
             run.log_training(step + 1, lr)
-        # The plot needs the model's outputs, and under FSDP and ZeRO all ranks must run a model together.
+        # The plot needs the model's outputs. Under FSDP and ZeRO, all ranks must run the model together.
         grid = torch.linspace(-2, 2, 201, device=accelerator.device)[:, None]
         with torch.no_grad():
             learned = model(grid).float().cpu()
@@ -195,7 +195,7 @@ def plot(path: Path, x: Tensor, y: Tensor, grid: Tensor, learned: Tensor) -> Non
     axes.set(xlabel="x", ylabel="y")
     axes.legend()
     path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)  # a link would be followed
+    path.unlink(missing_ok=True)  # otherwise a symbolic link would be followed
     figure.savefig(path, dpi=110)
 
 

@@ -1,11 +1,11 @@
-"""Any model of timm on CIFAR-10 or a folder of images: ConvNeXt, ResNet, Swin, ...; by default a ViT-B/32.
+"""Any timm model on CIFAR-10 or a folder of images: ViT-B/32 by default, or ConvNeXt, ResNet, Swin, ...
 
 The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999), learning rate 5e-4 at batch
-512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0;
-clipping at 1.0 as in "How to train your ViT" (arXiv 2106.10270); an EMA of the weights. What differs here:
-100 epochs instead of 300, and an EMA decay of 0.999, which averages over some 10 epochs of CIFAR-10 at this
-batch instead of a hundred. Its accuracy is not yet measured on a GPU; on one H200 it has 10,546 images/s, and
-12,982 compiled (docs/gpu.md).
+512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0. It adds
+clipping at 1.0, as in "How to train your ViT" (arXiv 2106.10270), and an EMA of the weights. The differences
+here are 100 epochs instead of 300 and an EMA decay of 0.999, which averages over about 10 epochs of CIFAR-10
+at this batch size instead of 100. The accuracy on a GPU has not been measured yet. On one H200 the throughput
+is 10,546 images/s, or 12,982 compiled (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
@@ -139,13 +139,19 @@ from onecurve.run.run import Run
 
 
 def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Module:
-    """[B, 3, image_size, image_size] -> logits [B, classes]. ValueError when timm can't build it.
+    """Build a model: [B, 3, image_size, image_size] -> logits [B, classes].
 
-    names: of the classes, by which the head's rows of --weights are chosen.
+    Args:
+        recipe: the recipe.
+        classes: number of classes.
+        names: class names, which select the rows of the head in --weights.
+
+    Raises:
+        ValueError: timm can't build the model.
     """
-    import timm  # takes seconds: the script's first lines are printed before
+    import timm  # takes seconds, so the script's first lines are printed before
 
-    registered(recipe.model)  # refuses an unknown one
+    registered(recipe.model)  # refuses an unknown model
     recipe = recipe.resolved()
     options: dict[str, Any] = {"drop_path_rate": recipe.drop_path, "drop_rate": recipe.dropout}
     sizes = {"patch_size": recipe.patch_size, "depth": recipe.depth}
@@ -161,7 +167,7 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         raise ValueError(f"--model {recipe.model} can't be built with these flags: {error}") from error
     speed_up(model, recipe.image_size)
-    # The classes that FSDP wraps one by one. For mypy a module's attributes are tensors or modules.
+    # FSDP wraps each module of these classes. mypy expects tensors or modules as attributes.
     model._no_split_modules = block_classes(model)  # type: ignore[assignment]
     if recipe.freeze:
         model.requires_grad_(False)
@@ -176,9 +182,10 @@ def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Mo
 def training_batches(
     images: Images, plan: Plan, device: torch.device, recipe: Vit, preprocessing: DataConfig
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
-    """Yield images, cropped (photographs) or shifted, flipped and augmented; their labels and sample ids.
+    """Yield randomly augmented images, their labels and their sample ids.
 
-    float [b, 3, S, S] channels_last, int64 [b], int64 [b].
+    Photographs are cropped, images of one small size are shifted. Both are flipped and augmented. The shapes
+    are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
     """
     mean, std, crop = preprocessing
     size, seed, workers = recipe.image_size, recipe.seed, recipe.workers
@@ -211,8 +218,8 @@ def training_batches(
 
 def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
     # Weight decay would pull biases, norms and position embeddings to zero without making the model simpler.
-    excluded: set[str] = getattr(model, "no_weight_decay", set)()  # as timm names them
-    if recipe.layer_decay < 1:  # BEiT's (arXiv 2106.08254): each group has its `lr_scale`
+    excluded: set[str] = getattr(model, "no_weight_decay", set)()  # names chosen by timm
+    if recipe.layer_decay < 1:  # as in BEiT (arXiv 2106.08254); each group gets an `lr_scale`
         from timm.optim import param_groups_layer_decay
 
         groups = param_groups_layer_decay(
@@ -230,7 +237,7 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
 
 
 def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
-    """Rises linearly, then falls, unless it is constant: by half a cosine to 0 (arXiv 1608.03983), ..."""
+    """Return the rate of a step: a linear rise, then --schedule, e.g. half a cosine (arXiv 1608.03983)."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
@@ -264,7 +271,7 @@ def main(recipe: Vit, accelerator: Accelerator, batch: Batch) -> None:
         steps = Steps.of(images.train, batch, recipe)
         data = images.identity
         steps = run.begin(model, optimizer, steps, data=data, ema=ema, preprocessing=preprocessing)
-        mean, std, crop = preprocessing = run.preprocessing  # a resumed run keeps its own
+        mean, std, crop = preprocessing = run.preprocessing  # a resumed run keeps its preprocessing
         rank = accelerator.process_index
         plan = steps.plan(images.train, batch, rank, recipe.seed)
         measure = partial(

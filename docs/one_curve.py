@@ -1,10 +1,10 @@
-"""Draw docs/one_curve.png: how far the losses of seven trainings are from those of one process.
+"""Draw docs/one_curve.png, which compares the losses of seven runs with the losses of one process.
 
     python -m docs.one_curve --data FOLDER
 
-All train the same steps in fp32, with the same micro-batches, under five strategies, on 4 processes, and
-elastically. The elastic run uses torchrun with two agents, which stand for hosts of two processes. One agent
-is killed with its processes, and another one replaces it.
+All runs train the same steps in fp32 with the same micro-batches: under five strategies, on 4 processes, and
+elastically. The elastic run uses torchrun with two agents, which represent hosts with two processes each. One
+agent is killed with its processes, and a new agent replaces it.
 """
 
 import math
@@ -24,7 +24,7 @@ from onecurve.system.files import read_lines
 from onecurve.system.paths import ROOT
 
 STEPS, KILLED_AT, JOINED_AT = 1200, 200, 400
-ROUNDING = 2**-22  # between neighbouring fp32 numbers from 2 to 4, where the losses start
+ROUNDING = 2**-22  # distance of adjacent fp32 numbers between 2 and 4, where the losses start
 TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 TRAINING += ["--batch_size", "96", "--per_device_batch_size", "24", "--lr", "1e-3", "--epochs", "4"]
 TRAINING += ["--max_steps", str(STEPS), "--mixed_precision", "no", "--log_every", "1", "--trackers", "none"]
@@ -42,7 +42,7 @@ def accelerate(config: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the losses by step. Of a step that was trained again, use the last loss."""
+    """Return the losses in order of the steps. If a step was trained again, the last loss is used."""
     lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     by_step = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     return [by_step[step] for step in sorted(by_step)]
@@ -62,15 +62,15 @@ def host(port: int, words: list[str], log: Path) -> Iterator[psutil.Popen]:
         yield process
     finally:
         if process.poll() is None:
-            for one in [process, *process.children(recursive=True)]:
-                one.kill()
+            for member in [process, *process.children(recursive=True)]:
+                member.kill()
         process.wait()
 
 
 def wait_for(folder: Path, step: int, first: psutil.Popen) -> None:
     while len(losses(folder)) < step:
         if first.poll() is not None:
-            raise SystemExit(f"the elastic run has ended before step {step}: see {folder}.log")
+            raise SystemExit(f"The elastic run ended before step {step}. See {folder}.log.")
         time.sleep(0.5)
 
 
@@ -90,9 +90,9 @@ def train_elastic(folder: Path, words: list[str]) -> None:
 
 def main() -> None:
     parser = command_parser(__doc__)
-    parser.add_argument("--data", default="cifar10", help="as the scripts' (default: %(default)s)")
+    parser.add_argument("--data", default="cifar10", metavar="DATA", help="data set (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "one_curve", help="for the runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "one_curve.png")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "one_curve.png", help="the plot")
     flags = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     flags.folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def main() -> None:
         folder = flags.folder / str(number)
         words = [*TRAINING, "--data", flags.data, "--output_dir", str(folder)]
         print(f"{name}: {folder}", flush=True)
-        if (folder / "result.json").exists():  # of an earlier start of this command
+        if (folder / "result.json").exists():  # finished by an earlier start of this command
             pass
         elif name == ELASTIC:
             train_elastic(folder, words)
@@ -112,13 +112,13 @@ def main() -> None:
                 subprocess.run(command, check=True, cwd=ROOT, stdout=log, stderr=log)
         runs[name] = losses(folder)
         gaps[name] = max(abs(a - b) for a, b in zip(runs[name], runs[ONE], strict=True))
-        print(f"    {len(runs[name])} steps, largest distance of a loss {gaps[name]:.2g}", flush=True)
+        print(f"    {len(runs[name])} steps, largest difference of a loss {gaps[name]:.2g}", flush=True)
     del gaps[ONE]
     draw(flags.output, {name: gap / ROUNDING for name, gap in gaps.items()})
 
 
 def draw(path: Path, distances: dict[str, float]) -> None:
-    """Draw the distances, in rounding steps of fp32, as labelled bars."""
+    """Draw the differences, in rounding steps of fp32, as labelled bars."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
@@ -130,7 +130,7 @@ def draw(path: Path, distances: dict[str, float]) -> None:
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel(
         "largest difference of a loss from the run on 1 process, in rounding steps of fp32\n"
-        f"(one rounding step is {ROUNDING:.1e}, and a loss of 2 is {2 / ROUNDING:,.0f} of them)"
+        f"(a rounding step is {ROUNDING:.1e}; a loss of 2 equals {2 / ROUNDING:,.0f} rounding steps)"
     )
     axes.spines[["top", "right"]].set_visible(False)
     most = math.ceil(max(distances.values()))

@@ -177,7 +177,7 @@ def test_other_data_is_evaluated_whole(finished, cache, tmp_path):
     """Check that the run's --holdout does not apply, and that the run's page does not use the report."""
     data = put(tmp_path / "other", *(f"{c}/{k}.png" for c in range(10) for k in range(2)))
     command = [*python(), ROOT / "validate.py", finished, "--data", data, "--mixed_precision", "no", *cache]
-    assert "without the training's --holdout 0.2" in run(command, cwd=tmp_path)
+    assert "The training's --holdout 0.2 is not applied" in run(command, cwd=tmp_path)
     report = read_json(tmp_path / f"validation/run/other/train_{result(finished)['best_step']}/report.json")
     assert (report["images"], report["split"]) == (20, "train")
     run([*command, "--holdout", "0.5", "--split", "val", "--output_dir", "half"], cwd=tmp_path)

@@ -26,7 +26,7 @@ def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
     name = "American Staffordshire terrier, Staffordshire terrier, American pit bull terrier"
     captions = [f"{name}\nnot {name if i % 3 else 'ox'}\n0.123" for i in range(count)]
     images = np.full((count, 32, 32, 3), [0, 160, 80], np.uint8)
-    title = "train_vit on imagenet256, test split: the surest mistakes of a long $title"
+    title = "train_vit on imagenet256, test split: most confident mistakes of a long $title"
     plots.image_sheet(tmp_path / "s.png", images, captions, title)
     sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
     assert (sheet == [0, 160, 80]).all(2).sum() > 15_000 * count

@@ -88,7 +88,7 @@ def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
     final = f"{found['final_accuracy']:.4f}"
     assert re.search(rf"^\*\*train_cnn_a reaches accuracy {final} .* digits in 3 of 3 epochs, ", text, re.M)
     assert f"best on the {found['val_name']} split, step" in text
-    assert "**Rehearsal on CPU: says nothing about GPUs.**" in text
+    assert "**Rehearsal on CPU: the times say nothing about GPUs.**" in text
     assert shlex.join(about["command"]) in text
     result_text, report_text, setup_text = re.split("### validate.py|## Memory", text)
     table = rows(result_text)
@@ -106,7 +106,7 @@ def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
     pictures = {path.name.partition("_val_")[0] for path in tmp_path.glob("book/*/*/*/*.png")}
     assert pictures == {"confusion_training.png", "curves.png", "telemetry.png", "confusion", "worst"}
     assert "Missing or broken" not in text
-    assert "GPU" not in text.replace("says nothing about GPUs", "")
+    assert "GPU" not in text.replace("say nothing about GPUs", "")
 
 
 def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
@@ -119,7 +119,7 @@ def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
     job.kill()
     job.wait()
     text = page_of(book, "add", killed)
-    last = re.search(r"Not finished: killed or still running\*\*. Last seen at step (\d+)", text)[1]
+    last = re.search(r"Not finished: killed or still running\*\*. Last recorded step: (\d+)", text)[1]
     assert int(last) >= max(line["step"] for line in metrics(killed))
     evaluated = [line["val/accuracy"] for line in metrics(killed) if "val/accuracy" in line]
     assert rows(text)["accuracy"] == [f"{max(evaluated):.4f}", f"{evaluated[-1]:.4f}"]
@@ -233,10 +233,10 @@ UNCHANGED = "the training is unchanged up to rounding."
 VERDICTS = {
     "one start": ([{}], ""),
     "steps of one start": ([{}, {"strategy": "fsdp"}], ""),
-    "another strategy": ([{}, {"step": 3, "strategy": "fsdp"}], f"The recipe did not change: {UNCHANGED}"),
+    "another strategy": ([{}, {"step": 3, "strategy": "fsdp"}], f"The recipe did not change, so {UNCHANGED}"),
     "recipe": ([{}, {"step": 3, "changed": {"lr": [1, 2]}}], "The recipe changed. Step 3: lr was 1, now 2."),
-    "micro-batch": ([{}, {"step": 3, **ONE}], "but the number of images per forward did: BatchNorm, "),
-    "commit": ([{}, {"step": 3, "git_commit": "abd"}], "The recipe did not change, but the commit did: "),
+    "micro-batch": ([{}, {"step": 3, **ONE}], "but the number of images per forward pass did. BatchNorm, "),
+    "commit": ([{}, {"step": 3, "git_commit": "abd"}], "The recipe did not change, but the commit did. "),
     "earlier version": ([{"step": None}, {"step": 3}], "It is not recorded whether all steps were trained"),
 }
 
@@ -424,7 +424,7 @@ def test_only_an_address_of_the_web_is_a_link(url, tmp_path):
 def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(book, tmp_path):
     status, output, errors = book("add", write_run(tmp_path / "run"), tmp_path)
     assert (status, output, errors.count("\n")) == (1, "", 1)
-    assert errors.startswith(f"error: {tmp_path} is no run's folder")
+    assert errors.startswith(f"error: {tmp_path} is not the folder of a run")
     assert not (tmp_path / "book").exists()
 
 
@@ -506,11 +506,11 @@ def test_columns_are_named_by_what_differs(tmp_path):
     [
         ([1000] * 20, 8.0, []),
         ([1000, 930, 1080] * 7, 8.0, []),
-        ([300, 1000] * 10, 8.0, ["The speed of single x 1 varied by "]),
+        ([300, 1000] * 10, 8.0, ["The throughput of single x 1 varied by "]),
         (
             [300, 1000] * 10,
             23.6,
-            ["The speed of single x 1 varied by ", "the first run was slowed down"],
+            ["The throughput of single x 1 varied by ", "the first run was slowed down"],
         ),
         ([1000] * 20, 23.6, ["the first run may have been slow"]),
         ([10, *[1000] * 20], 8.0, []),  # the warm-up
@@ -534,7 +534,7 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
     sharding = [{"reshard_after_forward": reshards, "replicas": 1} for reshards in (True, False)]
     runs = [write_run(tmp_path / f"{k}", about={"sharding": one}) for k, one in enumerate(sharding)]
     text = page_of(book, "compare", runs[0], runs[0])
-    assert "None: recipe, data, versions, commit, devices and precision are the same." in text
+    assert "None. Recipe, data, versions, commit, devices and precision are the same." in text
     single = write_run(tmp_path / "single", about={"strategy": "single"}, strategy="single", processes=1)
     different = rows(page_of(book, "compare", single, *runs).partition("## Other differences")[2])
     assert different["ddp: reshard_after_forward"] == ["-", "True", "False"]
@@ -554,10 +554,10 @@ def test_the_largest_batch_is_that_of_the_same_model_and_strategy(book, tmp_path
 
 def test_a_comparison_that_makes_no_sense_is_refused(book, tmp_path, capsys):
     folder, file = write_run(tmp_path / "run"), tmp_path / "search.json"
-    assert book("compare", folder)[::2] == (1, "error: a comparison needs two runs or more\n")
+    assert book("compare", folder)[::2] == (1, "error: a comparison needs two or more runs\n")
     file.write_text("{}")
-    errors = f"error: {file} is no result of find_batch_size.py ("
-    errors += "script, strategy, processes, recipe, trials missing or wrong)\n"
+    errors = f"error: {file} is not a result of find_batch_size.py: "
+    errors += "script, strategy, processes, recipe, trials missing or wrong\n"
     assert book("compare", folder, folder, "--batch_search", file)[::2] == (1, errors)
     with pytest.raises(SystemExit, match="2"):
         logbook.parse_flags(["compare", "a", "b", "--target_accuracy=inf"])

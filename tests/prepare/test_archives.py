@@ -108,7 +108,7 @@ def pax(record: bytes) -> bytes:
 
 
 NAME, SIZE = 0, 124
-PLAIN, SPECIAL, DAMAGED = "no plain relative name", "or another special file", "truncated or damaged"
+PLAIN, SPECIAL, DAMAGED = "not a plain relative name", "or another special file", "truncated or damaged"
 REFUSALS = {  # a member's blocks, its name in the message, and the reason
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
@@ -182,7 +182,7 @@ def test_a_file_that_shrinks_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "CHUNK_BYTES", 1000)
     where = tmp_path / "a.tar"
     where.write_bytes(tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT}))
-    with pytest.raises(ValueError, match="of 10,240: leave it alone"), open_stream(str(where)) as stream:  # noqa: PT012
+    with pytest.raises(ValueError, match="of 10,240. Don't change it"), open_stream(str(where)) as stream:  # noqa: PT012
         for member in members(stream.archive):
             member.read()
             os.truncate(where, 2000)
@@ -245,7 +245,7 @@ def test_s3_replaced_meanwhile(store, ilsvrc):
 
 
 def test_s3_absent_or_out_of_reach(store, monkeypatch):
-    with pytest.raises(ValueError, match=f"s3://{BUCKET}/absent.tar: there is no such object"):
+    with pytest.raises(ValueError, match=f"s3://{BUCKET}/absent.tar: no such object"):
         open_stream(f"s3://{BUCKET}/absent.tar")
     monkeypatch.setattr(object_store, "ATTEMPTS", 2)
     store.cut_download(after=-1, times=None)
@@ -285,15 +285,15 @@ def test_counts_are_those_of_ilsvrc2012_unless_subset(ilsvrc, tmp_path):
     write_devkit(file, synsets, ids)
     assert np.bincount(kit(file, subset=False)[1]).tolist() == [50] * 1000
     for broken, why in (
-        (ids[:-1], "ground_truth.txt has 49,999 lines where ILSVRC2012 has 50,000"),
-        ([*ids, 1], "ground_truth.txt has 50,001 lines where ILSVRC2012 has 50,000"),
-        ([*ids[:-1], 2], "ground_truth.txt has 51 images of class 998 where ILSVRC2012 has 50"),
+        (ids[:-1], "ground_truth.txt has 49,999 lines, but ILSVRC2012 has 50,000"),
+        ([*ids, 1], "ground_truth.txt has 50,001 lines, but ILSVRC2012 has 50,000"),
+        ([*ids[:-1], 2], "ground_truth.txt has 51 images of class 998, but ILSVRC2012 has 50"),
     ):
         write_devkit(file, synsets, broken)
         with pytest.raises(ValueError, match=re.escape(f"{file}: ") + f".*{why}.*--subset"):
             kit(file, subset=False)
         assert len(kit(file)[1]) == len(broken)
-    with pytest.raises(ValueError, match="has 10 classes where ILSVRC2012 has 1,000: --subset"):
+    with pytest.raises(ValueError, match="has 10 classes, but ILSVRC2012 has 1,000. Add --subset"):
         kit(ilsvrc.devkit, subset=False)
 
 
@@ -301,11 +301,11 @@ META, TRUTH = f"{KIT}/data/meta.mat", f"{KIT}/data/ILSVRC2012_validation_ground_
 BROKEN_KITS = {
     "no meta.mat": ({META: None}, "has no data/meta.mat: give ILSVRC2012_devkit_t12.tar.gz"),
     "no ground truth": ({TRUTH: None}, "has no data/ILSVRC2012_validation_ground_truth.txt"),
-    "unknown id": ({TRUTH: b"1\n11\n"}, "has the id '11', which is no class of data/meta.mat"),
-    "no number": ({TRUTH: b"1\nn01440764\n"}, "has the id 'n01440764', which is no class"),
-    "meta.mat empty": ({META: b""}, "meta.mat is not readable as the list of synsets"),
-    "meta.mat damaged": ({META: b"MATLAB 5.0 MAT-file".ljust(200, b"x")}, "meta.mat is not readable as the"),
-    "a pickle": ({META: b"\x80\x04cos\nsystem\n(S'touch hacked'\ntR."}, "meta.mat is not readable as the"),
+    "unknown id": ({TRUTH: b"1\n11\n"}, "has the id '11', which is not a class of data/meta.mat"),
+    "no number": ({TRUTH: b"1\nn01440764\n"}, "has the id 'n01440764', which is not a class"),
+    "meta.mat empty": ({META: b""}, "meta.mat can't be read as a list of synsets"),
+    "meta.mat damaged": ({META: b"MATLAB 5.0 MAT-file".ljust(200, b"x")}, "meta.mat can't be read as a"),
+    "a pickle": ({META: b"\x80\x04cos\nsystem\n(S'touch hacked'\ntR."}, "meta.mat can't be read as a"),
 }
 
 
@@ -326,15 +326,15 @@ def test_a_file_that_is_no_kit(ilsvrc, tmp_path):
     packed, where = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
     for content in (b"no gzip", packed[:-20], packed[:200] + bytes(50) + packed[250:], b""):
         where.write_bytes(content)
-        with pytest.raises(ValueError, match=re.escape(f"{where} is no gzip file, or damaged")):
+        with pytest.raises(ValueError, match=re.escape(f"{where} is not a gzip file or is damaged")):
             kit(where)
 
 
 def test_a_class_list_that_does_not_fit(tmp_path):
     for wnids, ids in ((["n00000001", "n00000001"], [1, 2]), (["n00000001", "n00000002"], [1, 1])):
         write_devkit(tmp_path / DEVKIT, synsets_of(wnids, ["a", "b"], ids, 1), [1])
-        with pytest.raises(ValueError, match="classes without a WordNet id or id of their own"):
+        with pytest.raises(ValueError, match="classes without a unique WordNet id or ILSVRC2012 id"):
             kit(tmp_path / DEVKIT)
     write_devkit(tmp_path / DEVKIT, synsets_of(["../../etc"], ["a"], [1], 1), [1])
-    with pytest.raises(ValueError, match="classes without a WordNet id"):
+    with pytest.raises(ValueError, match="classes without a unique WordNet id"):
         kit(tmp_path / DEVKIT)

@@ -79,16 +79,16 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
     }
 
 
-OVER_ALL = "The accuracy is over all 10 classes. --only_its_classes leaves out absent ones."
+OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent ones."
 CASES = [  # the model, the data, flags, which of the model's classes are counted, what is said
     ("run", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
-    ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy is over the 2 of 10 classes that have"),
+    ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy covers the 2 of 10 classes that have"),
     ("exported", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "one", (), range(10), "has 1 of the 10 classes of"),
     ("a file beside config.json", "few", (), range(10), "has 2 of the 10 classes of"),
     full("exported", "few", ("--only_its_classes",), (3, 8), "has 2 of the 10 classes of"),
-    full("run", "one", ("--only_its_classes",), (8,), "The accuracy is over the 1 of 10 classes that have"),
+    full("run", "one", ("--only_its_classes",), (8,), "The accuracy covers the 1 of 10 classes that have"),
 ]
 
 

@@ -295,7 +295,7 @@ def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
     file = tmp_path / "train_cnn_a.py"
     file.write_text((ROOT / "train_cnn_a.py").read_text().replace("return Net(", "reseed; return Net("))
     output = made(runs["cnn_a"], tmp_path / "out", "--script", file, *cache, status=1)
-    assert "its Model section needs reseed. Move its import or definition into that section" in output
+    assert "the Model section uses reseed. Move its import or definition into that section" in output
     assert not (tmp_path / "out").exists()
 
 

@@ -181,7 +181,7 @@ def test_words_for_pictures(pictures, monkeypatch):
 def test_what_is_refused(trained, pictures, tmp_path):
     for words, said in (
         ([trained], "pictures follow"),
-        ([tmp_path / "nothing", pictures], "there is no such folder or file"),
+        ([tmp_path / "nothing", pictures], "no such folder or file"),
     ):
         status, output = Job(["predict.py", *words]).wait()
         assert status == 1

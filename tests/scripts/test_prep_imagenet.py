@@ -241,7 +241,7 @@ def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
     label_file.write_text(label_file.read_text().replace("n01", "n09"))
     assert "val has classes that train lacks: n09" in fails(*words, "--out", tmp_path / "wrong")
     label_file.write_text("")
-    assert "does not tell its class" in fails(*words, "--out", tmp_path / "wrong")
+    assert "does not contain its class" in fails(*words, "--out", tmp_path / "wrong")
     label_file.unlink()
     if form == "Kaggle":
         assert "put LOC_val_solution.csv beside" in fails(*words, "--out", tmp_path / "wrong")
@@ -286,13 +286,22 @@ def test_without_the_development_kit(form, source, ilsvrc, two_tars, tmp_path):
 
 
 WRONG_VAL_LABELS = {
-    "ids of the kit": (lambda ids, lines: ids, "numbers its classes from 1, as the development kit does"),
-    "unknown synset": (lambda ids, lines: ["n99999999", *lines[1:]], "line 1: n99999999 is none of the 10"),
-    "beyond the classes": (lambda ids, lines: [*lines[:-1], "11"], "line 30: 11 is none of the 10 classes"),
-    "negative": (lambda ids, lines: [*lines[:-1], "-1"], "line 30: -1 is none of the 10 classes"),
-    "too short": (lambda ids, lines: lines[:-1], "_val.tar: ILSVRC2012_val_00000030.JPEG is none of the 29"),
+    "ids of the kit": (lambda ids, lines: ids, "numbers its classes from 1, like the development kit"),
+    "unknown synset": (
+        lambda ids, lines: ["n99999999", *lines[1:]],
+        "line 1: n99999999 is not one of",
+    ),
+    "beyond the classes": (
+        lambda ids, lines: [*lines[:-1], "11"],
+        "line 30: 11 is not one of the",
+    ),
+    "negative": (lambda ids, lines: [*lines[:-1], "-1"], "line 30: -1 is not one of the 10 classes"),
+    "too short": (
+        lambda ids, lines: lines[:-1],
+        "_val.tar: ILSVRC2012_val_00000030.JPEG is not one",
+    ),
     "a gap": (lambda ids, lines: ["ILSVRC2012_val_00000002.JPEG 1"], "has no label for validation image 1"),
-    "empty": (lambda ids, lines: [], "holds no labels"),
+    "empty": (lambda ids, lines: [], "contains no labels"),
 }
 
 
@@ -315,9 +324,9 @@ def test_what_lacks_labels_says_how_to_give_them(ilsvrc, two_tars, tmp_path):
         assert "--val_labels FILE" in output
     labels = tmp_path / "labels.txt"
     labels.write_text("\n".join(ilsvrc.wnids * 3))
-    assert "has 10 classes where ILSVRC2012 has" in fails(*words[:5], "--val_labels", labels)
+    assert "has 10 classes, but ILSVRC2012 has" in fails(*words[:5], "--val_labels", labels)
     kit = ["--devkit", ilsvrc.devkit, "--val_labels", labels]
-    assert "has the labels of val: leave out --val_labels" in fails(*words, *kit)
+    assert "contains the labels of val. Remove --val_labels" in fails(*words, *kit)
     (two_tars / VAL).unlink()
     assert "there is no val" in prep(*words)
 
@@ -339,7 +348,7 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
         source.upload(ilsvrc.folder / name, name)
     words = ["--data", source.url, "--out", store.url, "--work_dir", tmp_path / "work"]
     store.write("train-00099.tar", b"somebody's data set")
-    assert "holds other objects, as train-00099.tar" in fails(*words, *MINI)
+    assert "contains other objects, such as train-00099.tar" in fails(*words, *MINI)
     assert store.list() == ["train-00099.tar"]
     store.delete(["train-00099.tar"])
     store.write(".probe-0123/object", b"of a killed one")
@@ -348,7 +357,7 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
     store.delete([".probe-0123/object"])
     assert list((tmp_path / "work").iterdir()) == []
     assert downloaded(store, tmp_path / "out") == contents(shards)
-    assert "nothing to do" in prep(*words, *MINI, *SMALL)
+    assert "is already complete" in prep(*words, *MINI, *SMALL)
     store.delete(["train-00001.tar"])
     assert "train-00001.tar is missing or has another size" in fails(*words, *MINI, *SMALL)
 
@@ -372,7 +381,7 @@ def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, mon
         before = contents(work)
         for out in ([f"{store.url}-2", "--work_dir", work], [work]):
             message = fails(*source, "--out", *out)
-            assert f"{work} holds a preparation for --out {store.url}: resume with that, give an" in message
+            assert f"{work} contains a preparation for --out {store.url}. Resume it, give an" in message
         assert contents(work) == before
     prep(*words)
     uploads = [path for method, path, _ in s3_proxy.requests if method == "PUT"]
@@ -408,14 +417,14 @@ def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
 ESCAPED = "../../../escaped.JPEG"
 TWICE = dict.fromkeys(("a.JPEG", "./a.JPEG"), b"x")
 BROKEN = {  # the training tar, and the message
-    "parent": (lambda _: tar({"n01440764.tar": tar({ESCAPED: b"x"})}), f".tar: {ESCAPED} is no plain"),
+    "parent": (lambda _: tar({"n01440764.tar": tar({ESCAPED: b"x"})}), f".tar: {ESCAPED} is not a plain"),
     "truncated": (lambda i: i.train_tar.read_bytes()[:500_000], f"{TRAIN} is truncated: it ends at"),
     "unknown class": (lambda _: tar({"n99999999.tar": tar({"a.JPEG": b"x"})}), "n99999999"),
-    "same name": (lambda _: tar({"n01440764.tar": tar(TWICE)}), "which another image has"),
+    "same name": (lambda _: tar({"n01440764.tar": tar(TWICE)}), "and another image have the key"),
     "empty": (lambda _: tar({"n01440764.tar": tar({"n01440764_5.JPEG": b""})}), "n01440764_5.JPEG is empty"),
-    "no class tar": (lambda i: i.val_tar.read_bytes(), "is no class tar"),
-    "no images": (lambda _: tar({"n01440764.tar": tar({"a.txt": b"x"})}), "n01440764.tar holds no images"),
-    "nothing": (lambda _: tar({}), "holds no images"),
+    "no class tar": (lambda i: i.val_tar.read_bytes(), "is not a class tar"),
+    "no images": (lambda _: tar({"n01440764.tar": tar({"a.txt": b"x"})}), "n01440764.tar contains no images"),
+    "nothing": (lambda _: tar({}), "contains no images"),
 }
 
 
@@ -437,7 +446,7 @@ def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
     assert "1,000" in fails(*words, "--no_verify")
     fewer = make_ilsvrc(tmp_path / "fewer", val=2)
     shutil.copy(fewer.devkit, tmp_path / "data")
-    assert "is none of the 20 images" in fails(*words, *MINI)
+    assert "is not one of the 20 images" in fails(*words, *MINI)
     write_devkit(tmp_path / "data" / DEVKIT, None, ilsvrc.ids)
     assert "meta.mat" in fails(*words[:2], "--out", tmp_path / "out2", *MINI)
     (tmp_path / "data" / DEVKIT).unlink()
@@ -537,7 +546,7 @@ def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):
     }
     for number, (message, archive) in enumerate(wanting.items()):
         data, out = broken(ilsvrc, tmp_path / f"data{number}", **archive), tmp_path / f"out{number}"
-        assert f"holds {message}: get it again" in fails(*words, "--data", data, "--out", out)
+        assert f"contains {message}. Download it again" in fails(*words, "--data", data, "--out", out)
         assert not (out / "manifest.json").exists()
         prep(*words, "--data", data, "--out", f"{out}-subset", "--subset")
 
@@ -548,14 +557,14 @@ def test_a_complete_data_set_that_lost_a_file(damage, ilsvrc, shards, tmp_path):
     file = out / ("train_index.npy" if damage == "no index" else "train-00001.tar")
     os.truncate(file, 512) if damage == "shorter" else file.unlink()
     message = fails("--data", ilsvrc.folder, "--out", out, *MINI, *SMALL)
-    assert f"was complete, but {file.name} is missing or has another size: remove" in message
+    assert f"was complete, but {file.name} is missing or has another size. Empty" in message
 
 
 def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
     """They are refused, and stay as they are."""
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
-    assert "nothing to do" in prep(*words)
+    assert "is already complete" in prep(*words)
     assert "seed was 0, and is now 7" in fails(*words, "--seed", 7)
     assert "resize was None" in fails(*words, "--resize", 64)
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes() + bytes(512))
@@ -564,7 +573,7 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
     for name, content, message in (
         ("manifest.json", '{"name": "webapp"}', "holds a manifest.json of something else"),
         ("manifest.json", "no JSON", "holds a manifest.json of something else"),
-        ("thesis.tex", "x", "holds other files, as thesis.tex"),
+        ("thesis.tex", "x", "contains other files, such as thesis.tex"),
     ):
         shutil.rmtree(out)
         out.mkdir()
@@ -581,9 +590,9 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
     words = ["--from", "folder", "--data", data, "--out", tmp_path / "out"]
     prep(*words)
     os.utime(data / "train" / "cat" / "1.jpg")
-    assert "nothing to do" in prep(*words)
+    assert "is already complete" in prep(*words)
     (data / "train" / "cat" / "2.jpg").rename(data / "train" / "dog" / "2.jpg")
-    assert "begun with other settings: names_and_sizes was" in fails(*words)
+    assert "started with other settings: names_and_sizes was" in fails(*words)
 
 
 def test_open_files(ilsvrc, shards, tmp_path):
@@ -686,7 +695,7 @@ def test_a_checked_preparation_resumes_from_s3(killed, published, ilsvrc, straig
         store.upload(ilsvrc.folder / name, name)
     words = ["--subset", *SMALL, "--data", store.url, "--out", tmp_path / "out"]
     killed("val", *words, md5=published)
-    assert "was begun: keeping its train\n" in prep(*words)
+    assert "keeping train\n" in prep(*words)
     assert contents(tmp_path / "out") == contents(straight)
 
 
@@ -723,7 +732,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     # threads that check would be a batch behind
     words = ["--from", "tar", "--data", data, "--no_verify", "--out"]
     output = fails(*words, tmp_path / "out")
-    assert "class wolf is none of the 2 classes" in output
+    assert "class wolf is not one of the 2 classes" in output
     assert (tmp_path / "out" / "val-00000.tar").exists()
     (data / "val.tar").write_bytes(tar({"dog.tar": classes[1]}))
     prep(*words, tmp_path / "out")
@@ -734,7 +743,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
 def test_what_was_finished_without_its_md5_is_not_called_checked(killed, published, ilsvrc, tmp_path):
     words = ["--subset", *SMALL, "--data", ilsvrc.folder, "--out", tmp_path / "out"]
     killed("val", *words, "--no_verify", md5=published)
-    assert "train was finished under --no_verify: resume with --no_verify, or remove" in fails(*words)
+    assert "train was finished with --no_verify. Resume with --no_verify, or remove" in fails(*words)
     prep(*words, "--no_verify")
 
 

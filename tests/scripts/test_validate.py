@@ -183,7 +183,7 @@ def test_a_lone_file(trained, report, cache, tmp_path):
     run(words(file, *CNN[1:], *flags))
     assert_same(read(tmp_path / "out"), report)
     assert read(tmp_path / "out")["checkpoint"] == str(file)
-    assert "is a lone file" in fails(words(file, "--data", "digits"))
+    assert "is a single file" in fails(words(file, "--data", "digits"))
     other = fails(words(file, *flags))  # without its --widths
     assert "belongs to another model: 7 tensors differ" in other
 
@@ -392,7 +392,7 @@ def test_our_flags_and_the_scripts():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "the first word says what to validate"),
+        ([], "MODEL is missing"),
         (["run", "--split", "tests"], "--split tests: choose among val, test, train"),
         (["run", "--which", "oldest"], "--which oldest: choose among best, latest"),
     ],

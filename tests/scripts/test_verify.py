@@ -314,7 +314,7 @@ FORGERIES = {
     ),
     "other start": (
         in_starts({"recipe": {"lr": 0.1}}),
-        "recipe in recipe.json is not that of the last start",
+        "recipe in recipe.json differs from the last start",
     ),
     "repeated line": (repeated_line, " appears 2 times in the log, 1 in its replay"),
     "infinite loss": (in_lines("train/loss", 6, lambda _: torch.nan), "metrics.jsonl has 1 of"),
@@ -609,7 +609,7 @@ def test_what_can_not_be_verified(finished, tmp_path):
     for words, said in (
         ([folder], f"{folder} is not finished (preempted). Run its command again to finish it."),
         ([dropout], "--dropout used random numbers of NVIDIA H200, which this device does not produce"),
-        ([tmp_path / "nowhere"], "is no run's folder"),
+        ([tmp_path / "nowhere"], "is not the folder of a run"),
         ([finished, "--steps", "0"], "--steps 0: must be more than 0"),
     ):
         status, output = call(verify.main, *words)

@@ -213,9 +213,7 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
         names = names | {part: name for part, name in used.items() if name}
     parts = _find_parts(base, names) | by_flags
     is_ilsvrc = flags.source == "imagenet" or "val_labels" in by_flags
-    if (
-        flags.source == "tar" and not {"train", "val"} & parts.keys()
-    ):  # the archives may have the names of ILSVRC2012
+    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # try the names of ILSVRC2012
         parts |= _find_parts(base, NAMES["imagenet"])
         is_ilsvrc = True
     if not {"train", "val"} & parts.keys():
