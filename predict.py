@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from onecurve.system.cli import say_loading
 
@@ -58,6 +58,9 @@ Row = dict[str, Any]  # file, classes and probabilities, most likely first; or f
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Inference):
+    """Flags of predict.py."""
+
+    usage: ClassVar[str] = "%(prog)s MODEL IMAGE... [flags]"
     top: int = setting(5, "number of most likely classes to list per image", minimum=1)
     crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(2, "decoding processes per device; 0 decodes between batches", minimum=0)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 from onecurve.system.cli import say_loading
 
@@ -62,6 +63,7 @@ from tools.inference.report import TOP, Rows
 class Validation(Inference):
     """Flags of validate.py. All other flags belong to the script that trained the model."""
 
+    usage: ClassVar[str] = "%(prog)s MODEL [flags] [flags of the train script]"
     checkpoint: str | None = setting(None, "another way to give MODEL")
     split: str | None = setting(None, choices=("val", "test", "train"))
     data: str | None = setting(None, "other data to evaluate on, used whole unless --holdout is given")

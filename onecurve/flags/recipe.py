@@ -260,7 +260,8 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
     `--print_config` prints the recipe and ends the job with status 0.
     """
     fields = dataclasses.fields(recipe_class)
-    parser = Parser(prog=Path(sys.argv[0]).name, usage="%(prog)s [flags]", allow_abbrev=False, add_help=False)
+    usage = getattr(recipe_class, "usage", "%(prog)s [flags]")
+    parser = Parser(prog=Path(sys.argv[0]).name, usage=usage, allow_abbrev=False, add_help=False)
     kinds = [kind for kind in recipe_class.__mro__ if dataclasses.is_dataclass(kind)]  # the own one first
     groups: list[Any] = [parser.add_argument_group(GROUPS.get(kind.__name__, parser.prog)) for kind in kinds]
     for field in fields:

@@ -214,7 +214,10 @@ def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
     assert "| 2, then 1 |" in (tmp_path / "book/README.md").read_text()
     same = write_starts(write_run(tmp_path / "same", train_s=9.0), {}, {"step": 3})
     text = page_of(book, "compare", same, folder)
-    assert "- No speed-up for ddp x 2 then fsdp x 2 then single x 1, lr 0.1 then 0.01: it changed its" in text
+    assert (
+        "- No speed-up for ddp x 2 then fsdp x 2 then single x 1, lr 0.1 then 0.01: the run changed its"
+        in text
+    )
     table = rows(text)
     assert table["processes"] == ["2", "2, then 1"]
     assert table["version of torch"] == ["2.15.0", "2.11.0, then 2.15.0"]
@@ -334,7 +337,7 @@ def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
     text = page_of(book, "add", folder)
     assert "nvidia-smi -q" not in text
     assert "### validate.py: linked" not in text
-    assert "worst.png can't be read as a picture" in text
+    assert "worst.png can't be read as an image" in text
     written = [file for file in (tmp_path / "book").rglob("*") if file.is_file()]
     assert len(written) > 4
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
