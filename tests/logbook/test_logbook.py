@@ -100,7 +100,7 @@ def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
     table = rows(setup_text)
     assert table["batch"] == ["128 = 128 images x 1 process x 1 accumulation"]
     assert f"torch {about['versions']['torch']}" in table["versions"][0]
-    differing = rows(text[text.index("| flag that differs") :].partition("<details>")[0])
+    differing = rows(text[text.index("| flag changed") :].partition("<details>")[0])
     assert differing["widths"] == ["4,8,32"]
     assert not {"warmup", "streams"} & differing.keys()
     pictures = {path.name.partition("_val_")[0] for path in tmp_path.glob("book/*/*/*/*.png")}
@@ -552,7 +552,7 @@ def test_the_largest_batch_is_that_of_the_same_model_and_strategy(book, tmp_path
         file.write_text(json.dumps(search | {"trials": [], "answer": 16} | other))
         text = page_of(book, "compare", *runs, "--batch_search", file)
         assert "## Largest batch" in text
-        assert "largest batch found" not in text
+        assert "largest batch, images" not in text
 
 
 def test_a_comparison_that_makes_no_sense_is_refused(book, tmp_path, capsys):

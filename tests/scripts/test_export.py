@@ -162,7 +162,7 @@ def test_the_card_says_what_the_run_reached(runs, exported):
     facts, text = result(runs["cnn_a"]), (exported["cnn_a"] / "README.md").read_text()
     assert f"value: {facts['best_accuracy']}" in text
     assert f"| accuracy | {facts['best_accuracy']:.4f} |" in text
-    assert "| licence | not said: fill it in |" in text
+    assert "| licence | not specified: fill it in |" in text
     matrix = json.loads((runs["cnn_a"] / "confusion.json").read_text())["confusion"]
     rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d \|", line)]
     assert [row[2] for row in rows] == [f"{row[k] / sum(row):.4f}" for k, row in enumerate(matrix)]
@@ -226,7 +226,7 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
     for most, images in ((None, "val split"), (7, "7 images of the val split")):
         write_json(tmp_path / "recipe.json", {"recipe": {"max_val_images": most}})
         text = model_card("mine", exported, {"architecture": "Linear"})
-        assert f"Of step 9, on the {images}." in text
+        assert f"At step 9, on the {images}." in text
         assert ("model-index" in text, f"name: {shown}\n" in text) == (most is None, most is None)
         assert "The recipe changed" not in text
     write_json(tmp_path / "result.json", {"steps": 20})

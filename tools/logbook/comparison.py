@@ -179,13 +179,14 @@ def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 def conditions(run: RunRecord) -> dict[str, str]:
     """Return the settings of a run that a comparison lists if they differ."""
-    facts, about = run.facts, run.about
+    facts, settings = run.facts, run.about
     left_out = (*_result_flags(), *RESOLVED)
     recipe = {name: run.over_starts(partial(_flag, name)) for name in run.recipe if name not in left_out}
     names = ["script", "data", "batch_size", "per_device_batch_size", "accumulation_steps", "epochs", "steps"]
     names += ["mixed_precision", "half_precision", "gradient_reduction", "compile", "grad_checkpointing"]
     names += ["step_graph", "val_name", "val_images", "status"]
-    versions = {f"version of {n}": run.over_starts(partial(_version, n)) for n in about.get("versions", {})}
+    packages = settings.get("versions", {})
+    versions = {f"version of {name}": run.over_starts(partial(_version, name)) for name in packages}
     headers = [line for lines in run.telemetry.values() for line in lines if "cpus" in line]
     hosts = {f"{line['cpus']} CPUs, {line.get('memory_gib', 0):.0f} GiB" for line in headers}
     return {
@@ -195,7 +196,7 @@ def conditions(run: RunRecord) -> dict[str, str]:
         "commit": run.over_starts(methodcaller("get", "git_commit", "unknown")),
         "device": run.over_starts(_device_types),
         "host": "; ".join(sorted(hosts)) or "unknown",
-        "started from": public_path(about.get("resumed_from", "fresh weights")),
+        "started from": public_path(settings.get("resumed_from", "fresh weights")),
     }
 
 
@@ -204,16 +205,16 @@ def _result_flags() -> list[str]:
     return [name for name, files in declared("locates").items() if files == "results"]
 
 
-def _flag(name: str, about: dict[str, Any]) -> str:
-    return public_path(as_flag(about.get("recipe", {}).get(name)))
+def _flag(name: str, settings: dict[str, Any]) -> str:
+    return public_path(as_flag(settings.get("recipe", {}).get(name)))
 
 
-def _version(name: str, about: dict[str, Any]) -> str:
-    return str(about.get("versions", {}).get(name))
+def _version(name: str, settings: dict[str, Any]) -> str:
+    return str(settings.get("versions", {}).get(name))
 
 
-def _device_types(about: dict[str, Any]) -> str:
-    return ", ".join(sorted(set(about.get("devices") or [about.get("device", "unknown")])))
+def _device_types(settings: dict[str, Any]) -> str:
+    return ", ".join(sorted(set(settings.get("devices") or [settings.get("device", "unknown")])))
 
 
 # --- The page

@@ -35,39 +35,38 @@ def over_steps(run: RunRecord, value: Value) -> Any:
     return Markup(", then ").join(parts)
 
 
-def batch(about: dict[str, Any]) -> str | None:
+def batch(settings: dict[str, Any]) -> str | None:
     """Return `128 = 64 images x 2 processes x 1 accumulation`."""
     names = ("batch_size", "per_device_batch_size", "processes", "accumulation_steps")
-    total, share, processes, accumulations = (about.get(name) for name in names)
-    unit = about.get("unit", "images")
+    total, share, processes, accumulations = (settings.get(name) for name in names)
+    unit = settings.get("unit", "images")
     if None in (total, share, processes, accumulations):
         return f"{total} {unit}" if total else None
     factors = plural(share, unit.removesuffix("s")), plural(processes, "process")
     return " x ".join([f"{total} = {factors[0]}", factors[1], plural(accumulations, "accumulation")])
 
 
-def sharding_text(about: dict[str, Any]) -> str:
-    return (
-        ", ".join(f"{name} {as_flag(value)}" for name, value in about.get("sharding", {}).items()) or "none"
-    )
+def sharding_text(settings: dict[str, Any]) -> str:
+    sharding = settings.get("sharding", {})
+    return ", ".join(f"{name} {as_flag(value)}" for name, value in sharding.items()) or "none"
 
 
-def versions_text(about: dict[str, Any]) -> str | None:
-    return ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items()) or None
+def versions_text(settings: dict[str, Any]) -> str | None:
+    return ", ".join(f"{name} {version}" for name, version in settings.get("versions", {}).items()) or None
 
 
-def commit_text(about: dict[str, Any]) -> str | None:
-    commit = about.get("git_commit")
+def commit_text(settings: dict[str, Any]) -> str | None:
+    commit = settings.get("git_commit")
     return commit and commit.replace("+", " and uncommitted changes")
 
 
-def host_names(about: dict[str, Any]) -> str | None:
-    hosts = about.get("hosts")
+def host_names(settings: dict[str, Any]) -> str | None:
+    hosts = settings.get("hosts")
     return ", ".join(hosts) if isinstance(hosts, list) else None
 
 
-def data(about: dict[str, Any]) -> str | None:
-    path = about.get("data")
+def data(settings: dict[str, Any]) -> str | None:
+    path = settings.get("data")
     return path and public_path(path)
 
 
@@ -100,7 +99,11 @@ def settings(run: RunRecord) -> list[list[Any]]:
 
 def recipe_value(run: RunRecord, name: str) -> Any:
     """Return the value of a flag as code."""
-    return over_steps(run, lambda about: code_span(public_path(as_flag(about.get("recipe", {}).get(name)))))
+
+    def value(settings: dict[str, Any]) -> Any:
+        return code_span(public_path(as_flag(settings.get("recipe", {}).get(name))))
+
+    return over_steps(run, value)
 
 
 def is_default(run: RunRecord, name: str, default: Any) -> bool:
@@ -117,8 +120,8 @@ def commands(run: RunRecord) -> str:
     return "\n".join(f"{steps}\n{words or '# not recorded'}" for words, steps in pairs)
 
 
-def command(about: dict[str, Any]) -> str:
-    return shlex.join(map(public_path, about.get("command", [])))
+def command(settings: dict[str, Any]) -> str:
+    return shlex.join(map(public_path, settings.get("command", [])))
 
 
 def rows(run: RunRecord) -> list[list[Any]]:
@@ -127,15 +130,15 @@ def rows(run: RunRecord) -> list[list[Any]]:
 
 
 def _row(run: RunRecord, k: int) -> list[Any]:
-    start, about = run.starts[k], run.starts[k].about
-    at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(about["at"])) if "at" in about else None
+    start, settings = run.starts[k], run.starts[k].about
+    at = time.strftime("%Y-%m-%d %H:%M", time.gmtime(settings["at"])) if "at" in settings else None
     steps = f"{start.first + 1:,} to {start.last:,}" if start.last > start.first else "none"
-    before = next((other for other in run.starts[:k][::-1] if other.first < start.first), None)
+    before = next((earlier for earlier in run.starts[:k][::-1] if earlier.first < start.first), None)
     changed = [recipe_change(start), *(_setting_changes(before, start) if before else ())]
-    shown = "; ".join(filter(None, changed)) or None
+    changes = "; ".join(filter(None, changed)) or None
     if not start.is_recorded:
-        shown = "started by an earlier version that did not record starts; values from its last checkpoint"
-    return [at, steps, where(about), batch(about), mixed_precision(about), shown]
+        changes = "started by an earlier version that did not record starts; values from its last checkpoint"
+    return [at, steps, where(settings), batch(settings), mixed_precision(settings), changes]
 
 
 def _setting_changes(before: Start, now: Start) -> list[str]:

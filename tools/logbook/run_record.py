@@ -180,8 +180,8 @@ class RunRecord:
         Args:
             best_began: first step whose evaluation may be the best one.
         """
-        about, recipe = self.about, typed_values(self.recipe, KINDS["result.json"])[0]
-        devices, hosts = about.get("devices", []), about.get("hosts", [])
+        settings, recipe = self.about, typed_values(self.recipe, KINDS["result.json"])[0]
+        devices, hosts = settings.get("devices", []), settings.get("hosts", [])
         by = recipe.get("best_by", "accuracy")
         comparable = [line for line in self.evaluations if line["step"] >= best_began]
         best = max(comparable, key=lambda line: score_of(line, by), default={})
@@ -203,7 +203,7 @@ class RunRecord:
         names = ["script", "strategy", "compile", "grad_checkpointing", "step_graph"]
         names += ["mixed_precision", "half_precision", "gradient_reduction"]
         return {
-            **{name: about[name] for name in names if name in about},
+            **{name: settings[name] for name in names if name in settings},
             **{name: recipe[name] for name in ("data", "batch_size", "epochs", "seed") if name in recipe},
             **{name: value for name, value in values.items() if value is not None},
         }
@@ -223,17 +223,17 @@ class RunRecord:
 
     def as_of(self, start: Start) -> "RunRecord":
         """Return the run as if all its starts had used the settings of this start."""
-        run, about = copy.copy(self), start.about
+        run, settings = copy.copy(self), start.about
         if start is self.starts[-1]:
-            run.about = about | self.about
+            run.about = settings | self.about
             return run
-        run.about = about
+        run.about = settings
         # Manifests of earlier versions lack some flags.
-        run.recipe = ({} if start.is_recorded else self.recipe) | about.get("recipe", {})
-        run.facts = self.facts | {name: about[name] for name in KINDS["result.json"] if name in about}
-        run.facts["hosts"] = host_count(about)
-        if {"epochs", "steps_per_epoch"} <= about.keys():
-            run.facts["total_steps"] = about["epochs"] * about["steps_per_epoch"]
+        run.recipe = ({} if start.is_recorded else self.recipe) | settings.get("recipe", {})
+        run.facts = self.facts | {name: settings[name] for name in KINDS["result.json"] if name in settings}
+        run.facts["hosts"] = host_count(settings)
+        if {"epochs", "steps_per_epoch"} <= settings.keys():
+            run.facts["total_steps"] = settings["epochs"] * settings["steps_per_epoch"]
         if any(measures_anew(later.about) for later in self.kept if later.first >= start.last):
             run.unknown = {"val_name", "val_images", "test_name", "test_images"}
         return run
@@ -399,34 +399,34 @@ def _thinned(texts: list[str]) -> list[str]:
     return [texts[number] for number in sorted(kept - {-1})]
 
 
-def device_summary(about: dict[str, Any]) -> str:
+def device_summary(settings: dict[str, Any]) -> str:
     """Return the devices, such as `2 x NVIDIA T4` or `1 x A, 1 x B`."""
-    if not (names := about.get("devices")):
-        return f"{about.get('processes', '?')} x {about.get('device', 'unknown device')}"
+    if not (names := settings.get("devices")):
+        return f"{settings.get('processes', '?')} x {settings.get('device', 'unknown device')}"
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def host_count(about: dict[str, Any]) -> int:
-    hosts = about.get("hosts", 1)
+def host_count(settings: dict[str, Any]) -> int:
+    hosts = settings.get("hosts", 1)
     return hosts if isinstance(hosts, int) else len(hosts)
 
 
-def where(about: dict[str, Any]) -> str:
+def where(settings: dict[str, Any]) -> str:
     """Return the strategy and the devices, such as `DDP on 2 x NVIDIA T4`."""
-    strategy, hosts = about.get("strategy", "unknown strategy"), host_count(about)
+    strategy, hosts = settings.get("strategy", "unknown strategy"), host_count(settings)
     name = STRATEGIES.get(strategy, strategy.replace("zero", "ZeRO-"))
-    return f"{name} on {device_summary(about)}" + (f", {hosts} hosts" if hosts > 1 else "")
+    return f"{name} on {device_summary(settings)}" + (f", {hosts} hosts" if hosts > 1 else "")
 
 
-def job(about: dict[str, Any]) -> str:
+def job(settings: dict[str, Any]) -> str:
     """Return the strategy and the number of processes, such as `ddp x 2`."""
-    return f"{about.get('strategy', 'unknown')} x {about.get('processes', '?')}"
+    return f"{settings.get('strategy', 'unknown')} x {settings.get('processes', '?')}"
 
 
-def mixed_precision(about: dict[str, Any]) -> str:
+def mixed_precision(settings: dict[str, Any]) -> str:
     """Return the precision, such as `bf16, by autocast: weights and residual stream in fp32`."""
-    precision, how = about.get("mixed_precision", "-"), about.get("half_precision", "")
-    return f"{precision}, {HALF_PRECISION[how]}" if how in HALF_PRECISION else precision
+    precision, half = settings.get("mixed_precision", "-"), settings.get("half_precision", "")
+    return f"{precision}, {HALF_PRECISION[half]}" if half in HALF_PRECISION else precision
 
 
 def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> str:

@@ -219,9 +219,9 @@ def _checked(archive: Member, header: tarfile.TarInfo, end: int) -> Member:
     elif not 0 <= header.size <= most:
         problem = f"has {header.size:,} bytes; at most {most:,} are accepted"
     if problem:
-        shown = header.name if header.name.isprintable() and header.name else ascii(header.name)
+        printed = header.name if header.name.isprintable() and header.name else ascii(header.name)
         raise ValueError(
-            f"{archive.where}: {shown[:200]} {problem}. Fix: {GET_AGAIN}, or rebuild it without this file"
+            f"{archive.where}: {printed[:200]} {problem}. Fix: {GET_AGAIN}, or rebuild it without this file"
         )
     if header.offset_data + header.size > end:
         raise ValueError(

@@ -240,8 +240,8 @@ class Verification:
         trained, recipe = without_left(manifest.get("recipe", {})), self._part(step).record.recipe
         changed = [name for name in trained if trained[name] != recipe.get(name)]
         if changed:
-            shown = ", ".join(f"{name} {trained[name]}, not {recipe.get(name)}" for name in changed)
-            yield f"the checkpoint of step {step:,} was trained with {shown}"
+            values = ", ".join(f"{name} {trained[name]}, not {recipe.get(name)}" for name in changed)
+            yield f"the checkpoint of step {step:,} was trained with {values}"
 
     def _replay(self, outcome: Outcome, scratch: Path) -> None:
         run = self._part_of(outcome.interval).record
