@@ -136,10 +136,10 @@ def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"a.jpg": b"x"}, "train-0.tar: a has no class"),
-        ({"a.jpg": b"x", "a.json": b'{"name": "cat"}'}, "train-0.tar: a has no class"),
-        ({"a.cls": b"0"}, "train-0.tar: a has 0 images"),
-        ({"a.jpg": b"x", "a.png": b"x", "a.cls": b"0"}, "train-0.tar: a has 2 images"),
+        ({"a.jpg": b"x"}, "train-0.tar: a contains no class"),
+        ({"a.jpg": b"x", "a.json": b'{"name": "cat"}'}, "train-0.tar: a contains no class"),
+        ({"a.cls": b"0"}, "train-0.tar: a contains 0 images"),
+        ({"a.jpg": b"x", "a.png": b"x", "a.cls": b"0"}, "train-0.tar: a contains 2 images"),
         ({"a.jpg": b"x", "a.cls": b"-1"}, "the class is '-1', not a number"),
         ({"a.jpg": b"x", "a.json": b'{"label": true}'}, "the class is True, not a number"),
         ({"a.jpg": b"x", "a.json": b"{"}, "a.json"),
@@ -159,8 +159,8 @@ def test_a_sample_that_is_none_is_named(members, said, tmp_path):
     [
         (["--from", "shards"], 2, "--format index"),
         ([*FROM_SHARDS, "--out", "s3://bucket/x", "--work_dir", "w"], 2, "an index in S3"),
-        ([*FROM_SHARDS, "--train", "nothing-{0..3}.tar"], 1, "nothing-0.tar is no file"),
-        ([*FROM_SHARDS, "--train", "nothing-*.tar"], 1, "nothing-*.tar names no shards"),
+        ([*FROM_SHARDS, "--train", "nothing-{0..3}.tar"], 1, "nothing-0.tar is not a file"),
+        ([*FROM_SHARDS, "--train", "nothing-*.tar"], 1, "nothing-*.tar matches no shards"),
         ([*FROM_SHARDS, "--train", __file__, "--val", __file__], 1, f"{__file__} is in train and in val"),
         ([*FROM_SHARDS], 1, "contains no shards named *train*.tar"),
         (["--classes", "x"], 2, "--classes"),

@@ -54,7 +54,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     output = run([*launcher, *words, "--output_dir", tmp_path])
     best = result(trained)
     (said,) = [line for line in output.splitlines() if line.startswith("model ")]
-    file, of_step = f"step_{best['best_step']:08d}/model.safetensors", f"of step {best['best_step']:,}"
+    file, of_step = f"step_{best['best_step']:08d}/model.safetensors", f"step {best['best_step']:,}"
     assert said.endswith(f"/checkpoints/{file}, {of_step}, val accuracy {best['best_accuracy']:.4f}")
     assert f"{COUNT} images predicted, 1 skipped" in output
     assert "broken.png is skipped: " in output
@@ -180,7 +180,7 @@ def test_words_for_pictures(pictures, monkeypatch):
 
 def test_what_is_refused(trained, pictures, tmp_path):
     for words, said in (
-        ([trained], "pictures follow"),
+        ([trained], "MODEL and IMAGE are required"),
         ([tmp_path / "nothing", pictures], "no such folder or file"),
     ):
         status, output = Job(["predict.py", *words]).wait()

@@ -244,7 +244,7 @@ def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
     assert "does not contain its class" in fails(*words, "--out", tmp_path / "wrong")
     label_file.unlink()
     if form == "Kaggle":
-        assert "put LOC_val_solution.csv beside" in fails(*words, "--out", tmp_path / "wrong")
+        assert "Put LOC_val_solution.csv," in fails(*words, "--out", tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 
 
@@ -328,12 +328,12 @@ def test_what_lacks_labels_says_how_to_give_them(ilsvrc, two_tars, tmp_path):
     kit = ["--devkit", ilsvrc.devkit, "--val_labels", labels]
     assert "contains the labels of val. Remove --val_labels" in fails(*words, *kit)
     (two_tars / VAL).unlink()
-    assert "there is no val" in prep(*words)
+    assert "no val split" in prep(*words)
 
 
 def test_one_split_alone(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, "--out", tmp_path / "out"]
-    assert "there is no val" in prep(*words, *MINI)
+    assert "no val split" in prep(*words, *MINI)
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["splits"].keys() == {"train"}
 
 
@@ -571,8 +571,8 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
     assert "inputs" in fails("--data", data, *words[2:])
     assert contents(out) == contents(shards)
     for name, content, message in (
-        ("manifest.json", '{"name": "webapp"}', "holds a manifest.json of something else"),
-        ("manifest.json", "no JSON", "holds a manifest.json of something else"),
+        ("manifest.json", '{"name": "webapp"}', "contains the manifest.json of another program"),
+        ("manifest.json", "no JSON", "contains the manifest.json of another program"),
         ("thesis.tex", "x", "contains other files, such as thesis.tex"),
     ):
         shutil.rmtree(out)
@@ -649,7 +649,7 @@ STORIES = {  # killed where, with which flags; the archive that is then replaced
     "an archive not finished": (40, [], TRAIN, ""),
     "a finished archive": ("val", [], TRAIN, "train changed since"),
     "the devkit": ("val", [], DEVKIT, "devkit changed since"),
-    "another seed": ("val", ["--seed", 7], "", "seed was 7, and is now 0"),
+    "another seed": ("val", ["--seed", 7], "", "seed was 7 and is now 0"),
 }
 KEPT = {"val": ["train"], "manifest": ["train", "val"]}
 
