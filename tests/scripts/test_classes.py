@@ -79,7 +79,7 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
     }
 
 
-OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent ones."
+OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent classes."
 CASES = [  # the model, the data, flags, which of the model's classes are counted, what is said
     ("run", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
