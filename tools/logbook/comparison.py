@@ -137,13 +137,11 @@ def _values(runs: list[RunRecord], name: str) -> list[str]:
 
 def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | None, str]:
     """Return the speed-up in `time` (train_s or wall_s) and an empty text, or None and the reason."""
-    labels = {"batch_size": f"{run.unit} per step", "steps": "steps", "data": "data", "script": "script"}
+    labels = {"batch_size": "batch size", "steps": "number of steps", "data": "data", "script": "script"}
     for name, label in labels.items():
-        if first.facts.get(name) != run.facts.get(name):
-            return (
-                None,
-                f"the {label} differ: {run.facts.get(name)}, in the first run {first.facts.get(name)}",
-            )
+        value, reference = run.facts.get(name), first.facts.get(name)
+        if value != reference:
+            return None, f"the {label} is {value}, in the first run {reference}"
     for record in (first, run):
         subject = "the first run" if record is first else "the run"
         if record.facts["status"] != "finished":
