@@ -565,7 +565,7 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
     assert "is already complete" in prep(*words)
-    assert "seed was 0, and is now 7" in fails(*words, "--seed", 7)
+    assert "seed was 0 and is now 7" in fails(*words, "--seed", 7)
     assert "resize was None" in fails(*words, "--resize", 64)
     data = broken(ilsvrc, tmp_path / "data", val=ilsvrc.val_tar.read_bytes() + bytes(512))
     assert "inputs" in fails("--data", data, *words[2:])
