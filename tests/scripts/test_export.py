@@ -250,7 +250,7 @@ def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
     assert report["top1"] == result(runs[name])["best_accuracy"]
     picture = write_pictures(open_run(runs[name], tmp_path, cache), tmp_path)[0]
     words = [picture, "--workers", 0, "--output_dir", tmp_path]
-    assert "1 picture predicted" in run([*python(), "predict.py", folder, *words])
+    assert "1 image predicted" in run([*python(), "predict.py", folder, *words])
     (folder / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not say what trained it: export it again"):
         find(str(folder), "best", tmp_path, lambda: None)
@@ -265,7 +265,7 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
         save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, file)
 
     monkeypatch.setattr("safetensors.torch.save_file", spoil)
-    assert "gives other logits" in made(runs["cnn_a"], tmp_path / "new" / "out", *cache, status=1)
+    assert "computes different logits" in made(runs["cnn_a"], tmp_path / "new" / "out", *cache, status=1)
     assert list((tmp_path / "new").iterdir()) == []
 
 
