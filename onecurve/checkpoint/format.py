@@ -14,13 +14,10 @@ No file holds code. Data order and random numbers are functions of seed, epoch a
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
-import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -28,6 +25,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from onecurve.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Snapshot, Specs, write_chunks
 from onecurve.system.files import (
     check_regular,
     discard,
@@ -45,14 +43,7 @@ from onecurve.system.threads import Heartbeat
 FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
-CHUNK_BYTES = 16 * 2**20  # unit of writing and hashing
 JSON_LIMIT_BYTES = 16 * 2**20  # limit of a manifest; 22,000 class names take 1.2 MB
-_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
-_DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
-
-Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shape
 
 
 class OptimizerScalars(TypedDict):
@@ -81,7 +72,7 @@ class Checkpoint:
 def can_store(value: Any) -> bool:
     """True for a value that a safetensors file or state.json can hold."""
     if isinstance(value, Tensor):
-        return value.dtype in _DTYPES
+        return value.dtype in DTYPE_NAMES
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -89,7 +80,7 @@ def encode_value(value: Any) -> Any:
     """Makes a scalar or a small tensor fit for JSON."""
     if not isinstance(value, Tensor):
         return value
-    return {"dtype": _DTYPES[value.dtype], "value": value.tolist()}
+    return {"dtype": DTYPE_NAMES[value.dtype], "value": value.tolist()}
 
 
 def decode_value(value: Any) -> Any:
@@ -97,7 +88,7 @@ def decode_value(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     try:
-        return torch.tensor(value["value"], dtype=_TYPES[value["dtype"]])
+        return torch.tensor(value["value"], dtype=DTYPES[value["dtype"]])
     except (KeyError, TypeError, RuntimeError):
         raise ValueError(f"{value} in state.json is not a tensor") from None
 
@@ -123,67 +114,6 @@ def steps_in(parent: Path) -> list[int]:
 # --- Writing
 
 
-class Snapshot:
-    """The tensors of one safetensors file on the CPU, in one buffer that every save reuses.
-
-    The buffer has the file's layout, so writing needs no further copy. specs: name -> (dtype, shape). pinned:
-    page-locked, on a host with CUDA. pause(): called in a write with the processor time of each chunk.
-    """
-
-    def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
-        self.specs, self.pause = specs, pause
-        sizes = {name: dtype.itemsize * torch.Size(shape).numel() for name, (dtype, shape) in specs.items()}
-        self.buffer = _empty(sum(sizes.values()))
-        if pinned and len(self.buffer):
-            _pin(self.buffer)
-            # finalize keeps the buffer until it is unpinned. At the process's end the driver does that.
-            weakref.finalize(self, _unpin, self.buffer).atexit = False
-        self.views: dict[str, Tensor] = {}
-        header, start = {}, 0
-        by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # aligns each to its item size
-        for name in by_size:
-            dtype, shape = specs[name]
-            end = start + sizes[name]
-            self.views[name] = self.buffer[start:end].view(dtype).view(shape)
-            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-            start = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self.header = len(text).to_bytes(8, "little") + text
-
-    def write(self, path: Path) -> dict[str, Any]:
-        """Writes the file and syncs it. Returns its size in bytes and SHA-256."""
-        return _write(path, self._chunks())
-
-    def _chunks(self) -> Iterator[bytes | memoryview]:
-        yield self.header
-        data = self.buffer.numpy().data
-        for start in range(0, len(data), CHUNK_BYTES):
-            began = time.thread_time()
-            yield data[start : start + CHUNK_BYTES]
-            self.pause(time.thread_time() - began)
-
-
-def _empty(size: int) -> Tensor:
-    """Allocates uint8 [size] in memory pages of its own."""
-    whole = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
-    start = -whole.data_ptr() % mmap.PAGESIZE
-    return whole[start : start + size]
-
-
-def _pin(buffer: Tensor) -> None:
-    """Page-locks the buffer's pages. (torch's allocator would round the size up to a power of two.)"""
-    size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    for_all_contexts = 1  # cudaHostRegisterPortable
-    status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
-    if status:
-        raise RuntimeError(f"{size:,} bytes for checkpoints can't be page-locked: CUDA's error {status}")
-
-
-def _unpin(buffer: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-
-
 def commit(
     parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], about: dict[str, Any]
 ) -> Path:
@@ -197,10 +127,10 @@ def commit(
     try:
         temporary.mkdir(parents=True)
         files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
-        files[STATE_FILE] = _write(temporary / STATE_FILE, [json.dumps(state, indent=1).encode()])
+        files[STATE_FILE] = write_chunks(temporary / STATE_FILE, [json.dumps(state, indent=1).encode()])
         manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **about}
         manifest["digest"] = _digest(manifest)
-        _write(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
+        write_chunks(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
         sync(temporary)
         temporary.rename(folder)
     except BaseException:
@@ -354,18 +284,6 @@ def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True)
     return None
 
 
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
-    with open(path, "wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"size": size, "sha256": digest.hexdigest()}
-
-
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
@@ -393,9 +311,9 @@ class TensorFile:
     def specs(self) -> Specs:
         """Type and shape of each tensor. ValueError for a type that no run writes."""
         kinds = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
-        if unknown := [name for name, kind in kinds.items() if kind not in _TYPES]:
+        if unknown := [name for name, kind in kinds.items() if kind not in DTYPES]:
             raise ValueError(f"{self.path}: {unknown[0]} has the unknown type {kinds[unknown[0]]}")
-        return {name: (_TYPES[kinds[name]], shape) for name, shape in self.shapes().items()}
+        return {name: (DTYPES[kinds[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises ValueError unless the file has exactly these names and shapes."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecurve.checkpoint.format import Snapshot, Specs
+from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.distributed.layout import Layout, Piece
 
 MESSAGE_BYTES = 4 * 2**20  # some milliseconds on a network of 10 Gb/s: a step's own messages wait no longer

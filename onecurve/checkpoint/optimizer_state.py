@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import Checkpoint, OptimizerScalars, Specs, TensorFile
+from onecurve.checkpoint.format import Checkpoint, OptimizerScalars, TensorFile
 from onecurve.checkpoint.optimizer_trial import try_out
+from onecurve.checkpoint.snapshot import Specs
 from onecurve.distributed.layout import Layout, group_values
 
 Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a tensor of the main process

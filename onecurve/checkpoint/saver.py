@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import Snapshot, step_name, steps_in, to_keep
+from onecurve.checkpoint.format import step_name, steps_in, to_keep
 from onecurve.checkpoint.gather import NotGathered
+from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.checkpoint.training import TrainingState
 from onecurve.system.files import free_space, own_files, sync
 from onecurve.system.output import log

@@ -16,9 +16,10 @@ from accelerate.utils import broadcast, broadcast_object_list
 from torch import Tensor, nn
 
 from onecurve.checkpoint import format as checkpoints
-from onecurve.checkpoint.format import Checkpoint, Snapshot, Specs, TensorFile
+from onecurve.checkpoint.format import Checkpoint, TensorFile
 from onecurve.checkpoint.gather import Gather
 from onecurve.checkpoint.optimizer_state import OptimizerState
+from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.data.class_names import SHOWN, ClassMatch, match_classes
 from onecurve.distributed.layout import layout_of
 from onecurve.system.text import some_of

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from onecurve.checkpoint.format import CHUNK_BYTES, Snapshot
 from onecurve.checkpoint.gather import Gather
+from onecurve.checkpoint.snapshot import CHUNK_BYTES, Snapshot
 from onecurve.checkpoint.training import TrainingState
 from onecurve.run.ending import is_out_of_memory
 

@@ -14,7 +14,8 @@ from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
 from onecurve.checkpoint import weights
-from onecurve.checkpoint.format import Snapshot, commit, remove, write_step_index
+from onecurve.checkpoint.format import commit, remove, write_step_index
+from onecurve.checkpoint.snapshot import Snapshot
 from onecurve.flags.recipe import parse
 from onecurve.models.script import as_flags
 from onecurve.models.timm_models import data_config_of
