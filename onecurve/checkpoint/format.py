@@ -1,14 +1,15 @@
-"""The checkpoint format: atomic writes, verification, and the same files from every strategy.
+"""The checkpoint format: atomic writes, verification, and the same files for every strategy.
 
     checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}
     checkpoints/step_00000390/
-        model.safetensors                    fp32, the model's own parameter names; BatchNorm's statistics
+        model.safetensors                    parameters in fp32 under the model's names; BatchNorm statistics
         optimizer.safetensors                `<parameter>/exp_avg`, ...
-        ema.safetensors                      if the recipe has averaged weights
+        ema.safetensors                      averaged weights, if the recipe enables them
         state.json                           step, best evaluation, state of the log
-        manifest.json                        last: size and SHA-256 of each file, recipe, classes, writer
+        manifest.json                        size and SHA-256 of each file, recipe, classes, writer
 
-No file holds code. Data order and random numbers are functions of seed, epoch and step, and not stored.
+The manifest is written last. No file contains code. Data order and random numbers are functions of seed,
+epoch and step, so they are not stored.
 """
 
 import contextlib
@@ -40,26 +41,26 @@ from onecurve.system.output import log
 from onecurve.system.paths import shortest
 from onecurve.system.threads import Heartbeat
 
-FORMAT_VERSION = 1  # docs/checkpoints.md: when it rises, and which versions are read
+FORMAT_VERSION = 1  # docs/checkpoints.md says when the version increases and which versions are readable
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
-JSON_LIMIT_BYTES = 16 * 2**20  # limit of a manifest; 22,000 class names take 1.2 MB
+JSON_LIMIT_BYTES = 16 * 2**20  # largest accepted manifest; 22,000 class names take 1.2 MB
 
 
 class OptimizerScalars(TypedDict):
-    """The optimizer's part of state.json."""
+    """Optimizer section of state.json."""
 
     scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
     groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
 
 
 class DamagedCheckpoint(ValueError):
-    """Raised when a checkpoint does not verify."""
+    """Error for a checkpoint that fails verification."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that verified."""
+    """Verified checkpoint with its manifest."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -70,21 +71,25 @@ class Checkpoint:
 
 
 def can_store(value: Any) -> bool:
-    """True for a value that a safetensors file or state.json can hold."""
+    """Return True if a safetensors file or state.json can store the value."""
     if isinstance(value, Tensor):
         return value.dtype in DTYPE_NAMES
     return value is None or type(value) in (bool, int, float, str)
 
 
 def encode_value(value: Any) -> Any:
-    """Makes a scalar or a small tensor fit for JSON."""
+    """Convert a scalar or a small tensor to a JSON value."""
     if not isinstance(value, Tensor):
         return value
     return {"dtype": DTYPE_NAMES[value.dtype], "value": value.tolist()}
 
 
 def decode_value(value: Any) -> Any:
-    """Reverses encode(); tensors are on the CPU. ValueError for anything that encode() does not make."""
+    """Convert a value from encode_value() back; tensors are on the CPU.
+
+    Raises:
+        ValueError: If encode_value() does not produce such a value.
+    """
     if not isinstance(value, dict):
         return value
     try:
@@ -98,13 +103,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's name: 390 for step_00000390; None for any other name."""
-    found = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
-    return int(found[1]) if found else None
+    """Return the step in a checkpoint's name: 390 for step_00000390, None for any other name."""
+    match = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
+    return int(match[1]) if match else None
 
 
 def steps_in(parent: Path) -> list[int]:
-    """The steps of a run's checkpoints, newest first, damaged ones included."""
+    """Return the steps of all checkpoints in the folder, newest first, including damaged checkpoints."""
     if not parent.is_dir():
         return []
     steps = (step_of(path.name) for path in parent.iterdir())
@@ -115,11 +120,15 @@ def steps_in(parent: Path) -> list[int]:
 
 
 def commit(
-    parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], about: dict[str, Any]
+    parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], entries: dict[str, Any]
 ) -> Path:
-    """Writes parent/step_N atomically and syncs it. about: further keys of the manifest.
+    """Write parent/step_N atomically and sync it to disk.
 
-    OSError if that fails; earlier checkpoints stay.
+    Args:
+        entries: Additional keys of the manifest.
+
+    Raises:
+        OSError: If the write fails. Earlier checkpoints are not affected.
     """
     folder = parent / step_name(step)
     temporary = parent / f".{folder.name}.tmp"
@@ -128,7 +137,7 @@ def commit(
         temporary.mkdir(parents=True)
         files = {name: snapshot.write(temporary / name) for name, snapshot in snapshots.items()}
         files[STATE_FILE] = write_chunks(temporary / STATE_FILE, [json.dumps(state, indent=1).encode()])
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **about}
+        manifest = {"format_version": FORMAT_VERSION, "step": step, "files": files, **entries}
         manifest["digest"] = _digest(manifest)
         write_chunks(temporary / MANIFEST_FILE, [json.dumps(manifest, indent=1).encode()])
         sync(temporary)
@@ -141,13 +150,17 @@ def commit(
 
 
 def write_step_index(parent: Path, latest: int, best: int | None) -> None:
-    """Writes index.json, for people, `--weights` and validate.py. Resuming does not read it."""
+    """Write index.json for users, `--weights` and validate.py. A resumed run does not read this file."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
     write_json(parent / INDEX_FILE, names)
 
 
 def parse_step_index(content: bytes, where: Path | str) -> dict[str, int]:
-    """The steps that index.json names: {"latest": 390, "best": 260}. ValueError for other content."""
+    """Return the steps that index.json names: {"latest": 390, "best": 260}.
+
+    Raises:
+        ValueError: If the content is not an index of checkpoints.
+    """
     try:
         steps = {label: step_of(name) for label, name in parse_json(content, where).items()}
         return {label: step for label, step in steps.items() if step is not None}
@@ -156,7 +169,7 @@ def parse_step_index(content: bytes, where: Path | str) -> dict[str, int]:
 
 
 def best_in(parent: Path) -> Path | None:
-    """The folder of the best checkpoint, which index.json names; None where it is not there."""
+    """Return the folder of the best checkpoint according to index.json, or None if it does not exist."""
     index = parent / INDEX_FILE
     best = parse_step_index(index.read_bytes(), shortest(index)).get("best") if index.is_file() else None
     folder = None if best is None else parent / step_name(best)
@@ -164,18 +177,18 @@ def best_in(parent: Path) -> Path | None:
 
 
 def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
-    """The steps to keep: the last two, the best, and the multiples of --keep_every."""
+    """Return the steps to keep: the last two, the best, and the multiples of --keep_every."""
     steps = sorted(steps)
     return {s for s in steps if s in steps[-2:] or s == best or (every and s % every == 0)}
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint. An interrupted removal leaves no folder that looks complete.
+    """Remove a checkpoint. An interrupted removal leaves no folder that looks complete.
 
-    Of a symbolic link only the link is removed: somebody has moved the checkpoint to its target.
+    A symbolic link means that a user has moved the checkpoint, so only the link is removed.
     """
     if folder.is_symlink():
-        log.info(f"{folder} is a link to {folder.readlink()}: the link is removed, not what it leads to")
+        log.info(f"{folder} is a link to {folder.readlink()}. Only the link is removed, not its target.")
         folder.unlink()
         return
     doomed = folder.with_name(f".{folder.name}.old")
@@ -185,7 +198,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_temporary(parent: Path) -> None:
-    """Removes leftovers of interrupted writes and removals. Only the run's owner may call it."""
+    """Remove leftovers of interrupted writes and removals. Only the owner of the run may call it."""
     for path in parent.glob(".step_*"):
         with contextlib.suppress(OSError):
             discard(path)
@@ -195,27 +208,38 @@ def remove_temporary(parent: Path) -> None:
 
 
 def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
-    """Checks the manifest, and size and SHA-256 of every file. Damaged names the file and the fault."""
+    """Check the manifest, and the size and SHA-256 of every file.
+
+    Raises:
+        DamagedCheckpoint: If a file is missing or differs from the manifest. The message names the file and
+            the fault.
+        ValueError: If a file can't be read.
+    """
     try:
-        with open(_own(folder / MANIFEST_FILE), "rb") as file:
+        with open(_regular_file(folder / MANIFEST_FILE), "rb") as file:
             manifest = check_manifest(file.read(JSON_LIMIT_BYTES), folder)
         for name, expected in manifest["files"].items():
-            path = _own(folder / name)
+            path = _regular_file(folder / name)
             if path.stat().st_size != expected["size"]:
                 raise DamagedCheckpoint(
                     f"{path} has {path.stat().st_size:,} bytes instead of {expected['size']:,}"
                 )
             if sha256_of(path, heartbeat) != expected["sha256"]:
                 raise DamagedCheckpoint(f"{path} has changed since it was written (SHA-256)")
-    except OSError as error:  # a disk error or a permission: the file may be intact
+    except OSError as error:  # a disk or permission error; the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
 
 
-def _own(path: Path) -> Path:
-    """The path of a regular file. Damaged for anything else: a link, or a pipe that would never be read."""
+def _regular_file(path: Path) -> Path:
+    """Return the path if it is a regular file.
+
+    Raises:
+        DamagedCheckpoint: If the file is missing, a symbolic link, or for example a pipe, which would block
+            the reader.
+    """
     if path.is_symlink() or not path.is_file():
-        raise DamagedCheckpoint(f"{path} is {'no regular file' if os.path.lexists(path) else 'missing'}")
+        raise DamagedCheckpoint(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}")
     return path
 
 
@@ -232,7 +256,12 @@ class CheckpointManifest(TypedDict):
 
 
 def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
-    """Parses and checks a checkpoint's manifest, without reading its other files. Damaged if wrong."""
+    """Parse and check a checkpoint's manifest without reading the checkpoint's other files.
+
+    Raises:
+        DamagedCheckpoint: If the manifest is malformed, was changed, or belongs to another step.
+        ValueError: If this code can't read the manifest's format version.
+    """
     where = f"{folder}/{MANIFEST_FILE}"
     try:
         manifest = parse_json(content, where)
@@ -245,12 +274,13 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     version, names = manifest["format_version"], manifest["files"].keys()
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ValueError(
-            f"{where} has format version {version}, and this code reads 1 to {FORMAT_VERSION}: update it"
+            f"{where} has format version {version}, but this code reads versions 1 to {FORMAT_VERSION}."
+            " Update the code."
         )
     needed = {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
     if not needed <= names <= needed | {EMA_FILE}:
         raise DamagedCheckpoint(
-            f"{where} names other files than those of a checkpoint: {', '.join(sorted(names))}"
+            f"{where} does not list the files of a checkpoint, but {', '.join(sorted(names))}"
         )
     if step_of(Path(folder).name) != manifest["step"]:
         raise DamagedCheckpoint(f"{where} belongs to step {manifest['step']}")
@@ -258,28 +288,33 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
 
 
 def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True) -> Checkpoint | None:
-    """The newest checkpoint that verifies; None where there are no checkpoints.
+    """Return the newest checkpoint that verifies, or None if there are no checkpoints.
 
-    Damaged ones are printed and, if the folder is `ours`, renamed to damaged_*. ValueError when there are
-    checkpoints and none verifies.
+    Args:
+        heartbeat: Called about every second while files are hashed.
+        ours: True if this process owns the folder. Damaged checkpoints are then renamed to damaged_*.
+
+    Raises:
+        ValueError: If there are checkpoints but none verifies.
     """
     steps, damaged = steps_in(parent), []
     for step in steps:
         folder = parent / step_name(step)
         try:
-            found = verify(folder, heartbeat)
+            checkpoint = verify(folder, heartbeat)
         except DamagedCheckpoint as error:
             damaged.append(folder)
-            log.info(f"checkpoint of step {step:,} is damaged: {error}")
+            log.warning(f"warning: checkpoint of step {step:,} is damaged: {error}")
             continue
-        for bad in damaged if ours else ():
-            discard(bad.with_name(f"damaged_{bad.name}"))
-            bad.rename(bad.with_name(f"damaged_{bad.name}"))
-        return found
+        for damaged_folder in damaged if ours else ():
+            renamed = damaged_folder.with_name(f"damaged_{damaged_folder.name}")
+            discard(renamed)
+            damaged_folder.rename(renamed)
+        return checkpoint
     if damaged:
         raise ValueError(
-            f"none of the {len(damaged)} checkpoints in {parent} verifies: put back an intact copy, or give"
-            " another --output_dir to start afresh"
+            f"none of the {len(damaged)} checkpoints in {parent} verifies. Restore an intact copy, or start a"
+            " new run with another --output_dir."
         )
     return None
 
@@ -292,7 +327,11 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 class TensorFile:
-    """Reads a verified safetensors file, one tensor at a time. ValueError for another file."""
+    """Reader of a verified safetensors file, one tensor at a time.
+
+    Raises:
+        ValueError: If the file is not a safetensors file.
+    """
 
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
@@ -309,22 +348,27 @@ class TensorFile:
         return {name: tuple(self.file.get_slice(name).get_shape()) for name in self.file.keys()}  # noqa: SIM118
 
     def specs(self) -> Specs:
-        """Type and shape of each tensor. ValueError for a type that no run writes."""
-        kinds = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
-        if unknown := [name for name, kind in kinds.items() if kind not in DTYPES]:
-            raise ValueError(f"{self.path}: {unknown[0]} has the unknown type {kinds[unknown[0]]}")
-        return {name: (DTYPES[kinds[name]], shape) for name, shape in self.shapes().items()}
+        """Return the dtype and shape of each tensor.
+
+        Raises:
+            ValueError: If the file contains a dtype that no run writes.
+        """
+        dtypes = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
+        if unknown := [name for name, dtype in dtypes.items() if dtype not in DTYPES]:
+            raise ValueError(f"{self.path}: {unknown[0]} has the unknown dtype {dtypes[unknown[0]]}")
+        return {name: (DTYPES[dtypes[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raises ValueError unless the file has exactly these names and shapes."""
-        own = self.shapes()
-        wrong = [name for name in shapes if name in own and own[name] != shapes[name]]
-        wrong += sorted(own.keys() ^ shapes.keys())
-        if wrong:
-            theirs, ours = (list(d[wrong[0]]) if wrong[0] in d else "nothing" for d in (own, shapes))
+        """Raise ValueError unless the file has exactly these names and shapes."""
+        stored_shapes = self.shapes()
+        differing = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
+        differing += sorted(stored_shapes.keys() ^ shapes.keys())
+        if differing:
+            first = differing[0]
+            stored, expected = (list(s[first]) if first in s else "nothing" for s in (stored_shapes, shapes))
             raise ValueError(
-                f"{self.path} belongs to another model: {len(wrong)} tensors differ, the first is {wrong[0]}"
-                f" ({theirs} in the file, {ours} in the model): give that model's flags"
+                f"{self.path} belongs to another model: {len(differing)} tensors differ. The first is {first}"
+                f" ({stored} in the file, {expected} in the model). Use the flags of the file's model."
             )
 
     def tensor(self, name: str) -> Tensor:

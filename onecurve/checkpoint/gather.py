@@ -1,7 +1,7 @@
-"""Brings what each process has of a snapshot to the main process, in threads, beside the training.
+"""Gathers snapshots on the main process, in background threads.
 
-The pieces go straight to their places in the main process's snapshot, over a gloo group of their own.
-The main process asks the others in turn for a message each, so that none of them waits long.
+The main process receives each piece directly into its position in the snapshot, over a separate gloo group.
+It receives one message from each rank in turn, so no rank waits long.
 """
 
 import threading
@@ -16,61 +16,65 @@ from torch import Tensor
 from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.distributed.layout import Layout, Piece
 
-MESSAGE_BYTES = 4 * 2**20  # some milliseconds on a network of 10 Gb/s: a step's own messages wait no longer
-# Of the time, of the link in the gather and of a core in the write: at a quarter of the link the ten steps
-# beside it took 1.12 times as long on two cores, at a tenth 0.99 (benchmarks/checkpoint_saves.py, FSDP2).
+# A few milliseconds on a 10 Gb/s network: the longest time that a message of a training step waits
+MESSAGE_BYTES = 4 * 2**20
+# Fraction of the network (gather) and of one core (write) that a save may use. On two cores, the ten steps
+# during a save took 1.12 times as long at 0.25, and 0.99 times at 0.1 (benchmarks/checkpoint_saves.py,
+# FSDP2).
 SHARE = 0.1
 
 
 class NotGathered(Exception):
-    """Raised when a process that takes part has died, or stays silent for --timeout_s."""
+    """Error for a rank that died during a gather or did not answer within --timeout_s."""
 
 
 class Gather:
-    """What each process holds and sends. Create it before the first forward. Collective.
+    """Assignment of tensor pieces to ranks, and their transfer to the main process. Collective.
 
-    Of a piece that several processes have, as under DDP, the first one's counts. Buffers, and state of
-    another shape than its parameter's, are the main process's.
+    Create it before the first forward pass. If several ranks hold the same piece, as under DDP, the lowest
+    rank provides it. The main process provides buffers, and optimizer state whose shape differs from the
+    parameter's.
     """
 
     def __init__(self, layout: Layout):
         self.shapes = layout.frozen_shapes() | layout.shapes()
-        self.rank, everyones = 0, [layout.pieces]
+        self.rank, pieces_by_rank = 0, [layout.pieces]
         if dist.is_initialized():
-            self.rank, everyones = dist.get_rank(), everyones * dist.get_world_size()
+            self.rank, pieces_by_rank = dist.get_rank(), pieces_by_rank * dist.get_world_size()
             group = dist.new_group(backend="gloo")
             assert isinstance(group, dist.ProcessGroup)
             self.group = group
-            dist.all_gather_object(everyones, layout.pieces, group=self.group)
-        found: set[tuple[str, int]] = set()
-        self.shares: list[dict[str, Piece]] = []
-        for pieces in everyones:
-            first = {n: p for n, p in pieces.items() if p.length and (n, p.start) not in found}
-            found |= {(name, piece.start) for name, piece in first.items()}
-            self.shares.append(first)
+            dist.all_gather_object(pieces_by_rank, layout.pieces, group=self.group)
+        assigned: set[tuple[str, int]] = set()
+        self.shares: list[dict[str, Piece]] = []  # by rank
+        for pieces in pieces_by_rank:
+            share = {n: p for n, p in pieces.items() if p.length and (n, p.start) not in assigned}
+            assigned |= {(name, piece.start) for name, piece in share.items()}
+            self.shares.append(share)
         for name, shape in self.shapes.items():
             lengths = [share[name].length for share in self.shares if name in share]
             assert sum(lengths) == torch.Size(shape).numel(), name
-        self.hurry = threading.Event()  # set while the training waits for the checkpoint: no pauses
+        self.hurry = threading.Event()  # set while the training waits for the checkpoint; disables pauses
 
     def held(self, specs: Specs) -> Specs:
-        """Type and shape of what this process holds of a file: all of it on the main process."""
+        """Return dtype and shape of this rank's part of each tensor: everything on the main process."""
         if self.rank == 0:
             return specs
         return {n: (specs[n][0], (piece.length,)) for n, piece in self._pieces(specs, self.rank)}
 
     def own(self, snapshot: Snapshot) -> dict[str, Tensor]:
-        """Flat views of what this process itself copies into its snapshot."""
+        """Return flat views of the pieces that this rank copies into its snapshot."""
         return snapshot.views if self.rank else dict(self._views(snapshot, 0))
 
     def run(self, snapshots: dict[str, Snapshot]) -> None:
-        """Completes the main process's snapshots. All processes call it, in a thread.
+        """Complete the main process's snapshots. All ranks call it, each in a thread.
 
-        NotGathered names a process that does not answer.
+        Raises:
+            NotGathered: If a rank does not answer. The message names the rank.
         """
         if self.rank:
             if self.shares[self.rank]:
-                self._transfer(dist.send, torch.zeros(1), 0)  # its copy is complete
+                self._transfer(dist.send, torch.zeros(1), 0)  # this rank's copy is complete
             for snapshot in snapshots.values():
                 for name in snapshot.specs:
                     for part in _messages(snapshot.views[name]):
@@ -86,12 +90,12 @@ class Gather:
                 if message is None:
                     del messages[rank]
                     continue
-                began = time.perf_counter()
+                began_s = time.perf_counter()
                 self._transfer(dist.recv, message, rank)
-                self.pause(time.perf_counter() - began)
+                self.pause(time.perf_counter() - began_s)
 
     def pause(self, busy_s: float) -> None:
-        """Waits so long that busy_s is the SHARE of the time. Not while the training waits."""
+        """Sleep until busy_s is SHARE of the elapsed time. Return at once while the training waits."""
         self.hurry.wait(busy_s * (1 / SHARE - 1))
 
     def _incoming(self, snapshots: dict[str, Snapshot], rank: int) -> Iterator[Tensor]:
@@ -100,12 +104,12 @@ class Gather:
                 yield from _messages(piece)
 
     def _views(self, snapshot: Snapshot, rank: int) -> Iterator[tuple[str, Tensor]]:
-        """Flat views of a process's pieces in the main process's snapshot."""
+        """Yield the names and flat views of a rank's pieces in the main process's snapshot."""
         for name, piece in self._pieces(snapshot.specs, rank):
             yield name, snapshot.views[name].view(-1)[piece.start : piece.start + piece.length]
 
     def _pieces(self, specs: Specs, rank: int) -> Iterator[tuple[str, Piece]]:
-        """The pieces that come from a process, by their names in the file."""
+        """Yield the pieces that a rank provides, with the tensors' names in the file."""
         for name, (_, shape) in specs.items():
             parameter = name if name in self.shapes else name.rpartition("/")[0]  # `<parameter>/<state>`
             if self.shapes.get(parameter) != shape:
@@ -116,13 +120,13 @@ class Gather:
                 yield name, piece
 
     def _transfer(self, transfer: Callable[..., Any], message: Tensor, rank: int) -> None:
-        began = time.monotonic()
+        began_s = time.monotonic()
         try:
             transfer(message, rank, group=self.group)
-        except RuntimeError as error:  # its text names lines of gloo's sources, and addresses
-            silent_s = time.monotonic() - began
-            is_silent = "imed out" in str(error)
-            reason = f"did not answer for {silent_s:.0f} s" if is_silent else "closed its connection"
+        except RuntimeError as error:  # the error's text contains only gloo's source lines and addresses
+            silent_s = time.monotonic() - began_s
+            has_timed_out = "imed out" in str(error)
+            reason = f"did not answer for {silent_s:.0f} s" if has_timed_out else "closed its connection"
             raise NotGathered(f"rank {rank} {reason}") from error
 
 

@@ -1,8 +1,9 @@
-"""Uploads committed checkpoints to a prefix in S3 during the training, and downloads them.
+"""Mirror of a run's checkpoints and logs in S3: uploads during the training, and downloads.
 
-<prefix>/checkpoints/step_00000390/...   as on the disk; the manifest, uploaded last, commits the checkpoint
+<prefix>/checkpoints/step_00000390/...   same files as on disk; uploading the manifest commits the checkpoint
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
-<prefix>/metrics.jsonl, recipe.json, starts.jsonl, result.json, ...    telemetry-*.jsonl with the result
+<prefix>/metrics.jsonl, recipe.json, starts.jsonl, ...    uploaded before each checkpoint
+<prefix>/telemetry-*.jsonl, result.json                   uploaded at the end of the run
 """
 
 import json
@@ -28,17 +29,23 @@ from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
 LOGS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
-TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day from a host with 8 GPUs, so it is sent once, with the result
+TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day for a host with 8 GPUs, so uploaded once, with the result
 LOG_LIMIT_BYTES = 2**31
 
 
 class Mirror:
-    """Uploads one checkpoint at a time in its own thread; of later ones only the newest is queued.
+    """Background upload of checkpoints, one at a time. Only the newest waiting checkpoint is queued.
 
-    The training never waits for it. A failed upload is printed, and retried with the next checkpoint, at the
-    end of the run, and when the same command is started again. lost(): the message once another run owns the
-    prefix, as after a pause of this machine: from then on nothing is written or removed there. Only a request
-    whose check came before the pause still goes out: the new owner's next upload repairs it.
+    The training never waits for an upload. A failed upload is reported and retried with the next checkpoint,
+    at the end of the run, and when the same command is started again.
+
+    Args:
+        store: Prefix of the run in S3.
+        folder: Run folder.
+        keep_every: Keep checkpoints whose step is a multiple of this number.
+        lost: Returns a message once another run owns the prefix, for example after this machine was
+            suspended. From then on, nothing is written or removed. A request that passed the check before the
+            suspension is still sent; the new owner's next upload repairs its effect.
     """
 
     def __init__(
@@ -52,28 +59,31 @@ class Mirror:
         self.changed = threading.Condition()
         self.waiting: tuple[int, int | None] | None = None  # (step, best step)
         self.sending: tuple[int, int | None] | None = None
-        self.failed = False  # the last upload
+        self.failed = False  # True if the last upload failed
         threading.Thread(target=self._work, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
-        """Queues a checkpoint that was committed on the disk."""
+        """Queue a checkpoint that was committed on disk."""
         with self.changed:
             self.waiting = (step, best)
             self.changed.notify_all()
 
     def needs(self) -> set[int]:
-        """Steps of the checkpoints that must stay on the disk: queued, or being sent, and their best ones."""
+        """Return the steps of checkpoints that must stay on disk for the queued and the current upload."""
         with self.changed:
             pairs = filter(None, (self.waiting, self.sending))
             return {step for pair in pairs for step in pair if step is not None}
 
     def wait(self, timeout_s: float) -> bool:
-        """True once nothing is queued or being sent. Each request to the store has its own timeout."""
+        """Wait until nothing is queued or being uploaded. Return False after the timeout.
+
+        Each request to the store has a separate timeout.
+        """
         with self.changed:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
-        """Uploads the files of a finished run, result.json last: its presence means a complete upload."""
+        """Upload the files of a finished run. result.json is last and marks the upload as complete."""
         self._check_owner()
         self._send_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
@@ -94,33 +104,34 @@ class Mirror:
             failed = False
             try:
                 self._send(step, best)
-            except Exception as error:  # of any kind, because the end of the run waits for this thread
+            except Exception as error:  # any exception, because the end of the run waits for this thread
                 failed = True
-                log.info(
-                    f"the checkpoint of step {step:,} is not in {self.store.url} ({error}): it is safe on the"
-                    " disk. The next upload sends it, or run the same command again later"
+                log.warning(
+                    f"warning: the checkpoint of step {step:,} could not be uploaded to {self.store.url}"
+                    f" ({error}). It is safe on disk. The next upload includes it, or run the same command"
+                    " again later."
                 )
             with self.changed:
                 self.failed, self.sending = failed, None
                 self.changed.notify_all()
 
     def _send(self, step: int, best: int | None) -> None:
-        """Uploads the logs, the checkpoint, the best one if it is missing, and index.json."""
+        """Upload the logs, the checkpoint, the best checkpoint if it is missing, and index.json."""
         self._check_owner()
-        self._send_run_files(*LOGS)  # first, as they are never behind a checkpoint
-        there = committed(self.store)
-        for wanted in sorted({step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())):
-            if wanted not in there:
-                self._send_checkpoint(wanted)
-                there.add(wanted)
-        index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in there else {})
+        self._send_run_files(*LOGS)  # first, because logs must never be older than a checkpoint
+        stored = committed(self.store)
+        needed = {step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())
+        for missing in sorted(needed - stored):
+            self._send_checkpoint(missing)
+            stored.add(missing)
+        index = {"latest": step_name(step)} | ({"best": step_name(best)} if best in stored else {})
         self._check_owner()
         self.store.write(f"checkpoints/{checkpoints.INDEX_FILE}", json.dumps(index).encode())
         self._send_run_files("result.json")
-        self._prune(checkpoints.to_keep({s for s in there if s <= step}, best, self.keep_every))
+        self._prune(checkpoints.to_keep({s for s in stored if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
-        """Uploads a checkpoint. The manifest, last, is the commit: without one there is no checkpoint."""
+        """Upload a checkpoint. The manifest is last; uploading it commits the checkpoint."""
         local = self.folder / "checkpoints" / step_name(step)
         remote = f"checkpoints/{step_name(step)}"
         for path in own_files(local, "*"):
@@ -128,23 +139,23 @@ class Mirror:
                 self._check_owner()
                 self.store.upload(path, f"{remote}/{path.name}")
         manifest = (local / MANIFEST_FILE).read_bytes()
-        made = self.store.create(f"{remote}/{MANIFEST_FILE}", manifest)
-        if not made and self.store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) != manifest:
+        is_new = self.store.create(f"{remote}/{MANIFEST_FILE}", manifest)
+        if not is_new and self.store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) != manifest:
             raise StoreError(f"another run has written step {step:,} to {self.store.url}")
 
     def _prune(self, keep: set[int]) -> None:
-        """Deletes checkpoints older than the newest of `keep`.
+        """Delete all checkpoints that are older than the newest step in `keep` and not in `keep`.
 
-        Manifests first, so that an interrupted removal leaves none.
+        Manifests are deleted first, so that an interrupted removal leaves no partial checkpoint.
         """
         newest, keys = max(keep), self.store.list("checkpoints/step_")
-        doomed = [k for k in keys if (step := _step(k)) is not None and step < newest and step not in keep]
+        expired = [k for k in keys if (step := _step(k)) is not None and step < newest and step not in keep]
         self._check_owner()
-        self.store.delete(sorted(doomed, key=lambda key: not key.endswith(MANIFEST_FILE)))
+        self.store.delete(sorted(expired, key=lambda key: not key.endswith(MANIFEST_FILE)))
 
     def _check_owner(self) -> None:
-        if lost := self.lost():
-            raise StoreError(lost)
+        if message := self.lost():
+            raise StoreError(message)
 
 
 def fetch_newest(
@@ -154,11 +165,19 @@ def fetch_newest(
     heartbeat: Heartbeat = lambda: None,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
-    """Downloads the newest committed checkpoint that verifies and is newer than that step into `parent`.
+    """Download the newest committed checkpoint that verifies and is newer than `newer_than` into `parent`.
 
-    Returns its step; None if there is no newer one. ValueError when there are checkpoints but none verifies.
-    lost: as Mirror's, for the prefix's owner, who deletes the manifests of damaged ones, so that nothing
-    reads them again and the run can write those steps anew. Without it the prefix is only read.
+    Args:
+        heartbeat: Called about every second.
+        lost: Same as for Mirror. Pass it only if this run owns the prefix: manifests of damaged checkpoints
+            are then deleted, so that they are not read again and the run can write these steps again. Without
+            it, the prefix is only read.
+
+    Returns:
+        The step of the checkpoint, or None if there is no newer checkpoint.
+
+    Raises:
+        ValueError: If there are checkpoints but none verifies, or a download can't be written to disk.
     """
 
     def remove(damaged: list[str]) -> None:
@@ -173,7 +192,7 @@ def fetch_newest(
             remove(damaged)
             return step
         except (DamagedCheckpoint, WrongSize) as error:
-            log.info(f"checkpoint of step {step:,} is damaged: {error}")
+            log.warning(f"warning: checkpoint of step {step:,} is damaged: {error}")
             damaged.append(f"checkpoints/{step_name(step)}/{MANIFEST_FILE}")
         except OSError as error:
             raise ValueError(
@@ -187,9 +206,11 @@ def fetch_newest(
 
 
 def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> None:
-    """Downloads one checkpoint into `parent`, by a temporary folder that is renamed once verified.
+    """Download one checkpoint into `parent`: into a temporary folder, which is renamed after verification.
 
-    Raises Damaged or WrongSize if it does not verify, OSError if it can't be written.
+    Raises:
+        DamagedCheckpoint, WrongSize: If the checkpoint does not verify.
+        OSError: If the checkpoint can't be written.
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
     content, manifest = read_manifest(store, step)
@@ -197,11 +218,11 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
     discard(part)
     part.mkdir(parents=True)
     try:
-        mib = sum(about["size"] for about in manifest["files"].values()) / 2**20
+        mib = sum(entry["size"] for entry in manifest["files"].values()) / 2**20
         log.info(f"downloading the checkpoint of step {step:,} from {store.url}: {mib:,.1f} MiB")
-        for name, about in manifest["files"].items():
-            store.download(f"{remote}/{name}", part / name, about["size"], heartbeat)
-            if sha256_of(part / name, heartbeat) != about["sha256"]:
+        for name, entry in manifest["files"].items():
+            store.download(f"{remote}/{name}", part / name, entry["size"], heartbeat)
+            if sha256_of(part / name, heartbeat) != entry["sha256"]:
                 raise DamagedCheckpoint(
                     f"{store.url}/{remote}/{name} has changed since it was written (SHA-256)"
                 )
@@ -217,17 +238,17 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
 
 
 def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]:
-    """A checkpoint's manifest: as it is stored, and read. Raises Damaged."""
+    """Return a checkpoint's manifest as bytes and parsed. Raise DamagedCheckpoint if it is invalid."""
     remote = f"checkpoints/{step_name(step)}"
     content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
     return content, checkpoints.check_manifest(content, f"{store.url}/{remote}")
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """Downloads a run's logs, so that a run resumed from another machine's checkpoint has no gap.
+    """Download a run's logs, so that a run resumed on another machine has no gap in them.
 
-    recipe.json comes first: it marks the folder as a run's even if the download is interrupted. A local file
-    stays if it begins with the bucket's content; otherwise the bucket's file replaces it.
+    recipe.json is first, so that the folder is recognized as a run even if the download is interrupted. A
+    local file that begins with the content in the bucket stays. Otherwise the file in the bucket replaces it.
     """
     telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
     for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):
@@ -238,7 +259,7 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
 
 
 def committed(store: ObjectStore) -> set[int]:
-    """The steps of the checkpoints in the store: those with a manifest."""
+    """Return the steps of the committed checkpoints in the store, which are the ones with a manifest."""
     keys = store.list("checkpoints/step_")
     return {step for key in keys if key.endswith(f"/{MANIFEST_FILE}") and (step := _step(key)) is not None}
 

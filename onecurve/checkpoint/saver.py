@@ -1,4 +1,4 @@
-"""Gathers and writes checkpoints in the background: a training step waits only for the snapshot."""
+"""Saves checkpoints in the background, so that a training step waits only for the snapshot."""
 
 import math
 import os
@@ -20,16 +20,24 @@ from onecurve.system.threads import lower_priority
 if TYPE_CHECKING:  # for --s3
     from onecurve.checkpoint.mirror import Mirror
 
-FIRST_CAUSE_S = 3.0  # by then onecurve/distributed/watch.py ends a job in which a process has died
+# Seconds to wait after a failed gather. If a rank died, onecurve/distributed/watch.py ends the job within
+# this time and reports the first cause.
+FIRST_CAUSE_S = 3.0
 
 
 class Saver:
-    """Saves one checkpoint at a time. All processes call save(); in threads their parts go to the main
-    process, which writes.
+    """Background writer of checkpoints, one at a time.
 
-    about: further keys of the manifest. mirror: uploads checkpoints. committed: the newest step on the disk.
-    lost(): a message once another run owns the folder; then nothing is written. A snapshot may be held in
-    memory until write_held() writes it, or the next snapshot replaces it.
+    All ranks call save(). Background threads gather the snapshots on the main process, which writes them. A
+    snapshot can be held in memory until write_held() writes it or the next snapshot replaces it.
+
+    Args:
+        folder: Run folder on the main process, None on other ranks.
+        about: Additional keys of the manifest.
+        keep_every: Keep checkpoints whose step is a multiple of this number.
+        mirror: Uploads the checkpoints.
+        committed: Newest step on disk.
+        lost: Returns a message once another run owns the folder. From then on, nothing is written.
     """
 
     def __init__(
@@ -46,16 +54,21 @@ class Saver:
         self.about, self.mirror = about, mirror
         self.thread = futures.ThreadPoolExecutor(1, initializer=lower_priority)
         self.running = [self.thread.submit(training.allocate, training.expected())]
-        self.gathered: int | None = None  # the step of the snapshots, once they are complete
+        self.gathered: int | None = None  # step of the snapshots, set once they are complete
         self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
-        self.written_at = -math.inf  # time.monotonic() of the last write's start in this process
+        self.written_at = -math.inf  # time.monotonic() at the start of this process's last write
         self.committed, self.lost = committed, lost
-        self.problem: str | None = None  # why the first save that failed did
+        self.problem: str | None = None  # reason of the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
-        """Takes a snapshot and starts to write it, or holds it. It replaces a held one. Collective.
+        """Take a snapshot, which replaces a held snapshot, and start to write it. Collective.
 
-        Writes nothing after a problem, which the other processes may not know yet.
+        After a problem, which other ranks may not have noticed yet, nothing is written.
+
+        Args:
+            state: Content of state.json.
+            best: Step of the best checkpoint, which is kept.
+            hold: Hold the snapshot in memory instead of writing it.
         """
         self.wait()
         self.held = None
@@ -67,28 +80,28 @@ class Saver:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
-        """Starts to write the held snapshot, if any, once the last write began at least after_s ago."""
+        """Start to write the held snapshot, if any, unless the last write began less than after_s ago."""
         if self.held and not self.problem and self.since_write_s() >= after_s:
             self.running.append(self.thread.submit(self._write, *self.held))
             self.held = None
             self.written_at = time.monotonic()
 
     def since_write_s(self) -> float:
-        """Seconds since the last write began; infinite before the first one of this process."""
+        """Return the seconds since the last write began; infinite before this process's first write."""
         return time.monotonic() - self.written_at
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Waits until the save in flight is on the disk or has failed. Calls heartbeat() meanwhile."""
+        """Wait until the current save is on disk or has failed, and call heartbeat() meanwhile."""
         while not self.done(0.2):
             heartbeat()
 
     def done(self, wait_s: float) -> bool:
-        """Waits up to wait_s. True when no save is in flight."""
+        """Wait up to wait_s. Return True if no save is in progress."""
         self.training.gathering.hurry.set()
         if not futures.wait(self.running, wait_s).not_done:
-            ended, self.running = self.running, []
-            for one in ended:
-                one.result()  # raises an unexpected error
+            finished, self.running = self.running, []
+            for future in finished:
+                future.result()  # raises an unexpected error
         return not self.running
 
     def _gather(self, step: int) -> None:
@@ -102,20 +115,20 @@ class Saver:
     def _write(
         self, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], best: int | None
     ) -> None:
-        assert self.folder, "the main process has one"
+        assert self.folder, "only the main process writes"
         parent = self.folder / "checkpoints"
         try:
             if self.gathered != step:
                 return
-            for log in own_files(self.folder, "metrics.jsonl"):
-                sync(log)  # the log is never behind the checkpoint
+            for metrics in own_files(self.folder, "metrics.jsonl"):
+                sync(metrics)  # the log must never be older than the checkpoint
             if self.lost():
                 return
             if os.path.lexists(parent / step_name(step)):
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
-            if self.lost():  # while it was written
+            if self.lost():  # during the write
                 return
             checkpoints.write_step_index(parent, step, best)
             needed = set()
@@ -129,19 +142,25 @@ class Saver:
             self._fail(
                 step,
                 f"written to {parent}: {error.strerror or error} ({free_space(self.folder, error)})",
-                "Free some space, or move the folder and give its new path as --output_dir, then run the same"
+                "Free some space, or move the folder and set --output_dir to its new path. Then run the same"
                 " command to resume",
             )
 
-    def _fail(self, step: int, what: str, advice: str) -> None:
+    def _fail(self, step: int, reason: str, advice: str) -> None:
+        """Set self.problem. reason: completes the sentence "The checkpoint can't be ..."."""
         latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
-        since = "there is none before it" if latest is None else f"that of step {latest:,} is intact"
-        self.problem = self.problem or f"the checkpoint of step {step:,} can't be {what}; {since}. {advice}"
+        earlier = (
+            "There is no earlier checkpoint"
+            if latest is None
+            else f"The checkpoint of step {latest:,} is intact"
+        )
+        problem = f"the checkpoint of step {step:,} can't be {reason}. {earlier}. {advice}"
+        self.problem = self.problem or problem
 
 
 def _try_to_remove(folder: Path) -> None:
-    """Removes an old checkpoint. What stays, as a file that is open over NFS, goes with a later one."""
+    """Remove an old checkpoint. A later call removes leftovers, such as files that are open over NFS."""
     try:
         checkpoints.remove(folder)
     except OSError as error:
-        log.info(f"{folder} can't be removed: {error.strerror or error}")
+        log.warning(f"warning: {folder} can't be removed: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""The tensors of one file of a checkpoint on the CPU, and the file written from them."""
+"""Snapshot of a checkpoint file's tensors in CPU memory, from which the file is written."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 16 * 2**20  # unit of writing and hashing
+CHUNK_BYTES = 16 * 2**20  # bytes written and hashed at a time
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
@@ -23,10 +23,14 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shap
 
 
 class Snapshot:
-    """The tensors of one safetensors file on the CPU, in one buffer that every save reuses.
+    """Tensors of one safetensors file in a CPU buffer that every save reuses.
 
-    The buffer has the file's layout, so writing needs no further copy. specs: name -> (dtype, shape). pinned:
-    page-locked, on a host with CUDA. pause(): called in a write with the processor time of each chunk.
+    The buffer has the layout of the file, so a write needs no further copy.
+
+    Args:
+        specs: Dtype and shape of each tensor by name.
+        pinned: Page-lock the buffer. Requires CUDA.
+        pause: Called after each chunk of a write with the CPU time that the chunk took, in seconds.
     """
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
@@ -35,11 +39,12 @@ class Snapshot:
         self.buffer = _empty(sum(sizes.values()))
         if pinned and len(self.buffer):
             _pin(self.buffer)
-            # finalize keeps the buffer until it is unpinned. At the process's end the driver does that.
+            # finalize() keeps the buffer alive until it is unpinned. At process exit the driver unpins it.
             weakref.finalize(self, _unpin, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start = {}, 0
-        by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)  # aligns each to its item size
+        # This order aligns each tensor to its item size.
+        by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
         for name in by_size:
             dtype, shape = specs[name]
             end = start + sizes[name]
@@ -51,32 +56,32 @@ class Snapshot:
         self.header = len(text).to_bytes(8, "little") + text
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Writes the file and syncs it. Returns its size in bytes and SHA-256."""
+        """Write the file and sync it to disk. Return its size in bytes and SHA-256."""
         return write_chunks(path, self._chunks())
 
     def _chunks(self) -> Iterator[bytes | memoryview]:
         yield self.header
         data = self.buffer.numpy().data
         for start in range(0, len(data), CHUNK_BYTES):
-            began = time.thread_time()
+            began_s = time.thread_time()
             yield data[start : start + CHUNK_BYTES]
-            self.pause(time.thread_time() - began)
+            self.pause(time.thread_time() - began_s)
 
 
 def _empty(size: int) -> Tensor:
-    """Allocates uint8 [size] in memory pages of its own."""
-    whole = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
-    start = -whole.data_ptr() % mmap.PAGESIZE
-    return whole[start : start + size]
+    """Allocate uint8 [size] in memory pages that contain no other data."""
+    pages = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
+    start = -pages.data_ptr() % mmap.PAGESIZE
+    return pages[start : start + size]
 
 
 def _pin(buffer: Tensor) -> None:
-    """Page-locks the buffer's pages. (torch's allocator would round the size up to a power of two.)"""
+    """Page-lock the buffer. torch's pinned allocator would round its size up to a power of two."""
     size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for_all_contexts = 1  # cudaHostRegisterPortable
     status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))
     if status:
-        raise RuntimeError(f"{size:,} bytes for checkpoints can't be page-locked: CUDA's error {status}")
+        raise RuntimeError(f"CUDA could not page-lock {size:,} bytes for checkpoints (error {status})")
 
 
 def _unpin(buffer: Tensor) -> None:

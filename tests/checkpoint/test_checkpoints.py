@@ -174,8 +174,8 @@ FAULTS = {
     "stopped": (STOP, "the job hangs: rank 1 .* is silent: stopped by a signal"),
     "silent": (
         "time.sleep(60)",
-        "error: the checkpoint of step 8 can't be gathered: rank 1 did not answer for 5 s; that of step 4 is"
-        " intact. Run the same command to resume",
+        "error: the checkpoint of step 8 can't be gathered: rank 1 did not answer for 5 s. The checkpoint"
+        " of step 4 is intact. Run the same command to resume",
     ),
 }
 
@@ -332,13 +332,13 @@ def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, form, stra
     assert newest(tmp_path / "checkpoints").step == 24
     damage(last / file, form)
     assert newest(tmp_path / "checkpoints").step == 20
-    messages = capsys.readouterr().out.splitlines()
+    messages = capsys.readouterr().err.splitlines()
     assert len(messages) == 1
-    assert messages[0].startswith("checkpoint of step 24 is damaged: ")
+    assert messages[0].startswith("warning: checkpoint of step 24 is damaged: ")
     assert file in messages[0]
     assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()  # set aside, and never used again
     assert newest(tmp_path / "checkpoints").step == 20
-    assert not capsys.readouterr().out
+    assert not capsys.readouterr().err
 
 
 def test_all_ranks_resume_from_the_previous_checkpoint(straight, tmp_path):
@@ -423,7 +423,7 @@ FOREIGN_FILES = ("/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpo
 FORGED = [(changes, "is not a manifest") for changes in INVALID] + [({"step": 25}, "belongs to step 25")]
 FORGED += [({"files": {name: {"size": 1, "sha256": "0"}}}, "other files") for name in FOREIGN_FILES]
 FORGED += [
-    ({"format_version": version}, f"has format version {version}, and this code reads")
+    ({"format_version": version}, f"has format version {version}, but this code reads")
     for version in (FORMAT_VERSION + 1, 0, "1", None, True)
 ]
 
@@ -463,7 +463,7 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
         (parent / name).symlink_to(elsewhere)
     checkpoints.remove_temporary(parent)
     checkpoints.remove(parent / "step_00000004")
-    message = f"{parent}/step_00000004 is a link to {elsewhere}: the link is removed, not what it leads to"
+    message = f"{parent}/step_00000004 is a link to {elsewhere}. Only the link is removed, not its target."
     assert message in capsys.readouterr().out
     assert sorted(os.listdir(parent)) == sorted(os.listdir(straight[0] / "checkpoints"))
     (parent / f".{LAST}.tmp").symlink_to(elsewhere)

@@ -13,6 +13,7 @@ import signal
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -213,8 +214,8 @@ def test_a_black_hole_does_not_stop_training(bucket, impatient, straight, tmp_pa
     bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
     output = run(bucket.words(folder), env=bucket.env, cwd=impatient)
     assert bucket.proxy.faults["black_hole"] >= 2
-    assert "is not in s3://" in output
-    assert "it is safe on the disk" in output
+    assert "could not be uploaded to s3://" in output
+    assert "It is safe on disk" in output
     assert_same_end(folder, straight[0])
     assert result(folder)["status"] == "finished"
     assert result(folder)["uploaded"] is False
@@ -230,7 +231,7 @@ def test_credentials_that_expire_during_the_run(bucket, mirror):
     bucket.proxy.on("PUT", ".*/step_.*", bucket.proxy.expire_credentials)
     send(mirror, 20)
     [message] = mirror.messages
-    assert "the checkpoint of step 20 is not in s3://" in message
+    assert "the checkpoint of step 20 could not be uploaded to s3://" in message
     assert "the credentials have expired: renew them" in message
     assert SECRET not in message
     bucket.proxy.clear()

@@ -95,7 +95,7 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
     assert target.read_text() == "mine\n"
     (tmp_path / STARTS).unlink()
     os.mkfifo(tmp_path / STARTS)
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         add_start(tmp_path, start(0), None, ())
 
 

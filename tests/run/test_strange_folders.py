@@ -73,10 +73,10 @@ def test_a_folder_that_is_a_link_is_refused(name, strange, cache, tmp_path):
 
 
 PIPES = {
-    "checkpoints/step_00000010/manifest.json": ("validate.py", "manifest.json is no regular file"),
-    "recipe.json": ("a resume", "recipe.json can't be read (it is no regular file)"),
-    "metrics.jsonl": ("a resume", "it is no regular file"),
-    "owner.json": ("a resume", "it is no regular file"),
+    "checkpoints/step_00000010/manifest.json": ("validate.py", "manifest.json is not a regular file"),
+    "recipe.json": ("a resume", "recipe.json can't be read (it is not a regular file)"),
+    "metrics.jsonl": ("a resume", "it is not a regular file"),
+    "owner.json": ("a resume", "it is not a regular file"),
     "result.json": ("a resume", None),
 }
 
@@ -94,7 +94,7 @@ def test_a_pipe_holds_no_command(name, strange, cache):
 def test_a_pipe_in_the_place_of_weights(tmp_path):
     """As --weights FILE."""
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*no regular file"):
+    with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*not a regular file"):
         model_with_weights("test_vit", tmp_path / "model.safetensors", 10)
 
 

@@ -476,7 +476,7 @@ def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
     status, output, stamp = check(folder, "--steps", 8)
     assert status == 1, output
     assert "steps 16-24 of 32: the checkpoint of step 16: " in output
-    assert "format version 2, and this code reads 1 to 1" in output
+    assert "format version 2, but this code reads versions 1 to 1" in output
     evaluations = [f"the evaluation at step {step}" for step in (8, 32)]
     assert stamp["intervals"] == ["steps 0-8", "steps 24-32", *evaluations]
 

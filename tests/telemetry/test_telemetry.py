@@ -115,7 +115,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
     reported = capsys.readouterr().out.splitlines()
     assert len(reported) == len(set(reported)) == 4
     assert all("telemetry is not complete: " in line for line in reported)
-    assert all("Is a directory" in line or "no regular file" in line for line in reported)
+    assert all("Is a directory" in line or "not a regular file" in line for line in reported)
 
 
 @pytest.mark.parametrize("answers", [True, False])
