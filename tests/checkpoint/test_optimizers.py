@@ -26,7 +26,7 @@ REFUSED = {
     "ddp": {"adamw_first_without_gradient": "every trained parameter needs a gradient .* first had none"},
     "fsdp": {"adafactor": "placement"} | dict.fromkeys(("muon", "muon_mixed"), WHOLE),
     "zero2": NOT_FLAT,
-    "zero3": NOT_FLAT | {"schedule_free": "ZeRO-3 steps it several times"},
+    "zero3": NOT_FLAT | {"schedule_free": "ZeRO-3 calls it several times"},
 }
 
 
@@ -200,7 +200,7 @@ class Flat(Layout):
         (partial(timm.optim.Lars, always_adapt=True), "depends on the whole parameter"),
         (torch.optim.Adafactor, "depends on the whole parameter"),
         (timm.optim.Muon, "depends on the whole parameter"),
-        (torch.optim.Adagrad, "makes its state before its first step"),
+        (torch.optim.Adagrad, "creates its state before its first step"),
     ],
 )
 def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
@@ -239,7 +239,9 @@ def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
     if make in ELEMENTWISE:
         assert try_out(layout, same_bits=True).state_names() is not None
     else:
-        with pytest.raises(ValueError, match="can't be used on shards: its update has other bits there"):
+        with pytest.raises(
+            ValueError, match="can't be used on shards: its update of shards has different bits"
+        ):
             try_out(layout, same_bits=True)
 
 
@@ -268,7 +270,7 @@ class WithMoreState(torch.optim.SGD):
         (torch.optim.LBFGS, "a trial step ended with TypeError"),
         (Listing, "its state history is a list"),
         (Counting, "it keeps calls outside of its state_dict()"),
-        (WithMoreState, "its state_dict() has more than"),
+        (WithMoreState, "its state_dict() contains more than"),
     ],
 )
 def test_state_that_a_checkpoint_cannot_store_is_refused_before_the_first_step(optimizer_class, reason):

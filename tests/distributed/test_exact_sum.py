@@ -155,7 +155,7 @@ def test_fused_steps_of_shards_are_refused(project_copy, tmp_path, cache):
     command = [*STRATEGIES["fsdp"], *words("cnn_a", cache), "--output_dir", tmp_path / "run"]
     status, output = Job(command, cwd=project_copy).wait()
     assert status != 0
-    assert "AdamW can't be used on FSDP2's shards: its update has other bits there" in output
+    assert "AdamW can't be used on FSDP2's shards: its update of shards has different bits" in output
 
 
 THREADS = '_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0])'
