@@ -137,8 +137,8 @@ def test_a_hub_out_of_reach_is_one_line(offline, why, monkeypatch, capfd, caplog
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     model, file = "vit_tiny_patch16_224.augreg_in21k", "model.safetensors"
-    why += r"\): fetch the file where it can, by `hf download timm/"
-    why += rf"{model} {file} --local-dir \.`, copy it here, and give --weights {file}$"
+    why += r"\)\. On a machine with access, run `hf download timm/"
+    why += rf"{model} {file} --local-dir \.`\. Then copy the file here and use --weights {file}\.$"
     with pytest.raises(ValueError, match=rf"the hub can't be reached \(.*{why}"):
         build_model(Vit(model=model, pretrained=True), 10)
     assert time.monotonic() - began < 5

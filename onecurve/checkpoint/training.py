@@ -1,7 +1,7 @@
-"""Copies a training's tensors into a snapshot, and a checkpoint's to all processes.
+"""Copies tensors of a training into snapshots, and tensors of a checkpoint to all ranks.
 
-take() copies what each process has into its own memory, and gather() brings it to the main process. So the
-extra memory is a process's own part on its host, and all of the snapshot on the main process's. restore()
+take() copies each rank's part into CPU memory. gather() sends all parts to the main process. Each rank
+therefore needs additional CPU memory for its part, and the main process for the whole snapshot. restore()
 broadcasts one whole tensor at a time.
 """
 
@@ -30,10 +30,15 @@ if TYPE_CHECKING:
 
 
 class TrainingState:
-    """Model, optimizer, EMA and loss scale of a prepared training. Create it before the first forward.
+    """Model, optimizer, EMA and loss scale of a prepared training. Collective.
 
-    classes: their names; rows of a checkpoint's head are restored to the class of the same name.
-    Collective. ValueError for an optimizer whose state can't be saved, or whose update the strategy changes.
+    Create it before the first forward pass.
+
+    Args:
+        classes: Names of the classes. Rows of a checkpoint's head are restored to the class of the same name.
+
+    Raises:
+        ValueError: If the optimizer's state can't be saved, or the strategy changes the optimizer's update.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class TrainingState:
     ):
         self.accelerator, self.ema, self.classes = accelerator, ema, classes
         self.layout = layout_of(model, optimizer)
-        same_bits = getattr(accelerator, "exact_sum", None) is not None  # as with --deterministic
+        same_bits = getattr(accelerator, "exact_sum", None) is not None  # set with --deterministic
         self.optimizer = OptimizerState(self.layout, same_bits)
         self.gathering = Gather(self.layout)
         self.snapshots: dict[str, Snapshot] = {}
@@ -55,40 +60,41 @@ class TrainingState:
     # --- Save
 
     def expected(self) -> dict[str, Specs]:
-        """Type and shape of every tensor, by file. Call it in the main thread, as modules may change."""
+        """Return dtype and shape of every tensor by file. Main thread only, because modules may change."""
         return self._specs(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
-        """Allocates the snapshots before the first take(), because that takes longer than the copy.
+        """Allocate the snapshots before the first take(), because allocation takes longer than the copy.
 
-        In any thread; the saver's begins with it.
+        Any thread may call it. The saver's thread calls it first.
         """
-        if self.accelerator.device.type == "cuda":  # a thread begins with the host's first GPU
-            torch.cuda.set_device(self.accelerator.device.index or 0)  # accelerate's has none on one process
+        if self.accelerator.device.type == "cuda":  # each new thread uses the host's first GPU
+            torch.cuda.set_device(self.accelerator.device.index or 0)  # None with a single process
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
-        """Copies what this process has into its snapshots, by file name. gather() completes them.
+        """Copy this rank's tensors into its snapshots and return them by file name. gather() completes them.
 
-        On a GPU the copies are queued before the next step's kernels: wait_until_copied() before reading.
+        On a GPU, the copies are queued before the kernels of the next step. Call wait_until_copied() before
+        reading them.
         """
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
-        others = [*layout.buffers().items(), *layout.own_frozen()]
+        untrained = [*layout.buffers().items(), *layout.own_frozen()]
         files = {
-            checkpoints.MODEL_FILE: chain(others, layout.own(layout.local)),
+            checkpoints.MODEL_FILE: chain(untrained, layout.own(layout.local)),
             checkpoints.OPTIMIZER_FILE: optimizer_tensors,
         }
         if self.ema:
-            files[checkpoints.EMA_FILE] = chain(others, layout.own(self.ema.averages))
+            files[checkpoints.EMA_FILE] = chain(untrained, layout.own(self.ema.averages))
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
-            own = self.gathering.own(self._snapshot(file, specs[file]))
+            views = self.gathering.own(self._snapshot(file, specs[file]))
             for name, tensor in tensors:
-                if name in own:
-                    own[name].view(tensor.shape).copy_(tensor, non_blocking=True)
+                if name in views:
+                    views[name].view(tensor.shape).copy_(tensor, non_blocking=True)
         self.gathering.hurry.clear()
         if self.accelerator.device.type == "cuda":
             self.copied = torch.cuda.Event()
@@ -96,7 +102,7 @@ class TrainingState:
         return self.snapshots
 
     def gather(self) -> None:
-        """Completes the main process's snapshots. All processes call it, in a thread. Raises NotGathered."""
+        """Complete the main process's snapshots. All ranks call it, each in a thread. Raise NotGathered."""
         self.wait_until_copied()
         self.gathering.run(self.snapshots)
 
@@ -105,22 +111,22 @@ class TrainingState:
             self.copied.synchronize()
 
     def is_copied(self) -> bool:
-        """True when the copies are complete; False after a device error, too. Does not wait."""
+        """Return True if the copies are complete, without waiting. Also return False after a device error."""
         try:
             return self.copied is None or self.copied.query()
         except RuntimeError:
             return False
 
     def scalars(self) -> dict[str, Any]:
-        """The optimizer's scalars and fp16's loss scale, for state.json. Collective."""
+        """Return the optimizer's scalars and the fp16 loss scale, for state.json. Collective."""
         return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
 
     def about(self) -> dict[str, Any]:
-        """The optimizer's class and state, for the manifest."""
+        """Return the optimizer's class and the names of its state, for the manifest."""
         return {"optimizer": self.optimizer.about()}
 
     def _specs(self, optimizer: Specs) -> dict[str, Specs]:
-        """Type and shape of every tensor, by file. optimizer: those of its file."""
+        """Return dtype and shape of every tensor by file. optimizer: specs of the optimizer's file."""
         parameters = {name: (torch.float32, shape) for name, shape in self.gathering.shapes.items()}
         buffers = {
             name: (_stored(tensor.dtype), tuple(tensor.shape))
@@ -131,7 +137,7 @@ class TrainingState:
         return specs | ({checkpoints.EMA_FILE: model} if self.ema else {})
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
-        """The file's snapshot, of this process's part; a new one if types or shapes have changed."""
+        """Return the snapshot of this rank's part of the file; a new one if dtypes or shapes have changed."""
         specs = self.gathering.held(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             pinned = self.accelerator.device.type == "cuda"
@@ -141,7 +147,7 @@ class TrainingState:
     # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError unless the weights have this training's classes, names and shapes."""
+        """Raise ValueError unless the checkpoint's classes, tensor names and shapes match this training."""
         self.moved_rows(checkpoint)
         shapes, folder = self.gathering.shapes, checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
@@ -152,30 +158,32 @@ class TrainingState:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
-        """Find this training's classes among the checkpoint's. ValueError unless both have the same ones."""
+        """Match this training's classes with the checkpoint's. Raise ValueError unless they are the same."""
         names = checkpoint.manifest.get("classes") if self.classes else ()
         match = match_classes(names or self.classes, self.classes)
         if not match.is_permutation:
-            sides = {"new": match.unknown, "missing": match.absent}
-            differences = "; ".join(f"{side}: {some_of(its, SHOWN)}" for side, its in sides.items() if its)
+            names_by_side = {"new": match.unknown, "missing": match.absent}
+            differences = "; ".join(
+                f"{side}: {some_of(classes, SHOWN)}" for side, classes in names_by_side.items() if classes
+            )
             raise ValueError(
                 f"{checkpoint.folder} was trained on other classes ({differences}). A resumed run keeps its"
-                " classes; train_vit.py --weights starts a new run and keeps the rows of those it knows"
+                " classes. train_vit.py --weights starts a new run and keeps the rows of known classes."
             )
         return match
 
     def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Return for each parameter of the head the checkpoint's row of each class; {} if none has moved."""
+        """Map each parameter of the head to the checkpoint's row of each class; {} if the order is equal."""
         if (match := self.match(checkpoint)).is_identity:
             return {}
-        from onecurve.models.timm_models import head_layers  # only models whose classes have moved need it
+        from onecurve.models.timm_models import head_layers  # needed only after a change of order
 
         heads, shapes = head_layers(self.layout.module), self.gathering.shapes
         names = [name for name in shapes if name.rpartition(".")[0] in heads]
         if not names or any(shapes[name][:1] != (len(self.classes),) for name in names):
             raise ValueError(
-                f"{checkpoint.folder} has the classes in another order, and its model has no head with a row"
-                " for each of them: give the data in that order"
+                f"{checkpoint.folder} has the classes in another order, and its model has no head with one"
+                " row per class. Use data with the classes in the checkpoint's order."
             )
         return dict.fromkeys(names, torch.from_numpy(match.labels))
 
@@ -183,9 +191,12 @@ class TrainingState:
     def restore(
         self, checkpoint: Checkpoint | None, state: dict[str, Any], with_optimizer: bool = True
     ) -> None:
-        """Restores what take() saved. Without the optimizer, its state starts at zero. Collective.
+        """Restore the tensors and scalars of a checkpoint. Collective.
 
-        checkpoint: on the main process, which broadcasts its tensors. state: the scalars() saved with it.
+        Args:
+            checkpoint: Checkpoint on the main process, which broadcasts its tensors; None on other ranks.
+            state: Scalars saved with the checkpoint, as returned by scalars().
+            with_optimizer: Restore the optimizer's state. Otherwise, the state starts at zero.
         """
         if with_optimizer:
             send, specs = self._sender(checkpoint, checkpoints.OPTIMIZER_FILE)
@@ -198,14 +209,15 @@ class TrainingState:
 
     @torch.no_grad()
     def restore_evaluated(self, checkpoint: Checkpoint | None) -> None:
-        """Gives the model the checkpoint's weights, or their EMA if there is one. Collective.
+        """Load the checkpoint's EMA, or its weights if it has no EMA, into the model. Collective.
 
-        For use after the last step: the optimizer and the EMA keep their state. checkpoint: as in restore().
+        For use after the last step: the optimizer and the EMA keep their state. checkpoint: same as in
+        restore().
         """
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
     def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
-        """Restores the model's buffers, and its parameters from this file."""
+        """Restore the model's buffers, and its parameters from this file."""
         layout, (send, _) = self.layout, self._sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
@@ -216,10 +228,11 @@ class TrainingState:
     def _sender(
         self, checkpoint: Checkpoint | None, file_name: str
     ) -> tuple[Callable[..., Tensor], Specs | None]:
-        """Return send(name, shape, dtype), which broadcasts a tensor of the main process to each device, and
-        on the main process the file's types and shapes.
+        """Return send() and, on the main process, the dtypes and shapes in the file.
 
-        The default shape is the parameter's, the default type fp32. Rows of the head follow their classes.
+        send(name, shape, dtype) broadcasts a tensor from the main process to each device. By default, the
+        shape is the parameter's and the dtype is fp32. Rows of the head are reordered to follow their
+        classes.
         """
         shapes, device = self.gathering.shapes, self.accelerator.device
         file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
@@ -242,15 +255,15 @@ class TrainingState:
     # --- fp16
 
     def _loss_scale(self) -> dict[str, float] | None:
-        """fp16's loss scale and the number of steps since an overflow; None in other precisions."""
-        of_engine, scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
-        if of_engine is None and scaler is None:
+        """Return the fp16 loss scale and the number of steps since an overflow; None in other precisions."""
+        zero_scale, scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
+        if zero_scale is None and scaler is None:
             return None
-        scale, good_steps = of_engine or torch_.loss_scale(scaler)
+        scale, good_steps = zero_scale or torch_.loss_scale(scaler)
         return {"scale": scale, "good_steps": good_steps}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
-        """Restores the loss scale, also from another strategy: they differ only in how fast it grows."""
+        """Restore the loss scale, also from another strategy. Strategies differ only in how fast it grows."""
         if saved is None:
             return
         scale, good_steps = saved["scale"], int(saved["good_steps"])

@@ -74,15 +74,27 @@ def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
     ("classes", "rows", "message"),
     [
         (("cat", "dog", "wolf"), [0, 1, 2], ""),
-        (("wolf", "cat", "dog"), [2, 0, 1], "keeps the rows of 3 classes and starts afresh for 0 classes"),
-        (("wolf", "cat"), [2, 0], "keeps the rows of 2 classes and starts afresh for 0 classes, matched"),
-        (("dog", "fox", "wolf"), [1, None, 2], "keeps the rows of 2 classes and starts afresh for 1 class,"),
-        (("fox", "hen", "ox"), [None] * 3, "keeps the rows of 0 classes and starts afresh for 3 classes"),
+        (
+            ("wolf", "cat", "dog"),
+            [2, 0, 1],
+            "rows of 3 classes, matched by name, and has new rows for 0 classes",
+        ),
+        (("wolf", "cat"), [2, 0], "rows of 2 classes, matched by name, and has new rows for 0 classes"),
+        (
+            ("dog", "fox", "wolf"),
+            [1, None, 2],
+            "rows of 2 classes, matched by name, and has new rows for 1 class",
+        ),
+        (
+            ("fox", "hen", "ox"),
+            [None] * 3,
+            "rows of 0 classes, matched by name, and has new rows for 3 classes",
+        ),
         ((), [0, 1, 2], ""),
         (
             ("a", "b", "c"),
             [0, 1, 2],
-            "it does not name its classes: they are taken to be those of --data, in its order",
+            "so they are assumed to be the classes of --data, in that order",
         ),
     ],
 )
@@ -132,7 +144,7 @@ def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
     assert (changed.crop[:3], changed.mean) == (tuple(flags.values()), base["mean"])
     output = capsys.readouterr().out
     assert "; timm resamples pos_embed for this size; the head is new, for 3 classes" in output
-    with pytest.raises(ValueError, match="hub holds test_vit, not test_vit2: give --model test_vit"):
+    with pytest.raises(ValueError, match=r"hub contains test_vit, not test_vit2\. Use --model test_vit"):
         build_model(Vit(model="test_vit2", weights=str(folder)), 10)
 
 
@@ -201,12 +213,12 @@ def test_weights_of_another_model_are_refused_with_the_first_tensor(file, tmp_pa
     with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token": give'):
         load_into_model(file, model="test_vit2")
     larger = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
-    with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown": give the --model'):
+    with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown"\. Use the --model'):
         load_into_model(larger)
     best = checkpoint(tmp_path / "run", 10, 1.0)
-    with pytest.raises(ValueError, match=r"--model test_vit2: .*: give the --model that it is of, test_vit$"):
+    with pytest.raises(ValueError, match=r"test_vit2: .*\. Use the --model of the weights, test_vit$"):
         load_into_model(best, model="test_vit2")
-    with pytest.raises(ValueError, match=r"holds neither checkpoints nor model\.safetensors"):
+    with pytest.raises(ValueError, match=r"contains neither checkpoints nor model\.safetensors"):
         load_into_model(tmp_path)
 
 
@@ -218,7 +230,7 @@ def test_names_of_a_wrapped_model(prefix, file, tmp_path, capsys):
     save_file({f"{prefix}{name}": tensor for name, tensor in load_file(file).items()}, wrapped)
     expected, state = load_into_model(file, classes=3), load_into_model(wrapped, classes=3)
     assert all(torch.equal(state[name], expected[name]) for name in expected if "head" not in name)
-    assert f"begins with {prefix}, which is taken off; the head is new, for 3" in capsys.readouterr().out
+    assert f"the prefix {prefix} is removed from all names; the head is new, for 3" in capsys.readouterr().out
     save_file({"model.norm.weight": torch.zeros(1), "unknown": torch.zeros(1)}, wrapped)
     with pytest.raises(ValueError, match=r"Missing key"):
         load_into_model(wrapped)
@@ -232,7 +244,7 @@ def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path
     torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ValueError, match="is a pickle, which can run code when it is read") as raised:
         load_into_model(pickle)
-    command = str(raised.value).partition(", by ")[2]
+    command = str(raised.value).partition(" container: ")[2]
     words = shlex.split(command)
     assert words[:2] == ["python", "-c"]
     monkeypatch.setattr(sys, "argv", ["-c", *words[3:]])

@@ -252,7 +252,7 @@ def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
     words = [picture, "--workers", 0, "--output_dir", tmp_path]
     assert "1 image predicted" in run([*python(), "predict.py", folder, *words])
     (folder / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="does not say what trained it: export it again"):
+    with pytest.raises(ValueError, match="describes neither a timm model nor the training"):
         find(str(folder), "best", tmp_path, lambda: None)
 
 

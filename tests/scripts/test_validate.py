@@ -360,15 +360,15 @@ def test_places_of_a_model(copy, tmp_path):
         assert found.reports == str(copy / "validation")
     moved = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
     assert find(str(moved), "best", tmp_path, beat).reports == f"validation/{moved.name}"
-    with pytest.raises(ValueError, match=r"optimizer.safetensors does not hold a model"):
+    with pytest.raises(ValueError, match=r"optimizer.safetensors does not contain a model"):
         find(str(checkpoint / "optimizer.safetensors"), "best", tmp_path, beat)
     with pytest.raises(ValueError, match="there is no such folder or file"):
         find(str(tmp_path / "nothing"), "best", tmp_path, beat)
-    with pytest.raises(ValueError, match=r"holds neither checkpoints nor"):
+    with pytest.raises(ValueError, match=r"contains neither checkpoints nor"):
         find(str(tmp_path), "best", tmp_path, beat)
     index = copy / "checkpoints" / "index.json"
     index.write_text('{"latest": "step_00000011"}')
-    with pytest.raises(ValueError, match="take --which latest"):
+    with pytest.raises(ValueError, match="Use --which latest"):
         find(str(copy), "best", tmp_path, beat)
     assert find(str(copy), "latest", tmp_path, beat).step == step
 
