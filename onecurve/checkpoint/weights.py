@@ -459,7 +459,7 @@ def model_with_weights(
         notes.append(f"the head is new, for {classes:,} classes instead of {stored_count:,}")
     elif names:
         notes.append(
-            "the file does not name its classes, so they are assumed to be the classes of --data, in that order"
+            "the file does not name its classes, so they are assumed to be those of --data, in that order"
         )
     if rows is not None:
         _choose_rows(model, heads, rows)

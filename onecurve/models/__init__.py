@@ -1,4 +1,4 @@
-"""timm's models and their inputs, faster attention layers, and train scripts loaded as modules.
+"""timm models and their inputs, faster attention layers, and loading of train scripts.
 
 Start with timm_models.py.
 """

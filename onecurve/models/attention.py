@@ -1,8 +1,8 @@
-"""Attention in a training: a kernel for few tokens with its plain twin, or torch's, and when each is used.
+"""Attention layers that train faster, and the choice between our kernel and torch's attention.
 
-The kernel (onecurve/models/attention_kernels.py) computes layers of up to 256 tokens with heads of up to 64
-numbers, in bf16 and fp16, on GPUs of compute capability 8.0 and later. Everything else keeps torch's
-scaled_dot_product_attention: masks, dropout, norms of query and key, fp32, CPUs, evaluations, exports.
+The kernel (onecurve/models/attention_kernels.py) computes layers with up to 256 tokens and a head size of up
+to 64, in bf16 and fp16, on GPUs of compute capability 8.0 and later. All other cases use torch's
+scaled_dot_product_attention: masks, dropout, query and key norms, fp32, CPUs, evaluation and export.
 """
 
 import importlib.util
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MOST_TOKENS, MOST_HEAD_SIZE = 256, 64
-MOST_ERROR = 0.02  # of the norm of a result: bf16's rounding makes some 0.003
+MOST_ERROR = 0.02  # relative to the norm of the result; rounding to bf16 causes about 0.003
 HALF = (torch.bfloat16, torch.float16)
-CUDNN_FROM = 129  # tokens: at 197, on an H200, cuDNN took 0.456 ms for what flash took 0.615 ms
+CUDNN_FROM = 129  # tokens; with 197 tokens on an H200, cuDNN took 0.456 ms and flash attention 0.615 ms
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_FIRST += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def plain_attention(qkv: Tensor) -> Tensor:
-    """The kernel's plain twin: [B, N, 3, H, D] -> [B, N, H, D], computed in at least fp32."""
+    """Compute the same function as the kernel, in at least fp32: [B, N, 3, H, D] -> [B, N, H, D]."""
     precise = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
     q, k, v = precise.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
     scores = q @ k.transpose(-2, -1) * qkv.shape[-1] ** -0.5
@@ -33,17 +33,17 @@ def plain_attention(qkv: Tensor) -> Tensor:
 
 
 class Attention:
-    """A mixin for timm's self-attention, [B, N, C] -> [B, N, C]: the same function with fewer copies.
+    """Mixin for timm's self-attention, [B, N, C] -> [B, N, C]: the same function with fewer copies.
 
-    timm permutes query, key and value to the front before it takes them apart. Backward then stacks their
-    gradients in that order, and copies the stack into the order of the projection `qkv`. Here they are taken
-    apart in that order: the bits are the same, the stack reads whole rows, and nothing is copied again. In
-    training, layers that use_kernel() has chosen take the kernel, which needs no stack either.
+    timm permutes query, key and value to the front before it splits them. The backward pass then stacks their
+    gradients in that order, and copies the stack into the order of the projection `qkv`. This class splits
+    them in the order of the projection. The bits are the same, the stack reads whole rows, and the second
+    copy is not needed. In training, layers chosen by use_kernel() call the kernel, which needs no stack.
     """
 
     PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
-    tokens = 0  # of an image in training; 0: unknown
-    kernel_tokens = 0  # the most tokens that the kernel computes in training
+    tokens = 0  # tokens of an image in training; 0 if unknown
+    kernel_tokens = 0  # largest number of tokens for which training uses the kernel
     prefers_cudnn = False
 
     def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -61,7 +61,7 @@ class Attention:
         return self.proj_drop(self.proj(x.flatten(2)))
 
     def backends(self: Any, tokens: int) -> AbstractContextManager[Any]:
-        """Return a context with the order in which torch tries its kernels."""
+        """Return a context that sets the order in which torch tries its kernels."""
         if self.training and self.prefers_cudnn and tokens >= CUDNN_FROM:
             return sdpa_kernel(CUDNN_FIRST, set_priority=True)
         return nullcontext()
@@ -77,9 +77,10 @@ class Attention:
 
 
 def has_kernel(device: torch.device, mixed_precision: str) -> bool:
-    """Return True if the kernel runs there. With TRITON_INTERPRET=1 it does on a CPU, for tests.
+    """Return True if the kernel runs on the device.
 
-    It is slow there, and only in fp16: Triton's interpreter multiplies bf16 wrongly.
+    For tests, TRITON_INTERPRET=1 makes it run on a CPU: slowly, and only in fp16, because Triton's
+    interpreter multiplies bf16 incorrectly.
     """
     if mixed_precision == "no" or importlib.util.find_spec("triton") is None:
         return False
@@ -89,23 +90,27 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
 
 
 def use_kernel(model: nn.Module) -> bool:
-    """Makes each attention that fits use the kernel in training. Returns False if none does."""
-    chosen = _fitting(model)
-    if chosen:
-        import onecurve.models.attention_kernels  # noqa: F401  # it makes the operator, and imports Triton
-    for module in chosen:
-        module.kernel_tokens = MOST_TOKENS
-    return bool(chosen)
+    """Make each suitable attention layer use the kernel in training. Return False if there is none."""
+    layers = _suitable_layers(model)
+    if layers:
+        import onecurve.models.attention_kernels  # noqa: F401  # registers the operator; imports Triton
+    for layer in layers:
+        layer.kernel_tokens = MOST_TOKENS
+    return bool(layers)
 
 
 def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernel can't compute the model's attentions on this device, or an empty text. None if
-    there is nothing to try: no attention that fits, or plan.py's tensors, which have no numbers.
+    """Return why the kernel can't compute the model's attention on this device.
 
-    Each shape is computed once, forward and backward, and compared with the plain twin: a driver or a
-    compiler that fails must not end the training. No random number is drawn.
+    Each shape is computed once, forward and backward, and compared with plain_attention(), because a failure
+    of the driver or compiler must not end the training. No random number is drawn.
+
+    Returns:
+        The reason, an empty string if the kernel works, or None if there is nothing to try: no suitable
+            layer,
+        or plan.py's tensors, which contain no values.
     """
-    shapes = {(module.tokens, module.num_heads, module.head_size()) for module in _fitting(model)}
+    shapes = {(layer.tokens, layer.num_heads, layer.head_size()) for layer in _suitable_layers(model)}
     if not shapes or type(torch.empty(0)) is not Tensor:
         return None
     import onecurve.models.attention_kernels  # noqa: F401
@@ -114,17 +119,17 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         values = torch.arange(2 * tokens * 3 * heads * size, device=device).sin().to(dtype)
         qkv = values.view(2, tokens, 3, heads, size)
         try:
-            ours, twins = (_with_gradient(each, qkv) for each in (_kernel, plain_attention))
-        except Exception as error:  # of Triton, its compiler or the driver
+            results, references = (_with_gradient(f, qkv) for f in (_kernel, plain_attention))
+        except Exception as error:  # from Triton, its compiler or the driver
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        for own, twin in zip(ours, twins, strict=True):
-            error_share = ((own.float() - twin.float()).norm() / twin.float().norm()).item()
+        for result, reference in zip(results, references, strict=True):
+            error_share = ((result.float() - reference.float()).norm() / reference.float().norm()).item()
             if not error_share < MOST_ERROR:
-                return f"for {tokens} tokens it is {error_share:.1e} off, relative to plain attention"
+                return f"its relative error for {tokens} tokens is {error_share:.1e}"
     return ""
 
 
-def _fitting(model: nn.Module) -> list[Any]:
+def _suitable_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Attention) and module.fits_kernel()]
 
 
@@ -133,7 +138,7 @@ def _kernel(qkv: Tensor) -> Tensor:
 
 
 def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, and the gradient of half the sum of its squares."""
+    """Return the output, and the gradient of half the output's sum of squares."""
     qkv = qkv.clone().requires_grad_()
     out = attention(qkv)
     out.backward(out.detach())
@@ -142,9 +147,10 @@ def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[
 
 
 def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
-    """Makes torch try cuDNN's attention first in training, from CUDNN_FROM tokens on, on GPUs like an H200.
+    """Make torch try cuDNN's attention first in training, for at least CUDNN_FROM tokens.
 
-    Don't call it for deterministic trainings, in which torch refuses cuDNN's attention.
+    Only affects GPUs of compute capability 9.0 and later. Do not call it for deterministic training, in which
+    torch refuses cuDNN's attention.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return
@@ -154,7 +160,7 @@ def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
 
 
 def kernel_version() -> str:
-    """Return the package that the kernel's bits depend on, with its version."""
+    """Return the name and version of the package that determines the kernel's bits."""
     from importlib.metadata import version
 
     return f"triton {version('triton')}"

@@ -1,25 +1,26 @@
-"""Triton kernels of attention for few tokens, as an operator: `torch.ops.onecurve.short_attention`.
+"""Triton kernels for attention with few tokens, as the operator `torch.ops.onecurve.short_attention`.
 
-onecurve/models/attention.py says when they are used, and has the same function in plain torch. This file
-imports Triton, so only a training that uses the kernels imports it.
+onecurve/models/attention.py decides when the kernels are used, and computes the same function in plain torch.
+This file imports Triton, so only a training that uses the kernels imports it.
 
-A program computes one head of one sample, or some of its tokens. It reads query, key and value where the
-projection wrote them, in [B, N, 3, H, D], and writes their gradients to the same places of one packed tensor.
-No program reads or adds to what another one writes. So there are no atomics, and results do not depend on the
-order of the programs: they are the same bits in each run.
+A program computes one head of one sample, or some of the head's tokens. It reads query, key and value
+directly from the projection's output, [B, N, 3, H, D], and writes their gradients to the same positions of
+one packed tensor. No program reads or changes values that another program writes. Therefore the kernels need
+no atomics, and the bits of the results do not depend on the order of the programs.
 
-- Up to 64 tokens a program holds its head in registers, and backward computes the softmax again.
-- From 65 to 256 tokens a program loops over tiles of keys (FlashAttention-2, arXiv 2307.08691). Forward
-  divides the queries among programs, and writes the logarithm of each softmax's sum. A program of backward
-  has all queries of its head, so that it can write the gradients of a tile's keys and values at once.
+- With up to 64 tokens, a program holds its head in registers, and backward recomputes the softmax.
+- With 65 to 256 tokens, a program loops over tiles of keys (FlashAttention-2, arXiv 2307.08691). Forward
+  divides the queries among programs, and stores the logarithm of each softmax's sum. A backward program
+  processes all queries of its head, so it writes the gradients of a tile's keys and values in one pass.
 
-All numbers are constants of the kernels (tl.constexpr), and their arguments are pointers alone. Inductor gave
-a Python float to a Triton kernel as fp64, where Triton itself gives fp32 (since pytorch #170289 of December
-2025; #190340 mends it, and torch 2.15 has that). A scale as an argument then makes a compiled step's softmax
-fp64: compiled for an H200, the prototype has 966 fp64 instructions in forward and 1,112 in backward instead
-of none, and 112 and 220 registers instead of 80 and 149. This is the likely cause of 0.32 ms for the two
-kernels in a compiled step, and 0.127 ms outside of one (torch 2.11). Inductor keeps the warps, the strides
-and the alignment: in its code for ViT-B/32, generated on a CPU, they are those of an eager launch.
+All numbers are constants of the kernels (tl.constexpr); the only arguments are pointers. The reason is that
+Inductor passed a Python float to a Triton kernel as fp64, whereas Triton passes fp32 (since pytorch #170289
+of December 2025; fixed by #190340, which torch 2.15 includes). With the scale as an argument, the softmax of
+a compiled step was then computed in fp64. Compiled for an H200, the prototype had 966 fp64 instructions in
+forward and 1,112 in backward instead of none, and used 112 and 220 registers instead of 80 and 149. This is
+the likely reason why the two kernels took 0.32 ms in a compiled step, and 0.127 ms outside of it (torch
+2.11). Inductor preserves warps, strides and alignment: its code for ViT-B/32, generated on a CPU, uses the
+same values as an eager launch.
 """
 
 from typing import Any, NamedTuple
@@ -33,30 +34,30 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 class Tiles(NamedTuple):
-    """The work of a program with more than WHOLE tokens. rows: its queries, 0 for all. keys: of a tile."""
+    """Tile sizes of a program for more than WHOLE tokens."""
 
-    rows: int
-    keys: int
+    rows: int  # queries of a program, 0 for all queries
+    keys: int  # keys of a tile
     warps: int
 
 
-WHOLE = 64  # tokens up to which a program holds a head in registers
-WHOLE_WARPS = 4  # of a program; on an H200 the fastest of 1, 2, 4 and 8 at 50 tokens
-# Chosen by the registers and shared memory of the compiled kernels. Not yet measured on a GPU.
+WHOLE = 64  # largest number of tokens for which a program holds a whole head in registers
+WHOLE_WARPS = 4  # warps of a program; on an H200 the fastest of 1, 2, 4 and 8 for 50 tokens
+# Chosen by registers and shared memory of the compiled kernels. Not yet measured on a GPU.
 FORWARD, BACKWARD = Tiles(64, 32, 4), Tiles(0, 32, 8)
 LOG2_E = tl.constexpr(1.4426950408889634)  # GPUs compute powers of 2
 
 
 @triton.jit
 def _rows(first, stride: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """The offsets of R tokens from `first` on in rows of this stride, and which of them exist: [R, P]."""
+    """Return the offsets of R tokens, starting at `first`, with this row stride, and their mask: [R, P]."""
     n, d = first + tl.arange(0, R), tl.arange(0, P)
     return n[:, None] * stride + d[None, :], (n[:, None] < N) & (d[None, :] < D)
 
 
 @triton.jit
 def _scores(q, k, first, N: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr):
-    """Base-2 logarithms of the softmax's numerators for T keys from `first` on: [R, T]."""
+    """Return base-2 logarithms of the softmax's numerators for T keys, starting at `first`: [R, T]."""
     scores = tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)
     return tl.where((first + tl.arange(0, T))[None, :] < N, scores, float("-inf"))
 
@@ -66,7 +67,7 @@ def _forward(
     qkv, out, logs, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """A program computes R tokens of a head, from tiles of T keys."""
+    """Compute R tokens of a head per program, from tiles of T keys."""
     BLOCKS: tl.constexpr = (N + R - 1) // R
     number, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * R
     sample, head = (number // H).to(tl.int64), number % H
@@ -103,7 +104,7 @@ def _backward(
     qkv, out, logs, gradient, packed, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     R: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """A program computes a head: R >= N. Rows that do not exist are 0, and so are their gradients."""
+    """Compute the gradients of one head per program; R >= N. Padding rows and their gradients are 0."""
     sample, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     rows, mask = _rows(0, H * D, N, D, R, P)
     rows += sample * (N * H * D) + head * D
@@ -140,7 +141,10 @@ def _backward(
 
 @triton_op("onecurve::short_attention", mutates_args=())
 def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, N, 3, H, D] -> [B, N, H, D], and the logarithms of the softmax's sums: [B, H, N], or nothing."""
+    """Compute attention: [B, N, 3, H, D] -> [B, N, H, D], and logarithms of the softmax's sums.
+
+    The logarithms are fp32 [B, H, N], or empty for up to WHOLE tokens.
+    """
     qkv = qkv.contiguous()
     out, logs = _results(qkv)
     programs, settings = _launch(qkv, FORWARD)
@@ -150,7 +154,7 @@ def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton_op("onecurve::short_attention_backward", mutates_args=())
 def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of qkv, in its order: [B, N, 3, H, D]. gradient: that of out."""
+    """Compute the gradient of qkv, [B, N, 3, H, D], from the gradient of out."""
     qkv, gradient = qkv.contiguous(), gradient.contiguous()
     packed = qkv.new_empty(qkv.shape)
     programs, settings = _launch(qkv, BACKWARD)
@@ -165,7 +169,7 @@ def _results(qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
-    """The number of programs, and a kernel's constants with the warps of each program."""
+    """Return the number of programs, and the kernel's constants and warps."""
     samples, tokens, _, heads, size = qkv.shape
     edge = _padded(tokens)
     rows, keys, warps = (edge, edge, WHOLE_WARPS) if tokens <= WHOLE else tiles
@@ -176,11 +180,11 @@ def _launch(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
 
 
 def _padded(count: int) -> int:
-    """The edge of a block: a power of 2, and for products of matrices at least 16."""
+    """Return the edge of a block: a power of 2, and at least 16, as matrix products require."""
     return max(16, triton.next_power_of_2(count))
 
 
-# Shapes alone, which need no Triton: also those of plan.py, on other devices.
+# The fake implementations only compute shapes, so they work on any device. plan.py uses them.
 register_fake(short_attention, _results)
 register_fake(short_attention_backward, lambda qkv, *_: qkv.new_empty(qkv.shape))
 
@@ -205,4 +209,4 @@ def _forward_flops(qkv: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.onecurve.short_attention_backward)
 def _backward_flops(qkv: Any, *_: Any, **__: Any) -> int:
-    return 5 * _forward_flops(qkv) // 2  # as torch counts that of its own attention: the scores once more
+    return 5 * _forward_flops(qkv) // 2  # same formula as for torch's attention: recomputes the scores

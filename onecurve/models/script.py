@@ -1,7 +1,7 @@
-"""Loads a train script as a module, for its recipe and its model, without training.
+"""Loads a train script as a module to read its recipe and build its model, without training.
 
-`python -m onecurve.models.script train_vit.py [its flags]` prints JSON for doctor.py: the numbers of
-parameters and images, the data and the batch size. It neither trains nor downloads.
+`python -m onecurve.models.script train_vit.py [FLAGS]` prints JSON for doctor.py: the numbers of parameters
+and images, the data and the batch size. It neither trains nor downloads.
 """
 
 import builtins
@@ -24,29 +24,34 @@ from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
 
 IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
-TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # hold images or name them
-# Names that the head of an exported model.py imports for the Model section
+TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # files that contain or list images
+# Names that the beginning of an exported model.py imports for the Model section
 MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
-MOVE = "Move its import or definition into that section: the exported model.py has torch, but not our code"
-CLASSES = 10  # more classes change the size little
+MOVE = (
+    "Move its import or definition into that section. The exported model.py can use torch, but not our code"
+)
+CLASSES = 10  # the number of classes changes the size of a model only slightly
 
 
 def own_script(name: str | None) -> Path:
-    """The project's train script of this name, as in a checkpoint's manifest. ValueError for other names.
+    """Return the path of the project's train script with the name stored in a checkpoint's manifest.
 
     A checkpoint can't name a path, because loading a script runs its code.
+
+    Raises:
+        ValueError: If the project has no train script of this name.
     """
     scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
     if name not in scripts:
         raise ValueError(
-            f"it was trained by {name!r}, which is none of {', '.join(scripts)}: if you trust that script,"
-            " give its file as --script"
+            f"it was trained by {name!r}, which is none of {', '.join(scripts)}. If you trust this script,"
+            " pass its file as --script."
         )
     return scripts[name]
 
 
 def load_script(path: Path) -> ModuleType:
-    """Imports the script without running its main()."""
+    """Import the script without running its main()."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -57,15 +62,15 @@ def load_script(path: Path) -> ModuleType:
 
 
 def model_section(text: str) -> str | None:
-    """Return the code of a script's section `# --- Model`, of which export.py makes model.py."""
+    """Return the code of a script's section `# --- Model`, from which export.py creates model.py."""
     section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
     return section[1].strip() if section else None
 
 
 def names_from_above(section: str) -> list[str]:
-    """Return the names that a Model section uses and has neither from itself nor from the head of model.py.
+    """Return the names that a Model section uses but neither the section nor model.py's imports define.
 
-    The section is compiled, not run. Its annotations are not evaluated in model.py.
+    The section is compiled, not run. Annotations are ignored, because model.py does not evaluate them.
     """
     used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
     codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
@@ -77,35 +82,38 @@ def names_from_above(section: str) -> list[str]:
                 used.add(instruction.argval)
             elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
                 defined.add(instruction.argval)
-    return sorted(name for name in used - defined if not name.startswith("__"))  # these each module has
+    return sorted(name for name in used - defined if not name.startswith("__"))  # every module defines these
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
-    """The recipe that the script itself declares. ValueError when it has none."""
-    own = (kind for kind in vars(script).values() if getattr(kind, "__module__", None) == script.__name__)
-    recipes = [kind for kind in own if isinstance(kind, type) and issubclass(kind, Recipe)]
+    """Return the recipe class that the script itself declares. Raise ValueError if there is none."""
+    declared = (v for v in vars(script).values() if getattr(v, "__module__", None) == script.__name__)
+    recipes = [value for value in declared if isinstance(value, type) and issubclass(value, Recipe)]
     if not recipes:
-        raise ValueError(f"{script.__file__} declares no recipe: it is no train script")
+        raise ValueError(f"{script.__file__} declares no recipe, so it is not a train script")
     return recipes[0]
 
 
 def recipe_of(script: ModuleType, words: list[str]) -> Any:
-    """The script's recipe by these flags, with what its model decides."""
+    """Return the script's recipe for these flags, with values that depend on the model resolved."""
     return parse(recipe_class(script), words).resolved()
 
 
-def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
-    """A manifest's recipe as flags of its script, to be checked like a user's.
+def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
+    """Convert a manifest's recipe to flags of its script, which are then checked like a user's flags.
 
-    It leaves out flags for the training alone, and flags that have left, which changed no weight's name or
-    shape. ValueError for a key that is no part of the recipe.
+    Flags that only affect the training are omitted, and also flags removed from the project, none of which
+    changed a weight's name or shape.
+
+    Raises:
+        ValueError: If the recipe contains an unknown key.
     """
     recipe = {name: value for name, value in recipe.items() if name not in LEFT}
-    if unknown := recipe.keys() - recipe_part(kind()).keys():
-        raise ValueError(f"its recipe has {unknown.pop()!r}, which this code's {kind.__name__} does not know")
-    words, left_out = [], flags_where(kind, "training_only")
+    if unknown := recipe.keys() - recipe_part(cls()).keys():
+        raise ValueError(f"its recipe has {unknown.pop()!r}, which is unknown to this code's {cls.__name__}")
+    words, omitted = [], flags_where(cls, "training_only")
     for name, value in recipe.items():
-        if name in left_out or value is None or value == []:  # an empty list is the default
+        if name in omitted or value is None or value == []:  # an empty list is the default
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no_{name}")
@@ -116,14 +124,14 @@ def as_flags(recipe: dict[str, Any], kind: type[Recipe]) -> list[str]:
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the pixels in [0, 1] that the script normalises with."""
+    """Return the per-channel mean and standard deviation by which the script normalises [0, 1] pixels."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
     return data_config_of(model)[:2]
 
 
 def main() -> None:
-    del sys.argv[0]  # so that errors name the script
+    del sys.argv[0]  # makes errors name the script
     script = load_script(Path(sys.argv[0]))
     recipe = untrained(recipe_of(script, sys.argv[1:]))
     with torch.device("meta"):
@@ -138,7 +146,7 @@ def main() -> None:
 
 
 def training_images(data: str) -> int | None:
-    """The number of training images, if it can be found quickly; else None."""
+    """Return the number of training images, or None if it can't be determined quickly."""
     folder = Path(data)
     if tables := sorted(folder.rglob("train-*.parquet")):
         import pyarrow.parquet

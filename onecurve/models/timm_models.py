@@ -1,6 +1,7 @@
-"""What each model of timm takes, and what it is made of; and layers that are computed in another way.
+"""Options, blocks and heads of timm models, and faster replacements for some of timm's layers.
 
-Nothing here is a list of models: timm's own structure says it, so models that timm adds work, too.
+This file contains no list of models. It reads the structure of timm's models, so future timm models also
+work.
 """
 
 import functools
@@ -20,59 +21,62 @@ from onecurve.system.output import log
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.timm_ import replace_attention, replace_patch_convolution
 
-TRIED = 8  # sizes, nearest to one that the model can't take
+TRIED = 8  # number of nearest sizes to try if a model does not accept a size
 
 
 def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
-    """Return how the model's authors prepare its inputs, changed by the recipe's flags."""
+    """Return the data configuration of the model's authors, with changes by the recipe's flags."""
     from timm.data import resolve_model_data_config
 
     return data_config(resolve_model_data_config(model), recipe)
 
 
 def registered(name: str) -> Any:
-    """Return timm's configuration of the weights that a name means. ValueError for an unknown name or tag."""
+    """Return timm's configuration of the named weights. Raise ValueError for an unknown name or tag."""
     import timm
 
     if not timm.is_model(name):
-        raise ValueError(f"--model {name} is not in timm: timm.list_models('vit_*') names them")
+        raise ValueError(f"--model {name} is not in timm. timm.list_models('vit_*') lists the models.")
     try:
         return timm.get_pretrained_cfg(name)
-    except RuntimeError:  # the tag
+    except RuntimeError:  # unknown tag
         architecture, _, tag = name.partition(".")
-        tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{architecture}.*")]
+        tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
         raise ValueError(
             f"--model {name}: {architecture} has no weights {tag}. Choose among {', '.join(tags)}"
         ) from None
 
 
-@functools.cache  # telemetry builds the model once more, beside the training
+@functools.cache  # telemetry builds the model a second time
 def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
-    """The options by which timm builds the model for square images of this size: those that it has.
+    """Return the options that the model accepts, for timm to build it for square images of this size.
 
-    ValueError for a patch size or depth that it does not have; for a size that it can't take, with those near
-    it that it can. If it has no drop path or dropout, a line says so.
+    Logs a line if the model has no drop path or dropout.
+
+    Raises:
+        ValueError: If the model has no option for a given patch size or depth, or does not accept the image
+            size. The message then lists accepted sizes near it.
     """
 
-    taken, is_possible = _tried(name, size, options)
-    for option in options.keys() - taken.keys():
+    accepted, is_possible = _try_options(name, size, options)
+    for option in options.keys() - accepted.keys():
         if option in ("patch_size", "depth"):
-            raise ValueError(f"--{option}: --model {name} has none: leave it out")
+            raise ValueError(f"--{option} does not apply to --model {name}. Remove it.")
         if options[option] and rank() == 0:
-            log.info(f"{name} has no {option}, and trains without it")
+            log.info(f"{name} has no {option} and trains without it")
     if not is_possible:
-        own = registered(name).input_size[-1]
-        near = sorted(range(32, 2 * max(size, own), 32), key=lambda n: (abs(n - size), n))[:TRIED]
-        sizes = [str(n) for n in sorted({own, *near}) if _tried(name, n, options)[1]]
-        if sizes:  # else it is for the user's other options that timm can't build it, and says why
-            raise ValueError(f"--image_size {size}: {name} can't take it: choose {', '.join(sizes)}")
-    return taken
+        default_size = registered(name).input_size[-1]
+        near = sorted(range(32, 2 * max(size, default_size), 32), key=lambda n: (abs(n - size), n))[:TRIED]
+        sizes = [str(n) for n in sorted({default_size, *near}) if _try_options(name, n, options)[1]]
+        if sizes:  # otherwise another option is the reason, and timm reports it
+            raise ValueError(f"{name} does not accept --image_size {size}. Choose {', '.join(sizes)}.")
+    return accepted
 
 
-def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The options that the model has, and whether it can compute images of this size.
+def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the options that the model accepts, and True if it can process images of this size.
 
-    On the meta device, where that needs neither memory nor much time, and draws no random number.
+    The trial runs on the meta device, where it needs little time and memory and draws no random number.
     """
     import timm
 
@@ -82,7 +86,7 @@ def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any
             try:
                 timm.create_model(name, **options).eval()(torch.zeros(1, 3, size, size))
                 return options, True
-            except Exception as error:  # of any kind: each model has its own
+            except Exception as error:  # each model raises different exceptions
                 text = str(error)
             unknown = [option for option in options if f"'{option}'" in text and "unexpected keyword" in text]
             if not unknown:
@@ -91,29 +95,32 @@ def _tried(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
-    """The classes of the model's blocks, sorted: its `_no_split_modules`, else what `group_matcher` gives an
-    index of its own, else what is in its `stages` or `blocks`. () if it has none of these.
+    """Return the sorted class names of the model's blocks; () if the model does not describe them.
 
-    Of a stage with `blocks` these count, and of torch's containers their content. Single layers do not, nor
-    what blocks are made of. ValueError for a model whose layers share parameters: timm can't save it either.
+    The blocks are the model's `_no_split_modules`, or else the modules to which `group_matcher` assigns a
+    separate index, or else the modules in its `stages` or `blocks`. A stage is replaced by its `blocks`, and
+    a torch container by its modules. Single layers and parts of blocks are not blocks.
+
+    Raises:
+        ValueError: If layers of the model share parameters. timm can't save such a model.
     """
     if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
-        raise ValueError(f"{type(model).__name__}'s layers share parameters: choose another --model")
-    if named := block_names(model):
-        return tuple(sorted(named))
+        raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose another --model.")
+    if names := block_names(model):
+        return tuple(sorted(names))
     matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
     if isinstance(matcher, dict):
         parts = [part for name, part in matcher.items() if part and not name.startswith("stem")]
         pairs = [pair for part in parts for pair in ([(part, None)] if isinstance(part, str) else part)]
-        patterns = [pattern for pattern, suffix in pairs if suffix is None]  # a suffix: it belongs to another
+        patterns = [p for p, suffix in pairs if suffix is None]  # a suffix marks a part of another group
         modules = dict(model.named_modules())
-        found = [modules[n] for n in modules if any(re.fullmatch(p, n) for p in patterns)]
+        candidates = [modules[n] for n in modules if any(re.fullmatch(p, n) for p in patterns)]
     else:
-        found = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
-    blocks = [block for module in found for block in _blocks_in(module)]
-    kinds = {type(block) for block in blocks}
+        candidates = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
+    blocks = [block for module in candidates for block in _blocks_in(module)]
+    classes = {type(block) for block in blocks}
     parts_of_blocks = {type(part) for block in blocks for part in block.modules() if part is not block}
-    return tuple(sorted(kind.__name__ for kind in kinds - parts_of_blocks or kinds))
+    return tuple(sorted(cls.__name__ for cls in classes - parts_of_blocks or classes))
 
 
 def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
@@ -126,14 +133,14 @@ def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def head_names(name: str) -> tuple[str, ...]:
-    """The names of the layers that compute the logits: one, or two in DeiT's distilled models."""
+    """Return the names of the layers that compute the logits: one, or two in distilled DeiT models."""
     import timm
 
     return _names_in(getattr(timm.get_pretrained_cfg(name), "classifier", None))
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that compute the logits: timm's, or else the last linear layer."""
+    """Return the names of the layers that compute the logits, which by default is the last linear layer."""
     if config := getattr(model, "pretrained_cfg", None):
         return _names_in(config.get("classifier"))
     return tuple(name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))[-1:]
@@ -146,19 +153,19 @@ def _names_in(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class DropPath(nn.Module):
-    """Drops a residual branch of some samples in training (stochastic depth, arXiv 1603.09382), and scales
-    the others: [B, ...] -> [B, ...].
+    """Stochastic depth (arXiv 1603.09382): [B, ...] -> [B, ...].
 
-    timm's DropPath has its rate as a Python number, which torch.compile makes a constant of the graph: blocks
-    that differ in nothing else would each need their own. Here the rate is data.
+    In training, drops a residual branch for some samples and scales it for the others. timm's DropPath stores
+    the rate as a Python number, which torch.compile turns into a constant, so each block would need a
+    separate graph. This class stores the rate in a buffer.
     """
 
-    UNITS = 2**24  # of which float32 holds every number
+    UNITS = 2**24  # float32 represents every integer up to this one
     keep: Tensor
 
     def __init__(self, rate: float):
         super().__init__()
-        # An integer, as ZeRO rounds a model's floating-point buffers to bf16.
+        # An integer, because ZeRO rounds a model's floating-point buffers to bf16.
         self.register_buffer("keep", torch.tensor(round((1 - rate) * self.UNITS)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,13 +177,14 @@ class DropPath(nn.Module):
 
 
 class PatchConv2d(nn.Conv2d):
-    """A convolution whose kernel is its stride, in training computed as one product of matrices:
+    """Convolution with equal kernel and stride, computed as one matrix product in training.
+
     [B, C, H, W] -> [B, out, H / kernel, W / kernel], channels_last.
 
-    cuDNN took 7.4 ms of a step's 60 for it (ViT-B/32, batch 512, an H200), most of them for the gradient of
-    the weights. With the product, and the projection's order in attention, the step takes 48.5. An
-    evaluation keeps the convolution and so timm's bits, also of exported files. So do images that the kernel
-    does not divide.
+    cuDNN took 7.4 ms of a 60 ms step for this layer (ViT-B/32, batch 512, one H200), mostly for the gradient
+    of the weights. With the matrix product, and the projection's order in attention, the step takes 48.5 ms.
+    Evaluation uses the convolution, which preserves timm's bits, also in exported files. Training also uses
+    it if the image size is not a multiple of the kernel size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,15 +193,15 @@ class PatchConv2d(nn.Conv2d):
             return super().forward(x)
         rows, columns = height // p, width // q
         patches = x.permute(0, 2, 3, 1).reshape(batch, rows, p, columns, q, channels).transpose(2, 3)
-        matrix = self.weight.permute(0, 2, 3, 1).flatten(1)  # [out, p * q * C]; no copy of channels_last
+        matrix = self.weight.permute(0, 2, 3, 1).flatten(1)  # [out, p * q * C]; a view if channels_last
         y = F.linear(patches.reshape(-1, matrix.shape[1]), matrix, self.bias)
         return y.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
 
 
 def speed_up(model: nn.Module, size: int | None = None) -> None:
-    """Changes how timm's patch embeddings, attentions and DropPath compute. Parameters keep their names.
+    """Replace timm's patch embeddings, attention layers and DropPath by faster ones with the same parameters.
 
-    size: edge of the training's images, by which attentions learn their number of tokens.
+    size: Edge of the training images, from which attention layers determine their number of tokens.
     """
     import timm.layers
 
@@ -210,19 +218,19 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
 
 
 def _is_plain(attention: nn.Module) -> bool:
-    """False for one with other parts, as a gate."""
+    """Return True unless the layer has additional parts, such as a gate."""
     parts = attention.named_children()
     return all(name in Attention.PARTS or isinstance(part, nn.Identity) for name, part in parts)
 
 
 def _count_tokens(model: nn.Module, size: int) -> None:
-    """Gives each attention its number of tokens, by a forward on the meta device: without memory or time."""
+    """Set each attention layer's number of tokens by a forward pass on the meta device."""
 
     def count(module: Any, inputs: tuple[Tensor]) -> None:
         module.tokens = inputs[0].shape[1]
 
-    counted = [module for module in model.modules() if isinstance(module, Attention)]
-    hooks = [module.register_forward_pre_hook(count) for module in counted]
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(count) for layer in layers]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     is_training = model.training
     with torch.device("meta"), torch.no_grad():

@@ -94,7 +94,7 @@ def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
         (
             ("a", "b", "c"),
             [0, 1, 2],
-            "so they are assumed to be the classes of --data, in that order",
+            "so they are assumed to be those of --data, in that order",
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_a_best_checkpoint_that_is_replaced_during_the_read(when, tmp_path, monk
 
 
 def test_weights_of_another_model_are_refused_with_the_first_tensor(file, tmp_path):
-    with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token": give'):
+    with pytest.raises(ValueError, match=r'test_vit2: Missing key\(s\) in state_dict: "reg_token"\. Use'):
         load_into_model(file, model="test_vit2")
     larger = saved(tmp_path / "more.safetensors", unknown=torch.zeros(1))
     with pytest.raises(ValueError, match=r'Unexpected key\(s\) in state_dict: "unknown"\. Use the --model'):

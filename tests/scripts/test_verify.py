@@ -581,7 +581,7 @@ def test_a_script_of_ones_own(finished, check, tmp_path):
     shutil.copy(ROOT / "train_vit.py", script)
     edit_about(folder, lambda about: about.update(script="train_mine"))
     edit(folder / "result.json", lambda about: about.update(script="train_mine"))
-    with pytest.raises(ValueError, match=r"'train_mine'.*give its file as --script"):
+    with pytest.raises(ValueError, match=r"'train_mine'.*pass its file as --script"):
         check(folder, *FIRST)
     status, output, _ = check(folder, *FIRST, "--script", script)
     assert status == 0, output
