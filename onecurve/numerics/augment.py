@@ -1,8 +1,9 @@
-"""Augmentation of a whole batch on the device, with random numbers per sample.
+"""Augments a whole batch on the device, with random numbers for each sample.
 
-To use it elsewhere copy this file: it needs torch and numpy, and mixer() torchvision. rand_augment.py needs
-this file beside it. Random numbers are float64 in [0, 1), a row for each sample: `uniforms` of
-onecurve/numerics/order.py here, or any others. COLUMNS gives each column one use, also outside this file.
+To use these functions elsewhere, copy this file. It requires torch and numpy; mixer() also requires
+torchvision. rand_augment.py requires this file in the same folder. Random numbers are float64 in [0, 1), one
+row per sample. This project computes them by `uniforms` of onecurve/numerics/order.py; any other source also
+works. COLUMNS assigns one use to each column, including uses in other files.
 """
 
 import math
@@ -15,43 +16,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The columns of a sample's random numbers. Other columns for a use would change the bits of every training.
+# Columns of a sample's random numbers. Changing the columns of a use changes the bits of every training.
 COLUMNS = {
     "shift": slice(0, 2),  # moves(): down and right
-    "flip": slice(2, 3),  # moves(), and photographs after their crop
-    "crop": slice(4, 44),  # data/crops.py's random_resized_crop(): ten attempts with four numbers each
+    "flip": slice(2, 3),  # moves(), and photos after their crop
+    "crop": slice(4, 44),  # random_resized_crop() in data/crops.py: ten attempts with four numbers each
     "color": slice(44, 48),  # color_jitter()
     "erasing": slice(48, 53),  # random_erasing()
     "rand_augment": slice(53, 69),  # rand_augment(): up to four layers with four numbers each
 }
 SHIFT, FLIP, CROP, COLOR, ERASING, RAND_AUGMENT = COLUMNS.values()
-DRAWS = RAND_AUGMENT.stop  # columns altogether
+DRAWS = RAND_AUGMENT.stop  # total number of columns
 
-REPEATED_PIXELS = 2**19  # in a larger image the loop is long enough, and its factors would take much memory
-ALIGNMENT = 8  # bytes; a view of another type must begin at a multiple of its size
+# Largest image for which normalisation factors are repeated per pixel. For larger images, the inner loop is
+# long enough without, and the factors would need much memory.
+REPEATED_PIXELS = 2**19
+ALIGNMENT = 8  # bytes; a view with another dtype must start at a multiple of the dtype's size
 Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# ITU-R 601-2, as in PIL and torchvision
-LUMA = (0.2989, 0.587, 0.114)
+LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601-2, as in PIL and torchvision
 # The six orders of brightness (0), contrast (1) and saturation (2)
 ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies to the device without waiting for it, to CUDA from page-locked memory."""
+    """Copy a tensor to the device without waiting for the device. Copies to CUDA use page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # no copy if it is pinned already
+        tensor = tensor.pin_memory()  # no copy if already pinned
     return tensor.to(device, non_blocking=True)
 
 
 def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device, sent as one copy, as each copy costs the host some 10 us."""
+    """Send arrays to the device in one copy, because each copy costs the host about 10 us."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    room = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
-    parts = np.split(np.empty(sum(room), np.uint8), np.cumsum(room)[:-1])
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
+    parts = np.split(np.empty(sum(sizes), np.uint8), np.cumsum(sizes)[:-1])
     for array, part in zip(arrays, parts, strict=True):
         part[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    sent = send(torch.from_numpy(parts[0].base), device).split(room)
+    sent = send(torch.from_numpy(parts[0].base), device).split(sizes)
     return [
         part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
         for array, part in zip(arrays, sent, strict=True)
@@ -59,66 +61,90 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
 
 
 def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
-    """Shifts by up to `pad` pixels down and right, and horizontal flips, at random: int64 [3, B].
+    """Draw shifts by up to `pad` pixels down and right, and horizontal flips.
 
-    draws: float64 [B, >= 3] in [0, 1), of which the columns SHIFT and FLIP are used. As in He et al. 2015
-    (arXiv 1512.03385, section 4.2).
+    This is the augmentation of He et al. 2015 (arXiv 1512.03385, section 4.2).
+
+    Args:
+        draws: float64 [B, >= 3] in [0, 1). Only the columns SHIFT and FLIP are used.
+
+    Returns:
+        int64 [3, B]: shift down, shift right, and 1 for a flip.
     """
     shifts = np.floor(draws[:, SHIFT] * (2 * pad + 1)).astype(np.int64) - pad
     return np.stack([*shifts.T, draws[:, FLIP.start] < (0.5 if flip else 0.0)])
 
 
 def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Where moved images have their pixels: y [B, H] and x [B, W], on the device of the rows.
+    """Return the source pixels of moved images.
 
-    rows: int64 [B], of images of this shape, [N, H, W, 3]; moved: int64 [3, B], of moves(), each shift less
-    than an edge. y + x is a pixel among all images' N * H * W. The borders are mirrored, and not black as in
-    He et al.
+    Borders are mirrored, unlike the black borders of He et al.
+
+    Args:
+        rows: int64 [B], indices of the images.
+        moved: int64 [3, B] from moves(). Each shift must be smaller than the image's edge.
+        shape: Shape of all images, [N, H, W, 3].
+
+    Returns:
+        y [B, H] and x [B, W] on the device of `rows`. y + x is the index of a pixel among the N * H * W
+        pixels of all images.
     """
     count, h, w, _ = shape
-    kind = torch.int32 if count * h * w < 2**31 else torch.int64  # 32 bits: half the index traffic
-    down, right, flipped = moved.to(kind)[:, :, None].unbind()  # [B, 1] each
-    y, x = (torch.arange(n, dtype=kind, device=rows.device) for n in (h, w))
-    lines = _mirrored(y + down, h) + rows.to(kind)[:, None] * h
+    dtype = torch.int32 if count * h * w < 2**31 else torch.int64  # int32 halves the index traffic
+    down, right, flipped = moved.to(dtype)[:, :, None].unbind()  # [B, 1] each
+    y, x = (torch.arange(n, dtype=dtype, device=rows.device) for n in (h, w))
+    lines = _mirrored(y + down, h) + rows.to(dtype)[:, None] * h
     return lines * w, _mirrored(torch.where(flipped > 0, x.flip(0), x) + right, w)
 
 
 def gather(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """The pixels of moved_pixels() among the images, uint8 [N, H, W, 3]: uint8 [B, H, W, 3]."""
+    """Return the pixels chosen by moved_pixels() from uint8 images [N, H, W, 3]: uint8 [B, H, W, 3]."""
     pixels = y[:, :, None] + x[:, None, :]  # [B, H, W]
     return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(*pixels.shape, 3)
 
 
 def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
-    """Scales brightness, contrast and saturation by 1 - strength to 1 + strength, in random order.
+    """Scale brightness, contrast and saturation by 1 - strength to 1 + strength, in random order.
 
-    images: uint8 [B, H, W, 3]; draws: float64 [B, 4] in [0, 1), for the three factors and the order;
-    strength: up to 1. Returns uint8 [B, H, W, 3]. Equals torchvision's ColorJitter(strength, strength,
-    strength), which timm uses with 0.4, but rounds only once, at the end.
+    Equals torchvision's ColorJitter(strength, strength, strength), which timm uses with 0.4, except that it
+    rounds only once, at the end.
+
+    Args:
+        images: uint8 [B, H, W, 3].
+        draws: float64 [B, 4] in [0, 1), for the three factors and the order.
+        strength: 0 to 1.
+
+    Returns:
+        uint8 [B, H, W, 3].
     """
     _, h, w, _ = images.shape
     order = ORDERS[(draws[:, 3] * len(ORDERS)).astype(np.int64)]  # [B, 3]
     factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
-    # Each is a blend: with black, with the image's mean grey, or with each pixel's grey.
+    # Each operation is a blend with black, with the mean grey of the image, or with the grey of each pixel.
     blends = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
-    shares = send(torch.from_numpy(blends.astype(np.float32)), images.device)
+    weights = send(torch.from_numpy(blends.astype(np.float32)), images.device)
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
-    for own, mean, grey in shares[..., None, None].unbind(2):  # [B, 1, 1] each
+    for image_weight, mean_weight, grey_weight in weights[..., None, None].unbind(2):  # [B, 1, 1] each
         luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]
-        # Integers, as the last bit of a float sum would depend on the other images of the batch.
+        # Sum integers, because the last bit of a float sum would depend on the other images of the batch.
         total = luma.round().int().sum((1, 2), keepdim=True)
-        other = total * (mean / (h * w)) + luma * grey
-        planes.mul_(own).add_(other).clamp_(0, 255)
+        blended = total * (mean_weight / (h * w)) + luma * grey_weight
+        planes.mul_(image_weight).add_(blended).clamp_(0, 255)
     return planes.round_().to(torch.uint8).permute(1, 2, 3, 0).contiguous()
 
 
 def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Tensor:
-    """Erases a box in some images: sets it to 0, the mean of normalised pixels (arXiv 1708.04896).
+    """Set a box in some images to 0, the mean of normalised pixels (arXiv 1708.04896).
 
-    images: float [B, 3, H, W], changed in place and returned; draws: float64 [B, 5] in [0, 1): whether, area,
-    aspect ratio, position. Area 0.02 to 1/3 of the image, aspect ratio 0.3 to 1/0.3, as in timm's mode
-    "const"; its mode "pixel" would need 150,000 draws per sample for noise. A box that is longer than the
-    image, one in 200, is clipped, where timm draws again.
+    The area is 0.02 to 1/3 of the image and the aspect ratio 0.3 to 1/0.3, as in timm's mode "const". timm's
+    mode "pixel" would need 150,000 draws per sample for noise. A box that is longer than the image (one in
+    200) is clipped, whereas timm draws again.
+
+    Args:
+        images: float [B, 3, H, W], changed in place and returned.
+        draws: float64 [B, 5] in [0, 1), for the decision to erase, the area, the aspect ratio and the
+            position.
+        probability: Fraction of images in which a box is erased.
     """
     h, w = images.shape[2:]
     area = (0.02 + (1 / 3 - 0.02) * draws[:, 1]) * h * w
@@ -140,16 +166,26 @@ def to_float(
     size: int,
     interpolation: str | None = None,
 ) -> Tensor:
-    """uint8 [B, H, W, 3] -> normalised float32 [B, 3, size, size], channels_last. mean, std: of [0, 1].
+    """Normalise and resize images on the device.
 
-    interpolation: `bilinear` or `bicubic`, with PIL's kernel; None: bicubic, enlarged with PyTorch's kernel.
-    The resize runs on the device, so that only 3 kB per CIFAR image are copied to it, not 602 kB.
+    Resizing on the device copies only 3 kB per CIFAR image to it, instead of 602 kB.
+
+    Args:
+        images: uint8 [B, H, W, 3].
+        mean: Mean of each channel for pixels in [0, 1].
+        std: Standard deviation of each channel for pixels in [0, 1].
+        size: Edge of the output images.
+        interpolation: `bilinear` or `bicubic`, with PIL's kernel. None is bicubic and enlarges with PyTorch's
+            kernel.
+
+    Returns:
+        float32 [B, 3, size, size], channels_last.
     """
     b, h, w, c = images.shape
     pixels = h * w if h * w <= REPEATED_PIXELS else 1
     scale, shift = _normalization(mean, std, pixels, images.device)
     floats = images.reshape(b, -1, pixels * c).float().mul_(scale).add_(shift)
-    if (h, w) != (size, size) and max(h, w) <= 4096:  # a longer edge's matrices would take gigabytes
+    if (h, w) != (size, size) and max(h, w) <= 4096:  # matrices for a longer edge would need gigabytes
         rows, columns = _resize_matrices(h, w, size, interpolation, images.device)
         floats = rows @ (floats.view(b * h, w * c) @ columns).view(b, h, size * c)  # [B, size, size * 3]
         h = w = size
@@ -163,10 +199,10 @@ def to_float(
 def _normalization(
     mean: tuple[float, ...], std: tuple[float, ...], pixels: int, device: torch.device
 ) -> Tensor:
-    """[2, pixels * 3]: scale and shift as large as an image, so that the inner loop runs over all its values.
+    """Return scale and shift, repeated so that the inner loop runs over a whole image: [2, pixels * 3].
 
-    Kept, as each copy to a GPU costs the host some 10 us; torch.tensor(..., device=...) would also wait for
-    all work that is queued on it.
+    The tensor is cached, because each copy to a GPU costs the host about 10 us. torch.tensor(..., device=...)
+    would also wait for all work queued on the device.
     """
     factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
     return factors.to(device, non_blocking=True).repeat(1, pixels)
@@ -176,10 +212,10 @@ def _normalization(
 def _resize_matrices(
     h: int, w: int, size: int, interpolation: str | None, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The resize of rows, [size, H], and of interleaved columns, [W * 3, size * 3], as matrices.
+    """Return the matrices that resize rows, [size, H], and interleaved columns, [W * 3, size * 3].
 
-    A resize is linear in the pixels. The products take a fifth of the time of F.interpolate on a CPU
-    (32 to 224 pixels); not yet measured on a GPU.
+    A resize is linear in the pixels. On a CPU, the matrix products take a fifth of the time of F.interpolate
+    (32 to 224 pixels). They have not been measured on a GPU yet.
     """
     shrinks = size < max(h, w)
     rows, columns = (_resize(torch.eye(n)[None, None], size, n, interpolation, shrinks)[0, 0] for n in (h, w))
@@ -188,38 +224,47 @@ def _resize_matrices(
 
 
 def _resize(images: Tensor, height: int, width: int, interpolation: str | None, shrinks: bool) -> Tensor:
-    # With antialias bicubic has PIL's kernel (a = -0.5) where images grow, too; without it a = -0.75.
+    # With antialias, bicubic uses PIL's kernel (a = -0.5) even if images grow. Without antialias, a = -0.75.
     mode, antialias = interpolation or "bicubic", shrinks or interpolation is not None
     return F.interpolate(images, (height, width), mode=mode, antialias=antialias)
 
 
 def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> Mixer | None:
-    """Mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) with these alphas, one of them per micro-batch.
+    """Return a function that applies mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) to a micro-batch.
 
-    Maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]), channels_last
-    if the images are. dtype: of the mixed images, by default the images' own; bf16 halves the bytes for a
-    model that rounds to bf16 anyway. Random numbers come from torch's generator, which
+    The function maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]).
+    The mixed images are channels_last if the images are. Random numbers come from torch's generator, which
     onecurve.numerics.order.reseed seeds.
+
+    Args:
+        mixup: Alpha of mixup, 0 to disable it.
+        cutmix: Alpha of cutmix, 0 to disable it. With both, each micro-batch uses one of them at random.
+        classes: Number of classes.
+        dtype: Dtype of the mixed images, by default the dtype of the images. bf16 halves the bytes for a
+            model that rounds its inputs to bf16.
+
+    Returns:
+        The function, or None if both are disabled.
     """
     from torchvision.transforms import v2  # takes seconds to import
 
     class MixUp(v2.MixUp):
-        """Mixup that keeps channels_last: on a GPU torchvision's roll() loses it."""
+        """Mixup that preserves channels_last, which torchvision's roll() loses on a GPU."""
 
         def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
             if inpt is params["labels"]:
                 return super().transform(inpt, params)
-            others, own = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
+            others, weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
             if dtype is None:
-                return others.mul_(1.0 - own).add_(inpt.mul(own))
-            return torch.lerp(others, inpt, own)  # rounds once
+                return others.mul_(1.0 - weight).add_(inpt.mul(weight))
+            return torch.lerp(others, inpt, weight)  # rounds once
 
-    kinds = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
-    kinds += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
-    mix = v2.RandomChoice(kinds) if kinds else None
+    transforms = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+    mix = v2.RandomChoice(transforms) if transforms else None
     return mix if mix is None or dtype is None else lambda images, labels: mix(images.to(dtype), labels)
 
 
 def _mirrored(i: Tensor, n: int) -> Tensor:
-    """Reflects indices outside 0 ... n - 1 at the border pixel. |i| < 2n - 1."""
+    """Reflect indices outside of 0 ... n - 1 at the border pixel. Requires |i| < 2n - 1."""
     return (n - 1) - ((n - 1) - i.abs()).abs()

@@ -1,8 +1,8 @@
-"""BatchNorm under every strategy: running statistics that follow micro-batch 0 of each step.
+"""BatchNorm whose running statistics are the same under every strategy and on any number of processes.
 
-In training, each layer of torch or timm writes the mean and variance of a forward into extra buffers. Only
-those of rank 0's first micro-batch update the running statistics, so these do not depend on the number of
-processes, nor on recomputation by activation checkpointing.
+In training, each BatchNorm layer of torch or timm writes the mean and variance of a forward pass into extra
+buffers. Only the buffers of rank 0's first micro-batch update the running statistics. Therefore the
+statistics do not depend on the number of processes or on recomputation by activation checkpointing.
 """
 
 from functools import cache
@@ -20,9 +20,11 @@ BatchNorm: Any = batch_norm_class()
 
 
 class RunningStatistics:
-    """The running statistics of a model's BatchNorm layers. Create it before accelerator.prepare.
+    """Running statistics of a model's BatchNorm layers. Create it before accelerator.prepare().
 
-    ValueError for a kind of BatchNorm whose statistics can't be made independent of the number of processes.
+    Raises:
+        ValueError: If the statistics of a BatchNorm class can't be made independent of the number of
+            processes.
     """
 
     def __init__(self, model: nn.Module):
@@ -34,16 +36,16 @@ class RunningStatistics:
                 assert isinstance(layer, _Layer)
                 self.layers.append(layer)
         self.updated = [layer for layer in self.layers if not layer.is_frozen]
-        self.begun_with = [(layer.running_mean, layer.running_var) for layer in self.layers]
+        self.initial = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
-        """Updates them after each forward of micro-batch 0. prepared: the plain model inside the wrapper."""
-        for layer, (mean, var) in zip(self.layers, self.begun_with, strict=True):
-            # DeepSpeed casts the whole model, but running statistics need fp32.
+        """Update the statistics after each forward pass of micro-batch 0. prepared: the unwrapped model."""
+        for layer, (mean, var) in zip(self.layers, self.initial, strict=True):
+            # DeepSpeed casts the whole model, but running statistics must be fp32.
             layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))
             for name in ("batch_mean", "batch_var"):
                 layer.register_buffer(name, torch.zeros_like(layer.running_mean), persistent=False)
-        first = 1 % accelerator.gradient_accumulation_steps  # accelerator.step counts from 1
+        first = 1 % accelerator.gradient_accumulation_steps  # accelerator.step starts at 1
 
         def update(module: nn.Module, *_) -> None:
             if module.training and accelerator.step % accelerator.gradient_accumulation_steps == first:
@@ -62,24 +64,23 @@ class RunningStatistics:
 
 
 class _Layer(BatchNorm):
-    """[B, C, ...] -> [B, C, ...], in training with the statistics of the process's own micro-batch.
+    """BatchNorm layer, [B, C, ...] -> [B, C, ...]. Training uses the statistics of the rank's micro-batch.
 
-    Weight and bias are cast to fp32, the statistics' type: where they are in half precision, torch refuses
-    the mixture.
+    Weight and bias are cast to fp32, the dtype of the statistics, because torch refuses mixed dtypes.
     """
 
     momentum: float
-    running_mean: Tensor  # [C], as the other buffers
+    running_mean: Tensor  # [C], like the other buffers
     running_var: Tensor
     batch_mean: Tensor
     batch_var: Tensor
     num_batches_tracked: Tensor  # []
-    drop: nn.Module  # timm's BatchNormAct2d has these
-    act: nn.Module
+    drop: nn.Module  # only in timm's BatchNormAct2d
+    act: nn.Module  # only in timm's BatchNormAct2d
 
     @property
     def is_frozen(self) -> bool:
-        """True where the weights are not trained, as with --freeze: then the statistics are not, either."""
+        """True if the weights are not trained, as with --freeze. The statistics are then frozen as well."""
         return self.affine and not self.weight.requires_grad
 
     def train(self, mode: bool = True) -> Self:
@@ -90,23 +91,24 @@ class _Layer(BatchNorm):
         mean, var = self.running_mean, self.running_var
         weight, bias = (None if p is None else p.to(mean.dtype) for p in (self.weight, self.bias))
         if self.training:
-            mean, var = self.batch_mean, self.batch_var  # momentum 1 overwrites them
+            mean, var = self.batch_mean, self.batch_var  # overwritten, because the momentum is 1
         x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)
         return self.act(self.drop(x)) if hasattr(self, "act") else x
 
 
 @cache
-def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with the same name, so that isinstance still works."""
-    return type(kind.__name__, (_Layer, kind), {})
+def _layer_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass with the same name, so that isinstance still works."""
+    return type(cls.__name__, (_Layer, cls), {})
 
 
 def _check(layer: Any) -> None:
     forward = type(layer).forward
-    if forward is not BatchNorm.forward and not is_batch_norm_act(forward):  # which _Layer.forward replaces
+    # _Layer.forward replaces only these two methods.
+    if forward is not BatchNorm.forward and not is_batch_norm_act(forward):
         raise ValueError(
-            f"the model has {type(layer).__name__}, whose statistics depend on the number of processes:"
-            " use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d"
+            f"the model has {type(layer).__name__}, whose statistics depend on the number of processes."
+            " Use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d."
         )
     if layer.momentum is None:
-        raise ValueError(f"the model has a {type(layer).__name__} without momentum: give it one, as 0.1")
+        raise ValueError(f"the model has a {type(layer).__name__} without momentum. Set it, such as 0.1.")

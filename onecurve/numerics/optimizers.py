@@ -1,4 +1,4 @@
-"""Optimizers by name, and the check for fused SGD."""
+"""Creates optimizers by name, and decides whether SGD can be fused."""
 
 from typing import Any
 
@@ -10,29 +10,34 @@ from onecurve.system.text import did_you_mean
 
 
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
-    """True where torch.optim.SGD(fused=True) can be used: on a GPU, except under FSDP.
+    """Return True if torch.optim.SGD(fused=True) can be used: on a GPU, except under FSDP.
 
-    It runs one kernel for all tensors, and with it fp16's scaler needs no wait for the device. DTensors have
-    no fused SGD in torch 2.15. On a CPU it would round differently than in runs that are to be resumed.
+    Fused SGD runs one kernel for all tensors, and the fp16 scaler then does not need to wait for the device.
+    torch 2.15 has no fused SGD for DTensors. On a CPU, it would round differently from existing runs that are
+    to be resumed.
     """
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 
 
 def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """timm's optimizer of this name, else torch's, with its own defaults. ValueError if there is none."""
+    """Create timm's optimizer with this name, or else torch's, with the optimizer's default settings.
+
+    Raises:
+        ValueError: If there is no such optimizer, or it can't be created.
+    """
     from timm.optim import create_optimizer_v2, list_optimizers
 
-    timms, ours = list(map(str, list_optimizers())), torch.optim
-    torchs = {
-        n.lower(): kind for n, kind in vars(ours).items() if isinstance(kind, type) and n != "Optimizer"
+    timm_names = list(map(str, list_optimizers()))
+    torch_classes = {
+        n.lower(): cls for n, cls in vars(torch.optim).items() if isinstance(cls, type) and n != "Optimizer"
     }
     try:
-        if name.removeprefix("lookahead_") in timms:
+        if name.removeprefix("lookahead_") in timm_names:
             return create_optimizer_v2(groups, name, lr=lr)
-        if name.lower() in torchs:
-            return torchs[name.lower()](groups, lr=lr)
+        if name.lower() in torch_classes:
+            return torch_classes[name.lower()](groups, lr=lr)
     except (ValueError, TypeError, AssertionError, ImportError, RuntimeError) as error:
-        reason = str(error) or "a package that it needs is not installed"
-        raise ValueError(f"--optimizer {name} can't be made here: {reason}") from error
-    meant = did_you_mean(name, [*timms, *torchs]) or "timm.optim.list_optimizers() names them"
-    raise ValueError(f"--optimizer {name} is neither timm's nor torch's: {meant}")
+        reason = str(error) or "a required package is not installed"
+        raise ValueError(f"--optimizer {name} can't be created: {reason}") from error
+    hint = did_you_mean(name, [*timm_names, *torch_classes]) or "timm.optim.list_optimizers() lists the names"
+    raise ValueError(f"--optimizer {name} is neither timm's nor torch's: {hint}")

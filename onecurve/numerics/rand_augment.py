@@ -1,12 +1,13 @@
-"""RandAugment (arXiv 1909.13719) of a batch on the device, after github.com/google-research/big_vision.
+"""Applies RandAugment (arXiv 1909.13719) to a batch on the device, following google-research/big_vision.
 
-Each layer applies one of 16 operations to each image, with one strength for all. The operations are those
-of big_vision/pp/archive/autoaugment.py, most of them PIL's. An image's result does not depend on the other
-images of the batch. Shifts and cut-outs scale with the image size, while theirs are for 224 pixels.
+Each layer applies one of 16 operations to each image, with the same strength for all images. The operations
+are the ones in big_vision/pp/archive/autoaugment.py, most of which come from PIL. The result for an image
+does not depend on the other images of the batch. Shifts and cut-outs scale with the image size; big_vision
+assumes 224 pixels.
 
-Five operations are torchvision's. The others are ours: torchvision's AutoContrast, Color, Contrast and
-Sharpness round differently, its affine transforms take one angle or shift for the whole batch, and it has no
-SolarizeAdd and no Cutout.
+Five operations call torchvision. The others are implemented here, because torchvision's AutoContrast, Color,
+Contrast and Sharpness round differently, its affine transforms accept only one angle or shift per batch, and
+it has neither SolarizeAdd nor Cutout.
 """
 
 from collections.abc import Callable
@@ -20,91 +21,97 @@ from .augment import LUMA, send_arrays
 Factors = tuple[float | np.ndarray, ...]
 
 DRAWN = 4  # columns of a sample's draws per layer
-GREY = 128  # the fill colour
-EDGE = 224  # pixels: the image size for which shifts and cut-outs are given
+GREY = 128  # fill value of all channels
+EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
 
 
 def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: float) -> Tensor:
-    """Applies `layers` random operations to each image, one after another.
+    """Apply `layers` random operations to each image in sequence.
 
-    images: uint8 [B, H, W, 3]. draws: float64 [B, >= 4 * layers] in [0, 1); each layer uses four: operation,
-    direction, and row and column of a cut-out. magnitude: 10 is strong, more is possible.
-    Returns uint8 [B, H, W, 3].
+    Args:
+        images: uint8 [B, H, W, 3].
+        draws: float64 [B, >= 4 * layers] in [0, 1). Each layer uses four columns: operation, direction, and
+            row and column of a cut-out.
+        layers: Number of operations per image.
+        magnitude: Strength of the operations. 10 is strong; larger values are allowed.
+
+    Returns:
+        uint8 [B, H, W, 3].
     """
     strength, (h, w) = magnitude / 10, images.shape[1:3]
     parts = [draws[:, layer * DRAWN : (layer + 1) * DRAWN] for layer in range(layers)]
     plans = [_plan(part, h, w, strength) for part in parts]
     sent = send_arrays([array for _, arrays in plans for array in arrays], images.device)
     for layer, (counts, _) in enumerate(plans):
-        order, back, factors, middles = sent[4 * layer : 4 * layer + 4]
+        order, inverse, factors, centers = sent[4 * layer : 4 * layer + 4]
         pieces = images.index_select(0, order).split(counts)
-        done = [
-            _applied(group, piece, strength, factors, middles) if len(piece) else piece
+        results = [
+            _applied(group, piece, strength, factors, centers) if len(piece) else piece
             for group, piece in zip(GROUPS, pieces, strict=True)
         ]
-        images = torch.cat(done).index_select(0, back)
+        images = torch.cat(results).index_select(0, inverse)
     return images
 
 
 def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int], tuple[np.ndarray, ...]]:
-    """One layer's operations on a batch: the number of images in each of GROUPS, and four arrays.
+    """Return one layer's operations on a batch: the number of images in each of GROUPS, and four arrays.
 
-    int64 [B] each: the order of the images by group, and its inverse; float32 [6, warped]: factors of
-    _warped; int32 [cut out, 2]: middles of the squares.
+    The arrays are the order of the images by group and its inverse, both int64 [B], the factors for
+    _warped(), float32 [6, warped], and the centers of the squares, int32 [cut out, 2].
     """
-    chosen = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
-    group = _GROUP_OF[chosen]
+    operations = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
+    group = _GROUP_OF[operations]
     order = np.argsort(group, kind="stable")
     factors = np.zeros((6, len(draws)))
     direction = np.where(draws[:, 1] < 0.5, -1.0, 1.0)
     for name, factors_of in WARPS.items():
-        rows = chosen == OPERATIONS.index(name)
+        rows = operations == OPERATIONS.index(name)
         for row, factor in zip(factors, factors_of(h, w, strength, direction[rows]), strict=True):
             row[rows] = factor
     warped, cut_out = (order[group[order] == GROUPS.index(name)] for name in ("Warp", "Cutout"))
-    middles = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
+    centers = np.floor(draws[cut_out, 2:4] * (h, w)).astype(np.int32)
     counts = np.bincount(group, minlength=len(GROUPS)).tolist()
-    return counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), middles)
+    return counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), centers)
 
 
-def _applied(group: str, images: Tensor, strength: float, factors: Tensor, middles: Tensor) -> Tensor:
+def _applied(group: str, images: Tensor, strength: float, factors: Tensor, centers: Tensor) -> Tensor:
     if group == "Warp":
         return _warped(images, factors)
     if group == "Cutout":
-        return _cutout(images, strength, middles)
+        return _cutout(images, strength, centers)
     return SIMPLE[group](images, strength)
 
 
 def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
-    """Calls a function of torchvision.transforms.v2.functional, which takes [b, 3, H, W]."""
+    """Call a function of torchvision.transforms.v2.functional, which expects [b, 3, H, W]."""
     from torchvision.transforms.v2 import functional  # takes seconds to import
 
     return getattr(functional, name)(images.movedim(3, 1), *arguments).movedim(1, 3)
 
 
-# --- Operations: (uint8 [b, H, W, 3], strength 0 to 1 and more) -> uint8 [b, H, W, 3]
+# --- Operations: (uint8 [b, H, W, 3], strength >= 0) -> uint8 [b, H, W, 3]
 
 
 def _auto_contrast(images: Tensor, strength: float) -> Tensor:
-    """Stretches each channel: its darkest value becomes 0, its brightest 255."""
+    """Stretch each channel, so that its darkest value becomes 0 and its brightest value 255."""
     low, high = (f(images, dim=(1, 2), keepdim=True).float() for f in (torch.amin, torch.amax))
     scale = 255 / (high - low)
-    return torch.where(high > low, _cut(images * scale - low * scale), images)
+    return torch.where(high > low, _clip(images * scale - low * scale), images)
 
 
 def _posterize(images: Tensor, strength: float) -> Tensor:
-    """Keeps the upper bits."""
+    """Keep only the upper bits of each value."""
     return _torchvision("posterize", images, min(8, int(4 * strength)))
 
 
 def _solarize(images: Tensor, strength: float) -> Tensor:
-    """Inverts pixels above a threshold."""
+    """Invert pixels above a threshold."""
     threshold = int(256 * strength)
     return _torchvision("solarize", images, threshold) if threshold <= 255 else images
 
 
 def _solarize_add(images: Tensor, strength: float) -> Tensor:
-    """Brightens dark pixels."""
+    """Brighten dark pixels."""
     brighter = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, brighter, images)
 
@@ -120,23 +127,23 @@ def _contrast(images: Tensor, strength: float) -> Tensor:
 
 
 def _sharpness(images: Tensor, strength: float) -> Tensor:
-    """Blends with a 3 x 3 mean in which the middle pixel counts five times. The border stays."""
+    """Blend with a 3 x 3 mean in which the center pixel has weight 5. Border pixels do not change."""
     h, w = images.shape[1:3]
-    whole = images.short()
-    rows = whole[:, :-2] + whole[:, 1:-1] + whole[:, 2:]
-    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * whole[:, 1:-1, 1:-1]
+    values = images.short()
+    rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * values[:, 1:-1, 1:-1]
     smooth = images.clone()
     smooth[:, 1 : h - 1, 1 : w - 1] = (total // 13).to(torch.uint8)
     return _blended(images, smooth, strength)
 
 
-def _cutout(images: Tensor, strength: float, middles: Tensor) -> Tensor:
-    """Fills a square around a random pixel, clipped at the image's border. middles: int32 [b, 2]."""
+def _cutout(images: Tensor, strength: float, centers: Tensor) -> Tensor:
+    """Fill a square around a random pixel, clipped at the border of the image. centers: int32 [b, 2]."""
     h, w = images.shape[1:3]
     half = int(40 / EDGE * min(h, w) * strength)
     y, x = (torch.arange(n, device=images.device, dtype=torch.int32) for n in (h, w))
     rows, columns = (
-        (i >= at - half) & (i < at + half) for i, at in ((y, middles[:, :1]), (x, middles[:, 1:]))
+        (i >= center - half) & (i < center + half) for i, center in ((y, centers[:, :1]), (x, centers[:, 1:]))
     )
     return images.masked_fill((rows[:, :, None] & columns[:, None, :])[..., None], GREY)
 
@@ -154,8 +161,8 @@ SIMPLE = {
     "SolarizeAdd": _solarize_add,
 }
 
-# --- Warps: (height, width, strength, direction float64 [b]) -> the six factors of _warped, each a number for
-# all images or an array with one per image
+# --- Warps: (height, width, strength, direction float64 [b]) -> the six factors for _warped(), each of which
+# is one number for all images or an array with one number per image
 
 
 def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> Factors:
@@ -173,41 +180,42 @@ WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
     "TranslateY": lambda h, w, strength, direction: (1, 0, 0, 0, 1, 100 / EDGE * h * strength * direction),
 }
 
-# A draw chooses an operation by its index.
+# A draw selects an operation by its index.
 OPERATIONS = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast",
     "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",
 )  # fmt: skip
-# Images of a group are computed together. All warps form one group, to need fewer kernels on a GPU.
+# All images of a group are processed together. The warps form one group, which needs fewer kernels on a GPU.
 GROUPS = (*SIMPLE, "Cutout", "Warp")
 _GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Brightness by ITU-R 601-2: uint8 [b, H, W, 1]."""
+    """Return the brightness according to ITU-R 601-2: uint8 [b, H, W, 1]."""
     red, green, blue = images.float().unbind(3)
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_().to(torch.uint8)[..., None]
 
 
 def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
-    """Interpolates, or extrapolates, from `others` to the images by _factor(strength)."""
+    """Interpolate or extrapolate from `others` to the images by _factor(strength)."""
     others = others.float()
-    return _cut(others + _factor(strength) * (images - others))
+    return _clip(others + _factor(strength) * (images - others))
 
 
 def _factor(strength: float) -> float:
-    """The factor of PIL's ImageEnhance: 0 is black, grey or smooth, 1 the unchanged image."""
+    """Return the factor for PIL's ImageEnhance: 0 is a black, grey or smooth image, 1 the unchanged image."""
     return 1.8 * strength + 0.1
 
 
-def _cut(values: Tensor) -> Tensor:
+def _clip(values: Tensor) -> Tensor:
     return values.clamp(0, 255).to(torch.uint8)
 
 
 def _warped(images: Tensor, factors: Tensor) -> Tensor:
-    """Takes pixel (x, y) from the one nearest to (a x + b y + c, d x + e y + f). Pixels outside are GREY.
+    """Set each pixel (x, y) to the pixel nearest to (a x + b y + c, d x + e y + f), or GREY outside the
+    image.
 
-    factors: a to f, float32 [6, b].
+    factors: float32 [6, b], the factors a to f of each image.
     """
     b, h, w, _ = images.shape
     factors = factors[:, :, None, None]
@@ -215,8 +223,8 @@ def _warped(images: Tensor, factors: Tensor) -> Tensor:
     y = torch.arange(h, device=images.device).float()[:, None]
     columns = (factors[0] * x + factors[1] * y + factors[2] + 0.5).floor_().long()  # [b, H, W]
     rows = (factors[3] * x + factors[4] * y + factors[5] + 0.5).floor_().long()
-    inside = (columns >= 0) & (columns < w) & (rows >= 0) & (rows < h)
+    is_inside = (columns >= 0) & (columns < w) & (rows >= 0) & (rows < h)
     first = torch.arange(b, device=images.device)[:, None, None] * (h * w)
     pixels = first + rows.clamp_(0, h - 1) * w + columns.clamp_(0, w - 1)
-    found = images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(images.shape)
-    return torch.where(inside[..., None], found, GREY)
+    sampled = images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(images.shape)
+    return torch.where(is_inside[..., None], sampled, GREY)

@@ -162,8 +162,8 @@ def test_vit_accepts_optimizers_of_timm_and_torch_by_name(name, layer_decay):
     [
         ("adanw2", "is neither timm's nor torch's: did you mean adanw?"),
         ("nothing", r"is neither timm's nor torch's: timm.optim.list_optimizers\(\) names them"),
-        ("lbfgs", "can't be made here: LBFGS doesn't support per-parameter options"),
-        ("fusedadam", "can't be made here: "),
+        ("lbfgs", "can't be created: LBFGS doesn't support per-parameter options"),
+        ("fusedadam", "can't be created: "),
     ],
 )
 def test_an_unknown_name_is_one_line(name, message):
