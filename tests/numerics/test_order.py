@@ -77,7 +77,7 @@ def test_each_sample_comes_once_an_epoch_on_any_number_of_processes(job, begin):
 
 def test_a_batch_larger_than_the_data_is_refused():
     assert steps_per_epoch(Shuffled(12), share_out(12, None, 2)) == 1
-    with pytest.raises(ValueError, match="14 is more than the 12 training images. Choose at most 12"):
+    with pytest.raises(ValueError, match=r"14 is more than the 12 training images\. Choose at most 12"):
         steps_per_epoch(Shuffled(12), share_out(14, None, 2))
 
 
