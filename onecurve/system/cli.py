@@ -1,4 +1,4 @@
-"""Start and end of a command, and its flags."""
+"""Runs commands: environment, flags, error messages and exit status."""
 
 import argparse
 import contextlib
@@ -17,21 +17,24 @@ from onecurve.system.env import rank, report
 from onecurve.system.paths import ROOT
 from onecurve.system.text import message_text
 
-# Never the working folder, nor the root of the file system.
-EMPTY = "is empty. Is the variable set from which it comes?"
+# An empty value must never mean the working folder or the root of the file system.
+EMPTY = "is empty. Check that the variable that provides it is set."
 
 
 def run_command(main: Callable[[], int]) -> int:
-    """Calls a command's main(). After a mistake it prints one line and returns 1, after Ctrl-C 130."""
+    """Call a command's main() and return its exit status.
+
+    After a ValueError or OSError, prints one line and returns 1. After Ctrl-C, returns 130.
+    """
     settle_environment()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a test may have put another stream there
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that is not UTF-8 must not end the command
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tests may replace it by another stream
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that are not UTF-8 must not end the command
     try:
         status = main()
         sys.stdout.flush()
         return status
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
+        if isinstance(error, BrokenPipeError) and _is_pipe_closed():
             return 0
         message = message_text(_text(error))
         tell_launchers(message)
@@ -42,10 +45,10 @@ def run_command(main: Callable[[], int]) -> int:
         return 130
 
 
-def _has_lost_its_reader() -> bool:
-    """True when stdout's reader, as `head`, has what it wants. What is left is thrown away."""
-    with contextlib.suppress(OSError):  # of a stdout that is no file
-        (poll := select.poll()).register(sys.stdout, 0)  # also without a wish it tells of a pipe's end
+def _is_pipe_closed() -> bool:
+    """Return True if stdout's reader, such as `head`, has closed the pipe. Discard the remaining output."""
+    with contextlib.suppress(OSError):  # raised if stdout is not a file
+        (poll := select.poll()).register(sys.stdout, 0)  # reports a closed pipe even with an empty mask
         if poll.poll(0):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return True
@@ -53,22 +56,22 @@ def _has_lost_its_reader() -> bool:
 
 
 def _text(error: Exception) -> str:
-    """The error's message; for an error of a file without Python's number and quotes."""
+    """Return the error's message. For file errors, omit the errno and the quotes that Python adds."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def config_file(name: str) -> Path:
-    """Return the path of an accelerate config; a bare name may be a file of accelerate_configs/."""
-    path, ours = Path(name), Path("accelerate_configs", name)
-    if not path.exists() and (ROOT / ours).is_file():
-        path = ours if ours.exists() else ROOT / ours
+    """Return the path of an accelerate config. A bare name may be a file in accelerate_configs/."""
+    path, bundled = Path(name), Path("accelerate_configs", name)
+    if not path.exists() and (ROOT / bundled).is_file():
+        path = bundled if bundled.exists() else ROOT / bundled
     return path.absolute() if path.exists() and Path.cwd() != ROOT else path
 
 
 def underscores(word: str) -> str:
-    """--batch-size=8 -> --batch_size=8: both spellings are accepted."""
+    """Replace hyphens in a flag's name, so that both spellings work: --batch-size=8 -> --batch_size=8."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -76,7 +79,7 @@ def underscores(word: str) -> str:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Takes flags in both spellings."""
+    """Argument parser that accepts hyphens and underscores in flags, and refuses empty values."""
 
     def parse_known_args(self, args=None, namespace=None):
         words = [underscores(word) for word in (sys.argv[1:] if args is None else args)]
@@ -87,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
-    """A parser whose help shows a script's docstring: its first paragraph, the flags, the rest."""
+    """Return a parser whose help shows a script's docstring: first paragraph, flags, remaining paragraphs."""
     assert doc
     description, _, epilog = doc.partition("\n\n")
     return CommandParser(
@@ -100,19 +103,19 @@ def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
 
 
 def say_loading() -> None:
-    """Print a first line from rank 0, before the imports of torch, which take seconds."""
+    """Print a first line on rank 0 before the import of torch, which takes seconds."""
     if rank() == 0:
         print("loading PyTorch", file=sys.stderr, flush=True)
 
 
 def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before the first that ends in .py, and those from there on: a script and its flags."""
-    at = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
-    return words[:at], words[at:]
+    """Split a command line into the words before the first word that ends in .py, and the remaining words."""
+    index = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+    return words[:index], words[index:]
 
 
 def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *names: str) -> None:
-    """Ends the command where one of these numbers is given, and is not finite and more than 0."""
+    """End the command with an error if one of these numbers is set but not finite and greater than 0."""
     for name in names:
         value = getattr(flags, name, None)
         if value is not None and not 0 < value < math.inf:
@@ -120,17 +123,18 @@ def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *
 
 
 def settle_environment() -> None:
-    """Denies others the write permission for files and folders that this process creates.
+    """Set the umask and the environment of a command.
 
-    The group's permission follows the user's umask, as weights are shared. And matplotlib's import would fail
-    with the backend of a notebook's kernel, which pictures here do not need.
+    Other users get no write permission for files that this process creates. The group's permission follows
+    the user's umask, because weights are shared. The backend of a notebook's kernel is removed, because
+    matplotlib's import would fail with it.
     """
     os.umask(os.umask(0o077) | 0o002)
     os.environ.pop("MPLBACKEND", None)
 
 
 def tell_launchers(message: str) -> None:
-    """Write the message of this process's failure, which is the cause of the job's, for all launchers."""
+    """Report this process's failure, which is the cause of the job's failure, to all launchers."""
     tell_torchrun(message)
     report("failed", message=message)
 
@@ -138,6 +142,6 @@ def tell_launchers(message: str) -> None:
 def tell_torchrun(message: str) -> None:
     """Write the message that torchrun shows when it reports the failure of this process."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        about = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": about}))
+            Path(file).write_text(json.dumps({"message": failure}))

@@ -1,6 +1,6 @@
-"""The launchers' environment variables, events for launch.py, and the exit status of a preemption.
+"""Environment variables set by launchers, events for launch.py, and the exit status of a preemption.
 
-It imports neither torch nor accelerate, so that commands that use it still answer --help at once.
+This file imports neither torch nor accelerate, so that commands that use it answer --help at once.
 """
 
 import contextlib
@@ -14,23 +14,23 @@ from typing import Any
 from onecurve.system.text import redacted
 from onecurve.upstream.packages_ import use_hub_offline
 
-PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL of sysexits.h, "try again later"
-# Set by launch.py in an elastic job: its name, the same in all its rounds, and the round's number, from 1;
-# the number of hosts including those away, and the micro-batch
+PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL in sysexits.h, "try again later"
+# launch.py sets these variables in an elastic job: its name, which is the same in all rounds; the number of
+# the round, starting at 1; the number of hosts, including absent hosts; and the size of a micro-batch.
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
-EVENTS_FILE = "LAUNCH_EVENTS_FILE"  # set by launch.py's agent: the events of a host's processes, JSON lines
-LOCAL_NUMBER = "LOCAL_NUMBER"  # this process's number on its host, where LOCAL_RANK is its only GPU's, 0
-PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: the number of processes of the job
+EVENTS_FILE = "LAUNCH_EVENTS_FILE"  # set by launch.py's agent: JSON lines with events of a host's processes
+LOCAL_NUMBER = "LOCAL_NUMBER"  # number of the process on its host, if LOCAL_RANK is 0 in each process
+PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: number of processes in the job
 
 
 def launched() -> bool:
-    """True when torchrun, accelerate or deepspeed started this process."""
+    """Return True if torchrun, accelerate or deepspeed started this process."""
     return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def is_under_deepspeed(env: Mapping[str, str] = os.environ) -> bool:
-    """Return True where the command `deepspeed` started this process, without an accelerate config."""
+    """Return True if the command `deepspeed` started this process without an accelerate config."""
     return "CROSS_SIZE" in env and not is_on("ACCELERATE_USE_DEEPSPEED", env)
 
 
@@ -43,10 +43,10 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its host.
+    """Return the number of this process on its host.
 
-    torchrun --virtual-local-rank shows each process one GPU and sets LOCAL_RANK to 0: there it follows from
-    the rank.
+    torchrun --virtual-local-rank shows one GPU to each process and sets LOCAL_RANK to 0. The number is then
+    computed from the rank.
     """
     size, hosts = processes_per_host(), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
     sees_one_gpu = re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -56,49 +56,51 @@ def local_rank() -> int:
 
 
 def is_hosts_first() -> bool:
-    """True in the first process of each host."""
+    """Return True in the first process of each host."""
     return local_rank() == 0
 
 
 def processes_per_host() -> int:
-    """Processes on this host: deepspeed sets LOCAL_SIZE, torchrun and accelerate LOCAL_WORLD_SIZE.
+    """Return the number of processes on this host.
 
-    LOCAL_SIZE comes first: on a CPU Accelerate 1.15 sets LOCAL_WORLD_SIZE to 1 if the launcher did not.
+    deepspeed sets LOCAL_SIZE; torchrun and accelerate set LOCAL_WORLD_SIZE. LOCAL_SIZE takes precedence,
+    because on a CPU Accelerate 1.15 sets LOCAL_WORLD_SIZE to 1 if the launcher has not set it.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
 
 def job_round() -> tuple[str | None, int]:
-    """The elastic job and its round. When a round begins, all earlier ones of that job are over.
+    """Return the elastic job and its round, or (None, 0) in other jobs.
 
-    (None, 0) elsewhere. torchrun tells its processes no such number: TORCHELASTIC_RESTART_COUNT is each
-    agent's own and stays the same when hosts leave or join, and jobs share a TORCHELASTIC_RUN_ID.
+    When a round begins, all earlier rounds of the job have ended. torchrun provides no such number: each
+    agent counts TORCHELASTIC_RESTART_COUNT separately, it does not change when hosts leave or join, and jobs
+    can share a TORCHELASTIC_RUN_ID.
     """
     return os.environ.get(JOB), int(os.environ.get(ROUND, "0"))
 
 
 def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
-    """True for a switch of Accelerate that is on."""
+    """Return True if a boolean variable of Accelerate is set to true."""
     return env.get(variable, "").lower() == "true"
 
 
 def report(event: str, **facts: Any) -> None:
-    """Adds an event to this host's file. Does nothing if launch.py did not start the job."""
+    """Append an event to this host's file. Do nothing if launch.py did not start the job."""
     if file := os.environ.get(EVENTS_FILE):
         line = json.dumps({"event": event} | facts) + "\n"
-        # One write per line, as several processes append to the file.
+        # Write each line at once, because several processes append to the file.
         with contextlib.suppress(OSError), open(file, "a", buffering=len(line) + 1) as events:
             events.write(line)
 
 
 class EventReader:
-    """Reads the events that are added to the file, each once."""
+    """Reader of the events that are appended to a file."""
 
     def __init__(self, file: Path):
         self.file, self.read_bytes, self.rest = file, 0, b""
 
     def new(self) -> list[dict[str, Any]]:
-        """The events since the last call; [] while there is no file."""
+        """Return the events since the last call, or [] if there is no file."""
         try:
             with open(self.file, "rb") as events:
                 events.seek(self.read_bytes)
@@ -107,22 +109,25 @@ class EventReader:
             return []
         self.read_bytes += len(data)
         *lines, self.rest = (self.rest + data).split(b"\n")
-        found = []
+        new_events = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # its process was killed as it wrote
-                found.append(json.loads(line))
-        return found
+            with contextlib.suppress(ValueError):  # the process was killed while it wrote the line
+                new_events.append(json.loads(line))
+        return new_events
 
 
 def hub_problem() -> str:
-    """Why the hub can't be reached; empty if it can. Its client then takes what it has from before, instead
-    of trying five times for each file."""
+    """Return why the hub can't be reached, or an empty string if it can.
+
+    If it can't, switch the hub's client to offline mode, so that it uses cached files instead of trying each
+    file five times.
+    """
     from huggingface_hub import constants, get_session
 
     try:
         if not constants.HF_HUB_OFFLINE:
             get_session().head(constants.ENDPOINT, timeout=10)
         return ""
-    except Exception as error:  # of the client's library, or of a proxy's
+    except Exception as error:  # from the client's HTTP library or a proxy
         use_hub_offline()
         return redacted(str(error))

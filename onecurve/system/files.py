@@ -1,4 +1,4 @@
-"""Atomic writes, locks, and reading and checking of JSON that may be malformed."""
+"""Writes files atomically, locks files, and reads and checks JSON and YAML that may be malformed."""
 
 import contextlib
 import csv
@@ -30,20 +30,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 READ_BYTES = 16 * 2**20
-# Errors of a network mount that a later read may not meet, and how often and when it is tried, as in S3
+# Errors of a network mount after which a read is retried. S3 uses the same number of attempts and waits.
 TRANSIENT = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
 ATTEMPTS = 4
-BACKOFF_S = 0.4  # before the second attempt, more before later ones
-# A type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a dataclass, or a union of them.
-# float: any finite number. [Kind]: a list.
-# {key: Kind, "*": Kind of all other keys}: an object whose values may also be null.
+BACKOFF_S = 0.4  # before the second attempt; grows with the number of attempts
+# Expected structure of a JSON value: a type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a
+# dataclass, or a union. float accepts any finite number. [Kind] is a list.
+# {key: Kind, "*": Kind of all other keys} is an object whose values may also be null.
 Kind = Any
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk (fsync).
+    """Wait until a file, or a folder's list of names, is on disk (fsync).
 
-    Old CIFS, vboxsf and some of FUSE can't do it for a folder, which is said once.
+    Old CIFS, vboxsf and some FUSE file systems can't sync a folder. A warning then appears once.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -51,21 +51,21 @@ def sync(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
-        _say_unsynced(str(error.strerror))
+        _warn_not_synced(str(error.strerror))
     finally:
         os.close(descriptor)
 
 
 @functools.cache
-def _say_unsynced(reason: str) -> None:
+def _warn_not_synced(reason: str) -> None:
     log.warning(
-        f"warning: this file system can't sync a folder ({reason}): a crash of this host may lose the newest"
-        " files"
+        f"warning: this file system can't sync a folder ({reason}). A crash of this host may lose the newest"
+        " files."
     )
 
 
 def retried(read: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that reads files, so that it is called again after TRANSIENT errors."""
+    """Decorate a function that reads files, so that it is retried after TRANSIENT errors."""
 
     @functools.wraps(read)
     def attempts(*args: P.args, **options: P.kwargs) -> R:
@@ -82,26 +82,27 @@ def retried(read: Callable[P, R]) -> Callable[P, R]:
     return attempts
 
 
-_first_retry: list[str] = []  # at most one message
+_first_retry: list[str] = []  # contains at most one message
 
 
 def note_retry(reason: str) -> None:
-    """Print a warning after this process's first retry. The trainer prints that of its workers."""
+    """Log a warning for this process's first retry. The trainer logs the first retry of its data workers."""
     if not _first_retry:
         _first_retry.append(reason)
         if multiprocessing.parent_process() is None:
-            text = f"warning: {printable(reason)}. The read is tried again; further retries are not reported"
-            log.warning(text)
+            log.warning(
+                f"warning: {printable(reason)}. The read is retried. Further retries are not reported."
+            )
 
 
 def first_retry() -> str:
-    """Return why this process's first retried read failed; empty if none was retried."""
+    """Return why this process's first retried read failed, or an empty string if no read was retried."""
     return "".join(_first_retry)
 
 
 @retried
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
-    """The SHA-256 of a file, as hex. Calls heartbeat() after each READ_BYTES."""
+    """Return the SHA-256 of a file in hex. Call heartbeat() after each READ_BYTES."""
     digest = hashlib.sha256()
     check_regular(path)
     with open(path, "rb") as file:
@@ -112,21 +113,21 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
 
 
 def unfetched(content: Path | bytes) -> str:
-    """Why a file, or its content, is not itself: a pointer of Git LFS is in its place. Else empty."""
+    """Return a message if a file, or its content, is a Git LFS pointer instead of the file; otherwise ""."""
     if isinstance(content, Path):
         if not content.is_file():
             return ""
         with open(content, "rb") as file:
             content = file.read(64)
     is_pointer = content.startswith(b"version https://git-lfs.github.com/")
-    return "it is a pointer of Git LFS: run git lfs pull in its repository" if is_pointer else ""
+    return "it is a Git LFS pointer. Run `git lfs pull` in its repository" if is_pointer else ""
 
 
 def check_regular(path: Path) -> None:
-    """OSError unless the path leads to a regular file: whoever opens a pipe may wait forever."""
+    """Raise OSError unless the path leads to a regular file, because opening a pipe may block forever."""
     if not path.is_file():
-        path.stat()  # FileNotFoundError for one that is missing
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        path.stat()  # raises FileNotFoundError if the file is missing
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def read_regular(path: Path) -> bytes:
@@ -135,68 +136,71 @@ def read_regular(path: Path) -> bytes:
 
 
 def refuse_link(folder: Path) -> None:
-    """ValueError for a link in a run's folder, which may be a stranger's: it could lead to any folder."""
+    """Raise ValueError if a folder in a run folder is a link.
+
+    The run folder may come from another person, so the link could lead to any folder.
+    """
     if folder.is_symlink():
-        where = printable(str(folder.readlink()))
+        target = printable(str(folder.readlink()))
         raise ValueError(
-            f"{folder} is a link to {where}, and nothing is written there: put a folder in its place"
+            f"{folder} is a link to {target}. Nothing is written through links. Replace it by a folder."
         )
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Opens a run's file, or makes it. OSError where it is a link or no regular file."""
+    """Open or create a file of a run. Raise OSError if it is a link or not a regular file."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "a+b")
 
 
 def discard(path: Path) -> None:
-    """Removes a folder with its content, a file, or a link but not its target. Absent paths are fine."""
+    """Remove a folder with its content, a file, or a link without its target. Ignore missing paths."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Takes a file's lock (flock) without waiting. False when another process holds it."""
+def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
+    """Lock a file (flock) without waiting. Return False if another process holds the lock."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
 def free_space(folder: Path, error: OSError) -> str:
-    """Return the free space of the folder's disk, as `12 MiB are free`. A quota has nothing to do with it."""
+    """Describe the free space on the folder's disk, such as `12 MiB are free`, or name a quota."""
     if error.errno == errno.EDQUOT:
-        return "the quota of this user, group or project, whatever is free on the disk"
+        return "the quota of this user, group or project, even if the disk has free space"
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
 
 
-def not_written(what: str, folder: Path, error: OSError) -> ValueError:
-    """The error for a failed write: what, where, why, and what to do."""
-    advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Mend that"
+def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
+    """Return an error for a failed write of `subject`, with the reason and the remedy."""
+    advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Correct the problem"
     return ValueError(
-        f"{what} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
-        f" {advice}: the same command continues with the newest checkpoint"
+        f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
+        f" {advice}: the same command continues from the newest checkpoint"
     )
 
 
 @contextlib.contextmanager
-def writing(what: str, folder: Path) -> Iterator[None]:
-    """Turns an OSError into a ValueError that says what to do."""
+def writing(subject: str, folder: Path) -> Iterator[None]:
+    """Convert an OSError within the context to a ValueError that explains what to do."""
     try:
         yield
     except OSError as error:
-        raise not_written(what, folder, error) from error
+        raise not_written(subject, folder, error) from error
 
 
 def allow_open_files(count: int) -> int:
-    """Raises this process's limit of open files to `count`, or to the hard limit. Returns the limit."""
+    """Raise this process's limit of open files to `count` or the hard limit. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -205,22 +209,26 @@ def allow_open_files(count: int) -> int:
 
 
 def size_limit() -> str:
-    """A hint for write errors under a file size limit (`ulimit -f`); empty without a limit."""
+    """Return a hint for write errors under a file size limit (`ulimit -f`), or an empty string."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return "" if limit == resource.RLIM_INFINITY else f" (a file may have {limit:,} bytes here: ulimit -f)"
+    return "" if limit == resource.RLIM_INFINITY else f" (ulimit -f limits files to {limit:,} bytes)"
 
 
 def own_files(folder: Path, pattern: str) -> list[Path]:
-    """The regular files below the folder that match, in order: no pipes, and nothing that a link leads to."""
+    """Return the matching regular files below the folder, sorted, without pipes and targets of links."""
     return [file for file in sorted(folder.glob(pattern)) if _is_own(file, folder)]
 
 
 def read_own(folder: Path, name: str, most_bytes: int) -> bytes:
-    """The content of a file of own_files(). OSError for any other file, and for a larger one."""
+    """Return the content of a file that own_files() returns.
+
+    Raises:
+        OSError: If it is any other file, or larger than most_bytes.
+    """
     file = folder / name
     if not _is_own(file, folder):
-        file.lstat()  # FileNotFoundError for one that is missing
-        raise OSError(errno.EINVAL, "it is no regular file of this folder")
+        file.lstat()  # raises FileNotFoundError if the file is missing
+        raise OSError(errno.EINVAL, "it is not a regular file of this folder")
     if file.stat().st_size > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
     return file.read_bytes()
@@ -235,11 +243,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Writes a table. Spreadsheets compute no cell of it (OWASP, CSV Injection)."""
+    """Write a table whose cells spreadsheets do not evaluate as formulas (OWASP, CSV Injection)."""
     table = io.StringIO()
     for cells in (map(printable, row) for row in rows):
-        shown = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
-        csv.writer(table, lineterminator="\n").writerow(shown)
+        escaped = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
+        csv.writer(table, lineterminator="\n").writerow(escaped)
     write_text(path, table.getvalue())
 
 
@@ -248,11 +256,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces the file atomically and waits until it is on the disk. On an error the old file stays."""
+    """Replace the file atomically and wait until it is on disk. If an error occurs, the old file stays."""
     temporary = path.with_name(f".{path.name}.tmp")
-    discard(temporary)  # left by a kill, or a stranger's link
+    discard(temporary)  # leftover of a killed process, or another person's link
     try:
-        with open(temporary, "xb") as file:  # follows no link
+        with open(temporary, "xb") as file:  # does not follow links
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -264,35 +272,45 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. OSError if it can't be read, ValueError if it contains no object."""
+    """Return the object in a JSON file.
+
+    Raises:
+        OSError: If the file can't be read.
+        ValueError: If the file does not contain a JSON object.
+    """
     return parse_json(read_regular(path), path)
 
 
 def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> dict[str, Any]:
-    """The JSON object in `content`.
+    """Return the JSON object in `content`.
 
-    ValueError for anything else: other text, another encoding, too deep nesting, numbers with thousands of
-    digits. The error names `where` and quotes nothing from the content. pairs_hook: as json.loads has it.
+    Args:
+        where: Name of the source for error messages.
+        pairs_hook: Same as object_pairs_hook of json.loads.
+
+    Raises:
+        ValueError: For any other content, including other encodings, too deep nesting and numbers with
+            thousands of digits. The message names `where` and does not quote the content.
     """
     try:
-        found = json.loads(content, object_pairs_hook=pairs_hook)
+        value = json.loads(content, object_pairs_hook=pairs_hook)
     except RecursionError:
-        raise ValueError(f"{where} can't be read: its JSON is nested too deep") from None
+        raise ValueError(f"{where} can't be read: its JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}, line {error.lineno}, is no JSON: {error.msg}") from None
+        raise ValueError(f"{where}, line {error.lineno}, is not JSON: {error.msg}") from None
     except ValueError as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"{where} can't be read as JSON: {reason}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} holds no JSON object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} does not contain a JSON object")
+    return value
 
 
 @functools.cache
 def _strict_loader() -> type:
-    """Return YAML's safe loader without what surprises: aliases, repeated keys, numbers in base 8 or 60.
+    """Return YAML's safe loader without aliases, repeated keys, and numbers in base 8 or 60.
 
-    A few aliases of aliases are gigabytes once they are expanded.
+    A few aliases of aliases can expand to gigabytes. The other features surprise users.
     """
     import yaml
 
@@ -320,27 +338,32 @@ def _strict_loader() -> type:
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
             return value
 
-    for kind in ("int", "float"):
-        StrictLoader.add_constructor(f"tag:yaml.org,2002:{kind}", StrictLoader.construct_number)
+    for tag in ("int", "float"):
+        StrictLoader.add_constructor(f"tag:yaml.org,2002:{tag}", StrictLoader.construct_number)
     return StrictLoader
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs, for json.loads. ValueError where a key occurs twice."""
+    """Return a dict of these pairs, for json.loads. Raise ValueError if a key occurs twice."""
     if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
         raise ValueError(f"the key {shortened(repeated[0])} occurs twice")
     return dict(pairs)
 
 
 def read_yaml(flag: str, file: Path) -> dict[str, Any]:
-    """The keys and values of a YAML file. ValueError names the flag, the file, and the line where it can."""
+    """Return the keys and values in a YAML file.
+
+    Raises:
+        ValueError: If the file can't be read. The message names the flag, the file and, if possible, the
+            line.
+    """
     import yaml
 
     where = f"{flag} {file}"
     try:
         content = yaml.load(file.read_text(), _strict_loader())
     except RecursionError:
-        raise ValueError(f"{where}: it is nested too deep") from None
+        raise ValueError(f"{where}: it is nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -353,12 +376,12 @@ def read_yaml(flag: str, file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; [] without the file."""
+    """Return the objects in a JSON-lines file, or [] if there is no file."""
     return list(json_lines(file)) if file.exists() else []
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a JSON-lines file, without lines truncated by a kill or a full disk."""
+    """Yield the objects in a JSON-lines file. Skip lines that a kill or a full disk has truncated."""
     check_regular(file)
     with open(file, errors="replace") as texts:
         for text in texts:
@@ -367,24 +390,24 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
-    """The values with the expected type, and the names of those with another type.
+    """Return the values that match the expected kinds, and the names of the values that don't.
 
-    Unknown keys and nulls are in neither.
+    Unknown keys and nulls are in neither result.
     """
-    kept, wrong = {}, []
+    matching, wrong = {}, []
     for key, value in content.items():
         kind = kinds.get(key, kinds.get("*"))
         if kind is None or value is None:
             continue
         if fits(value, kind):
-            kept[key] = value
+            matching[key] = value
         else:
             wrong.append(key)
-    return kept, wrong
+    return matching, wrong
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """True if the value, read from JSON, is of that kind."""
+    """Return True if a value read from JSON matches the kind."""
     if kind is Any:
         return True
     if isinstance(kind, types.UnionType):

@@ -236,9 +236,9 @@ def test_deepspeed_json(changes, message, source, env, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"[]", "holds no JSON object"),
+        (b"[]", "does not contain a JSON object"),
         (b"{}", "has no zero_optimization. Choose a file of ds_configs/"),
-        (b'{"zero_optimization" 2}', "line 1, is no JSON: Expecting ':' delimiter"),
+        (b'{"zero_optimization" 2}', "line 1, is not JSON: Expecting ':' delimiter"),
     ],
 )
 def test_an_invalid_deepspeed_json(content, message, tmp_path):

@@ -49,7 +49,7 @@ def test_a_reader_that_has_enough_is_no_error(lines):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("blocks", "says"), [(200, "File too large"), (4, "may have 4,096 bytes here")])
+@pytest.mark.parametrize(("blocks", "says"), [(200, "File too large"), (4, "limits files to 4,096 bytes")])
 def test_files_that_may_not_grow(blocks, says, tmp_path):
     """Limits file sizes by ulimit -f, in KiB: with a cache from before, or without."""
     words = [*python(), *TRAIN, "--cache_dir", tmp_path / "cache", "--output_dir"]
