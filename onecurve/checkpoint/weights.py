@@ -521,7 +521,7 @@ def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None)
 
 
 def _wrapper(names: list[str]) -> str:
-    """Return the prefix that model wrappers put before all names, such as `module._orig_mod.`, or ""."""
+    """Return the prefix that wrappers of a model put before all names, such as `module._orig_mod.`."""
     prefix = ""
     while more := next((w for w in WRAPPERS if names and all(n.startswith(prefix + w) for n in names)), ""):
         prefix += more

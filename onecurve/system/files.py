@@ -113,7 +113,7 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
 
 
 def unfetched(content: Path | bytes) -> str:
-    """Return a message if a file, or its content, is a Git LFS pointer instead of the file; otherwise ""."""
+    """Return a message if a file, or its content, is a Git LFS pointer, or an empty string."""
     if isinstance(content, Path):
         if not content.is_file():
             return ""

@@ -1,7 +1,7 @@
-"""What a process does: its phase and step, and the time of each part.
+"""Records the phase and step of this process, and the time spent in each part of the run.
 
-A phase is an assignment. Parts divide the whole time of the process, from its start on: enter() begins one,
-in less than a microsecond.
+Parts divide the process's whole time since its start. enter() begins a part in less than a microsecond. The
+phase is a label that may be more detailed than the part.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from onecurve.system.processes import own_age_s
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
-# Parts of a start, and of an end, which are none of the phases above
+# Additional parts of the start and the end of a run
 IMPORTS, GROUP, CUDA = "imports", "process group", "CUDA"
 DATA, MODEL = "opening the data", "building the model"
 WARM_UP, CAPTURE = "warm-up of the graphs", "capture of the graphs"
@@ -22,14 +22,11 @@ FIRST_EVALUATION, PLOTS = "first evaluation", "plots"
 
 @dataclass
 class Replay:
-    """A replay of a step's CUDA graph that the watch follows. No other one is followed until it has ended.
+    """Replay of a step's CUDA graph that the watch observes. The watch observes one replay at a time."""
 
-    number: of the process's replays. launched: the number of replays that the host has launched.
-    """
-
-    number: int
+    number: int  # number of this replay in the process
     since: float = field(default_factory=time.time)
-    launched: int = 0
+    launched: int = 0  # number of replays that the host has launched
     ended: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -44,26 +41,26 @@ class Replay:
 
 
 class _Now:
-    """What this process does now. phase: may be more detailed than the part to which the time counts."""
+    """Current phase, part and step of this process, and the seconds spent in each part."""
 
     def __init__(self) -> None:
         self.phase, self.part = STARTING, IMPORTS
         self.step = 0
         self.replay: Replay | None = None
         self.since: float | None = None  # time.perf_counter() of the last enter()
-        self.past_s: dict[str, float] = {}  # by part, up to then
+        self.past_s: dict[str, float] = {}  # seconds by part, up to the last enter()
 
     def enter(self, part: str, phase: str = "") -> None:
-        """Begin a part. By default the phase has the same name."""
-        at = time.perf_counter()
-        before_s = own_age_s() if self.since is None else at - self.since
-        self.past_s[self.part] = self.past_s.get(self.part, 0.0) + before_s
-        self.since, self.part, self.phase = at, part, phase or part
+        """Begin a part. By default, the phase has the same name."""
+        now_s = time.perf_counter()
+        elapsed_s = own_age_s() if self.since is None else now_s - self.since
+        self.past_s[self.part] = self.past_s.get(self.part, 0.0) + elapsed_s
+        self.since, self.part, self.phase = now_s, part, phase or part
 
     def spent_s(self) -> dict[str, float]:
-        """Seconds of this process by part; they add up to its age."""
-        last_s = own_age_s() if self.since is None else time.perf_counter() - self.since
-        return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + last_s}
+        """Return the seconds that this process spent in each part. Their sum is the age of the process."""
+        elapsed_s = own_age_s() if self.since is None else time.perf_counter() - self.since
+        return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + elapsed_s}
 
 
 now = _Now()
@@ -71,7 +68,7 @@ now = _Now()
 
 @contextlib.contextmanager
 def in_phase(phase: str) -> Iterator[None]:
-    """Sets the phase within the context."""
+    """Set the phase within the context."""
     before, now.phase = now.phase, phase
     try:
         yield
@@ -81,7 +78,7 @@ def in_phase(phase: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spending(part: str) -> Iterator[None]:
-    """Makes what runs inside a part of its own."""
+    """Attribute the time within the context to a part."""
     before, phase = now.part, now.phase
     now.enter(part)
     try:

@@ -1,4 +1,4 @@
-"""Work in threads: at low priority beside the training, or with heartbeats meanwhile."""
+"""Runs work in threads, at low priority or while the calling thread sends heartbeats."""
 
 import contextlib
 import os
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-Heartbeat = Callable[[], None]  # shows the other processes that this one makes progress; about every second
+Heartbeat = Callable[[], None]  # signals progress to other processes; called about every second
 Result = TypeVar("Result")
 
 
 def lower_priority() -> None:
-    """Gives the calling thread, and threads that it starts, only the CPU time that the training leaves.
+    """Limit the calling thread, and threads that it starts, to CPU time that the training does not use.
 
-    On Linux each thread has its own priority. With ViT-B/32 on 2 cores a step during a write takes 1.0 to 1.3
-    times its time; at equal priority 2.9 times (benchmarks/checkpoint_saves.py).
+    On Linux, each thread has a separate priority. With ViT-B/32 on 2 cores, a step during a write takes 1.0
+    to 1.3 times as long as other steps, and 2.9 times with equal priorities (benchmarks/checkpoint_saves.py).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def start_daemon(work: Callable[[], Result]) -> Future[Result]:
-    """Runs work() in a daemon thread, so that the process can end while it waits for a silent server."""
+    """Run work() in a daemon thread, so that the process can end while work() waits for a silent server."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -36,9 +36,10 @@ def start_daemon(work: Callable[[], Result]) -> Future[Result]:
 
 
 def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s: float = 0.5) -> Result:
-    """Runs work() in a thread and calls heartbeat() here meanwhile. Returns or raises what work() does.
+    """Run work() in a thread and call heartbeat() in the calling thread. Return the result of work().
 
-    An exception of heartbeat() is raised at once; the thread continues, and does not keep the process alive.
+    Exceptions of work() are raised. An exception of heartbeat() is raised at once; the thread then continues,
+    but does not keep the process alive.
     """
     outcome = start_daemon(work)
     while wait([outcome], every_s).not_done:
