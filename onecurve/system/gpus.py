@@ -106,7 +106,7 @@ def driver_problem(devices: Devices, cuda: str | None) -> str | None:
         return "the installed torch has no CUDA"
     if devices.driver_cuda and devices.driver_cuda[0] < int(cuda.split(".")[0]):
         newest = ".".join(map(str, devices.driver_cuda))
-        return f"driver {devices.driver} runs CUDA up to {newest}, but the installed torch is built for CUDA {cuda}"
+        return f"driver {devices.driver} runs CUDA up to {newest}, but the installed torch needs CUDA {cuda}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Processes of this host, and its network: start times, launchers above, descendants, interfaces."""
+"""Inspects processes and network interfaces of this host: launchers, descendants, memory limits, routes."""
 
 import contextlib
 import ctypes
@@ -21,19 +21,20 @@ from onecurve.system.files import read_yaml
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
 LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
-SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")  # rarely by hand
-NO_MEMORY = (  # in an error, or in the output of a failed process
+# Variables that users rarely set themselves
+SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
+NO_MEMORY = (  # messages in an error or in the output of a failed process
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS, cuDNN 8
-    "ALLOCATION_FAILED",  # cuDNN 9, of the device or the host
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # no room for cuBLAS's handle
-    "unable to find an engine to execute this computation",  # cuDNN: no room for any engine's workspace
+    "ALLOCATION_FAILED",  # cuDNN 9, device or host memory
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's handle
+    "unable to find an engine to execute this computation",  # cuDNN: no memory for any engine's workspace
     "CUDA calloc",  # NCCL
     "can't allocate memory",  # torch on a CPU
-    "Storage size calculation overflowed",  # torch: more bytes than a number of 64 bits can count
+    "Storage size calculation overflowed",  # torch: number of bytes exceeds 64 bits
     "could not create a primitive",  # oneDNN
 )
-NO_MEMORY_WHERE_LIMITED = (  # only under a limit on a process's memory, from other allocators than torch's
+NO_MEMORY_WHERE_LIMITED = (  # from allocators other than torch's, only if the process's memory is limited
     "MemoryError",
     "std::bad_alloc",
     "Cannot allocate memory",
@@ -46,43 +47,46 @@ NO_MEMORY_WHERE_LIMITED = (  # only under a limit on a process's memory, from ot
 
 
 class Parent(NamedTuple):
-    """A process above this one, and its command line as it was typed; an empty word where it is hidden."""
+    """Ancestor of this process, with its command line."""
 
     process: psutil.Process
-    words: list[str]
+    words: list[str]  # command line; [""] if it is hidden
 
     def launcher(self, within: int | None = None) -> str:
-        """The launcher or its module that Python runs, named in the first `within` words; else empty."""
+        """Return the launcher or module that Python runs, from the first `within` words; may be empty."""
         python, *names = (Path(word).name for word in self.words[:within])
-        known = (name for name in names if name in LAUNCHERS or name.startswith(LAUNCHER_MODULES))
-        return next(known, "") if python.startswith("python") else ""
+        launcher_names = (n for n in names if n in LAUNCHERS or n.startswith(LAUNCHER_MODULES))
+        return next(launcher_names, "") if python.startswith("python") else ""
 
     def flag(self, pattern: str) -> str:
-        """The value of the first flag whose name matches; empty without it."""
-        found = re.search(rf"\0--?{pattern}[=\0]([^\0]*)", "\0".join(self.words))
-        return found[1] if found else ""
+        """Return the value of the first flag whose name matches the pattern, or an empty string."""
+        match = re.search(rf"\0--?{pattern}[=\0]([^\0]*)", "\0".join(self.words))
+        return match[1] if match else ""
 
 
 @cache
 def parents() -> list[Parent]:
-    """The processes above this one, the nearest first, as they were at the first call. Never empty."""
-    found = [Parent(psutil.Process(), [""])]
-    with contextlib.suppress(psutil.Error):  # one has just ended
-        while process := found[-1].process.parent():
-            found.append(Parent(process, process.cmdline() or [""]))
-    return found[1:] or found
+    """Return the ancestors of this process at the first call, nearest first. The list is never empty."""
+    chain = [Parent(psutil.Process(), [""])]
+    with contextlib.suppress(psutil.Error):  # an ancestor has just ended
+        while process := chain[-1].process.parent():
+            chain.append(Parent(process, process.cmdline() or [""]))
+    return chain[1:] or chain
 
 
 def launchers() -> list[psutil.Process]:
-    """The launchers above this process, not a shell or a test, which may end first. `deepspeed` has two."""
+    """Return the launchers above this process, without shells and tests, which may end earlier.
+
+    `deepspeed` runs two launcher processes.
+    """
     return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
 
 
 def is_orphan() -> bool:
-    """True if the launcher died while this process imported: its variables are set, but it is gone.
+    """Return True if the launcher died during this process's imports: its variables are set, but it is gone.
 
-    In a container without an init the launcher is process 1. It is known by its command line: torchrun gives
-    its main thread another name.
+    In a container without an init, the launcher is process 1. It is recognized by its command line, because
+    torchrun renames its main thread.
     """
     parent, words = parents()[0]  # as read before or after the launcher died
     is_launcher = parent.pid == 1 and Path(words[0]).name.startswith(("python", "bash", "sh"))
@@ -90,10 +94,10 @@ def is_orphan() -> bool:
 
 
 def deaf_launcher() -> str | None:
-    """Why SIGTERM to this container saves nothing; None if it does, and outside of a container.
+    """Return a warning if SIGTERM to this container does not save a checkpoint. None outside of a container.
 
-    The kernel drops a signal to process 1 that has no handler for it. `accelerate launch` of one process and
-    `deepspeed` have none.
+    The kernel drops signals to process 1 for which the process has no handler. `accelerate launch` with one
+    process and `deepspeed` have no handler.
     """
     if not any(process.pid == 1 for process in launchers()):
         return None
@@ -101,13 +105,13 @@ def deaf_launcher() -> str | None:
     if caught and int(caught[1], 16) & 1 << (signal.SIGTERM - 1):
         return None
     return (
-        "warning: SIGTERM to this container (docker stop, Kubernetes) saves nothing: the launcher, process 1,"
-        " has no handler for it: give docker run --init, or start with torchrun"
+        "warning: SIGTERM to this container (docker stop, Kubernetes) saves nothing, because the launcher,"
+        " process 1, has no handler for it. Use docker run --init, or start with torchrun."
     )
 
 
 def accelerate_config() -> dict[str, Any]:
-    """The config file of `accelerate launch` above this process: of --config_file, else the default one."""
+    """Return the config of the `accelerate launch` above this process: --config_file or the default file."""
     from accelerate.commands.config.config_args import default_config_file
 
     for parent in parents():
@@ -121,15 +125,15 @@ def accelerate_config() -> dict[str, Any]:
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return False
 
 
 def start_ticks(pid: int) -> int | None:
-    """The process's start time in clock ticks since the boot; None without such a process, or /proc.
+    """Return a process's start time in clock ticks since boot, or None without such a process or /proc.
 
-    It is field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the time of the boot, which changes
-    when the machine's clock is set.
+    This is field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the time of the boot, which
+    changes when the machine's clock is set.
     """
     try:
         return int(_stat(pid)[19])
@@ -138,7 +142,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int | None) -> bool:
-    """True if the process that started at these start_ticks() has not ended. A zombie has ended."""
+    """Return True if the process with these start_ticks() has not ended. A zombie counts as ended."""
     try:
         return start_ticks(pid) == ticks is not None and _stat(pid)[0] not in (b"Z", b"X")
     except (OSError, IndexError):
@@ -146,55 +150,55 @@ def is_running(pid: int, ticks: int | None) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the third on. (The name before them may contain anything.)"""
+    """Return the fields of /proc/PID/stat from the third on. The second, a name, may contain anything."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
 def own_age_s() -> float:
-    """Seconds since this process started, imports included."""
+    """Return the seconds since this process started, including its imports."""
     started_s = int(_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def is_under_nohup() -> bool:
-    """True if this process was started with SIGHUP ignored. Call it before installing a handler."""
+    """Return True if this process was started with SIGHUP ignored. Call it before installing a handler."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: by its affinity, and by the CPU quota of its container."""
+    """Return the number of cores that the affinity and the container's CPU quota allow this process."""
     cores = len(os.sched_getaffinity(0))
     return max(1, int(min([cores, *_quotas(groups, root)])))
 
 
 def _quotas(groups: Path, root: Path) -> Iterator[float]:
-    """The limits of this process's control groups, and of those above them, in cores (cgroups(7))."""
+    """Yield the limits of this process's control groups and their ancestors, in cores (cgroups(7))."""
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, group = line.split(":", 2)
-        is_first = "cpu" in controllers.split(",")  # version 1 of the interface
-        if controllers and not is_first:
+        is_v1 = "cpu" in controllers.split(",")
+        if controllers and not is_v1:
             continue
         for path in (Path(group), *Path(group).parents):
-            folder = root / ("cpu" if is_first else "") / str(path).lstrip("/")
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_first else ("cpu.max",)
-            with contextlib.suppress(OSError):  # a container shows its own group as the root
+            folder = root / ("cpu" if is_v1 else "") / str(path).lstrip("/")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+            with contextlib.suppress(OSError):  # in a container, the container's group is the root
                 quota, period = " ".join((folder / name).read_text() for name in names).split()
                 if quota not in ("max", "-1"):
                     yield int(quota) / int(period)
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to send SIGTERM to this process when its parent dies, also by SIGKILL."""
+    """Ask the kernel to send SIGTERM to this process when its parent dies, even by SIGKILL."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Makes orphaned descendants children of this process instead of init, so that it can find them."""
+    """Make orphaned descendants children of this process instead of init, so that it can find them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
-    """Processes below this one, except the pids in `but`. Reaps zombies that this process has adopted."""
+    """Return the descendants of this process, except the pids in `but`. Reap zombies that it has adopted."""
     running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
@@ -208,65 +212,72 @@ def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
 
 
 def kill(processes: Collection[psutil.Process]) -> None:
-    """Sends SIGKILL to each process that still exists."""
+    """Send SIGKILL to each process that still exists."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
 
 
 def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
-    """True if an error or a failed process's output has such a message. is_limited: memory had a limit."""
+    """Return True if an error or the output of a failed process reports that memory ran out.
+
+    is_limited: True if the process's memory was limited.
+    """
     return any(message in text for message in (*NO_MEMORY, *(NO_MEMORY_WHERE_LIMITED if is_limited else ())))
 
 
-# Its network
+# --- Network
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """The interface with the route to an address, and this host's address on it.
+    """Return the interface with the route to an address, and this host's address on the interface.
 
-    For an address of this host, the interface that has it. IPv4 only, like the launchers' rendezvous.
-    ValueError if there is no route.
+    If the address belongs to this host, return the interface with this address. Supports only IPv4, like the
+    launchers' rendezvous.
+
+    Raises:
+        ValueError: If there is no route.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing
-            mine = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError as error:
-        hint = ": give --master_addr with an IPv4 address" if isinstance(error, socket.gaierror) else ""
+        hint = ". Set --master_addr to an IPv4 address" if isinstance(error, socket.gaierror) else ""
         raise ValueError(f"no IPv4 route to {address} ({error.strerror or error}){hint}") from None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address == mine for known in addresses):
-            return name, mine
-    raise ValueError(f"no interface has the address {mine}, from which {address} is reached")
+        if any(known.address == local_address for known in addresses):
+            return name, local_address
+    raise ValueError(f"the route to {address} starts at {local_address}, which no interface has")
 
 
 def interface_problem(env: Mapping[str, str], with_nccl: bool) -> str | None:
-    """Why gloo, or NCCL, can't use the interface that its variable names; None if it can.
+    """Return why gloo or NCCL can't use the interface that its variable names, or None if both can.
 
-    gloo takes names. NCCL takes beginnings of names, after = whole names, and after ^ those to leave out.
+    gloo expects names of interfaces. NCCL expects prefixes of names, full names after "=", and names to
+    exclude after "^".
     """
-    there = psutil.net_if_addrs()
+    interfaces = psutil.net_if_addrs()
+    problem = f"matches no interface of this host ({', '.join(interfaces)}). Name one of them, or unset it."
     gloo, nccl = env.get("GLOO_SOCKET_IFNAME", ""), env.get("NCCL_SOCKET_IFNAME", "")
-    if not {*gloo.split(",")} <= there.keys() | {""}:
-        return (
-            f"GLOO_SOCKET_IFNAME={gloo}: this host's interfaces are {', '.join(there)}: name one, or unset it"
-        )
+    if not {*gloo.split(",")} <= interfaces.keys() | {""}:
+        return f"GLOO_SOCKET_IFNAME={gloo} {problem}"
     words = nccl.removeprefix("^").removeprefix("=").split(",")
     is_exact = nccl.removeprefix("^").startswith("=")
-    named = {
-        name for name in there for word in words if (name == word if is_exact else name.startswith(word))
+    matches = {
+        name for name in interfaces for word in words if (name == word if is_exact else name.startswith(word))
     }
-    if with_nccl and not (there.keys() - named if nccl.startswith("^") else named):
-        return (
-            f"NCCL_SOCKET_IFNAME={nccl}: this host's interfaces are {', '.join(there)}: name one, or unset it"
-        )
+    if with_nccl and not (interfaces.keys() - matches if nccl.startswith("^") else matches):
+        return f"NCCL_SOCKET_IFNAME={nccl} {problem}"
     return None
 
 
 def use_interface(name: str) -> dict[str, str]:
-    """Environment variables that make gloo and NCCL use this interface."""
-    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = NCCL matches a prefix
+    """Return environment variables that make gloo and NCCL use this interface."""
+    return {
+        "GLOO_SOCKET_IFNAME": name,
+        "NCCL_SOCKET_IFNAME": f"={name}",
+    }  # "=" makes NCCL match whole names
 
 
 def own_addresses() -> set[str]:
@@ -274,7 +285,7 @@ def own_addresses() -> set[str]:
 
 
 def listening_process(port: int) -> str:
-    """The process that listens on the port, as ` by process 12, python x.py`; empty if it is not visible."""
+    """Describe the process that listens on a port, as ` by process 12, python x.py`; empty if hidden."""
     with contextlib.suppress(psutil.Error):
         for known in psutil.net_connections("tcp"):
             if known.status == psutil.CONN_LISTEN and known.laddr and known.laddr.port == port and known.pid:

@@ -124,6 +124,7 @@ def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tm
 def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": []})
     env = {f"{variable}_SOCKET_IFNAME": value}
-    said = f"{variable}_SOCKET_IFNAME={value}: this host's interfaces are lo: name one, or unset it"
+    said = f"{variable}_SOCKET_IFNAME={value} matches no interface of this host (lo)."
+    said += " Name one of them, or unset it."
     assert interface_problem(env, with_nccl=True) == (None if is_right else said)
     assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None
