@@ -1,4 +1,4 @@
-"""Progress of a run, a preparation or a decoding: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of runs and data preparation: a bar on a terminal, plain lines elsewhere."""
 
 import math
 import os
@@ -6,16 +6,19 @@ import sys
 import time
 from typing import TextIO
 
-LINE_S = 30  # without output, after which a line is printed
-DRAW_S = 0.25  # between two texts beside the bar
-BESIDE_THE_BAR = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct", "train/lr")
+LINE_S = 30  # seconds without output after which a line is printed
+DRAW_S = 0.25  # seconds between updates of the text next to the bar
+BAR_VALUES = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct", "train/lr")
 
 
 class Display:
-    """A bar with a text beside it on a terminal, else a line after each LINE_S. file: unset, it is stdout."""
+    """Progress bar with a text on a terminal. Elsewhere, prints a line after every LINE_S.
+
+    file: Stream for the output. None is stdout.
+    """
 
     def __init__(self, total: int, text: str, file: TextIO | None = None):
-        self.file = file  # None, as a bar replaces sys.stdout, where print() looks
+        self.file = file  # not set to sys.stdout here, because the bar replaces sys.stdout
         out = file or sys.stdout
         self.shown_s, self.bar = time.monotonic(), None
         if out.isatty() and "NO_COLOR" not in os.environ:
@@ -23,8 +26,8 @@ class Display:
             from rich.progress import BarColumn, Progress, TextColumn
             from rich.table import Column
 
-            beside = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            columns = BarColumn(8), TextColumn("{task.description}", markup=False, table_column=beside)
+            column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            columns = BarColumn(8), TextColumn("{task.description}", markup=False, table_column=column)
             self.bar = Progress(*columns, console=Console(file=out), expand=True)
             self.task = self.bar.add_task(text, total=total)
             self.bar.start()
@@ -40,7 +43,7 @@ class Display:
             self.print(text)
 
     def print(self, line: str, file: TextIO | None = None) -> None:
-        """Prints a line, above the bar if there is one. file: not that of the bar."""
+        """Print a line, above the bar if there is one. file: a stream other than the bar's."""
         self.shown_s = time.monotonic()
         print(line, file=file or self.file, flush=True)
 
@@ -52,39 +55,43 @@ class Display:
 class TrainingProgress:
     """Progress of a run.
 
-    epochs, steps: of the whole run. step: the first of this process. unit: the word for samples, as `images`.
-    val_name: the word for the split of the values `val/...`.
+    Args:
+        epochs: Epochs of the whole run.
+        step: First step of this process.
+        steps: Steps of the whole run.
+        unit: Word for samples, such as `images`.
+        val_name: Word for the split of the values `val/...`.
     """
 
     def __init__(self, epochs: int, step: int, steps: int, unit: str, val_name: str = "val"):
         self.epochs, self.step, self.steps, self.unit = epochs, step, steps, unit
         self.val_name = val_name
-        self.values: dict[str, float] = {}  # the newest of each
+        self.values: dict[str, float] = {}  # newest value of each metric
         self.began: tuple[float, int] | None = None  # time and step of the first advance()
         self.display = Display(steps, "starting")
 
     def advance(self, step: int) -> None:
-        """Shows the number of finished steps. Called after each micro-batch."""
+        """Show the number of finished steps. Called after each micro-batch."""
         self.step = step
         self.began = self.began or (time.monotonic(), step)
         self.tell("")
 
-    def tell(self, doing: str) -> None:
-        """Shows what the run does beside its steps."""
+    def tell(self, activity: str) -> None:
+        """Show an activity of the run other than its steps."""
         if self.display.is_due():
-            where = f"step {self.step:,}/{self.steps:,}"
-            values = {name: self.values[name] for name in BESIDE_THE_BAR if name in self.values}
-            beside = "  ".join(filter(None, [where, doing, self._left(), self._numbers(values)]))
-            self.display.show(beside if self.display.bar else doing or where, self.step)
+            position = f"step {self.step:,}/{self.steps:,}"
+            values = {name: self.values[name] for name in BAR_VALUES if name in self.values}
+            text = "  ".join(filter(None, [position, activity, self._left(), self._numbers(values)]))
+            self.display.show(text if self.display.bar else activity or position, self.step)
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        """Prints a line of the log. With a bar only evaluations are printed."""
+        """Print a line of the log. With a bar, print only evaluations."""
         self.step, self.values = step, self.values | values
-        where = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.steps:,}"
+        position = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.steps:,}"
         if not self.display.bar:
-            self.display.print("  ".join(filter(None, [where, self._numbers(values), self._left()])))
+            self.display.print("  ".join(filter(None, [position, self._numbers(values), self._left()])))
         elif "val/loss" in values:
-            self.display.print(f"{where}  {self._numbers(values)}")
+            self.display.print(f"{position}  {self._numbers(values)}")
 
     def stop(self) -> None:
         if self.display.bar:
@@ -93,17 +100,17 @@ class TrainingProgress:
         self.display.stop()
 
     def _numbers(self, values: dict[str, float]) -> str:
-        forms = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {self.unit}/s", "mfu_pct": "MFU {:.1f} %"}
-        words = {"train": "", "val": f"{self.val_name} "}
+        formats = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {self.unit}/s", "mfu_pct": "MFU {:.1f} %"}
+        prefixes = {"train": "", "val": f"{self.val_name} "}
         parts = []
         for name, value in values.items():
             split, _, short = name.partition("/")
-            label = words.get(split, f"{split} ") + short.replace("_", " ")
-            parts.append(forms[short].format(value) if short in forms else f"{label} {value:.4f}")
+            label = prefixes.get(split, f"{split} ") + short.replace("_", " ")
+            parts.append(formats[short].format(value) if short in formats else f"{label} {value:.4f}")
         return "  ".join(parts)
 
     def _left(self) -> str:
-        """The time left at the speed since the first advance(), including evaluations and saves."""
+        """Return the remaining time at the average speed since the first advance(), evaluations included."""
         if not self.began or self.step <= self.began[1]:
             return ""
         seconds_per_step = (time.monotonic() - self.began[0]) / (self.step - self.began[1])
@@ -111,10 +118,14 @@ class TrainingProgress:
 
 
 class ReadingProgress:
-    """Progress of reading one split, by the bytes of its images."""
+    """Progress of reading one split, measured in bytes of its images.
+
+    Args:
+        total: Bytes of all images.
+        doing: Word that tell() shows for the activity.
+    """
 
     def __init__(self, split: str, total: int, doing: str = "read"):
-        """total: bytes. doing: the word that tell() shows."""
         self.split, self.total, self.doing, self.began_s = split, total, doing, time.monotonic()
         self.display = Display(total, split)
 
@@ -125,7 +136,7 @@ class ReadingProgress:
         self.display.stop()
 
     def tell(self, done: int) -> None:
-        """Shows bytes that yield no images, as those of an upload."""
+        """Show bytes that do not contain images, such as uploaded bytes."""
         self._show(f"{self.split}  {self._gib(done)} {self.doing}", done)
 
     def show(self, images: int, read: int) -> None:

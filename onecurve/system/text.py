@@ -1,4 +1,4 @@
-"""Escapes and redacts untrusted text for terminals, files and pages."""
+"""Escapes, shortens and redacts untrusted text for terminals, files and pages."""
 
 import difflib
 import re
@@ -7,17 +7,17 @@ from itertools import count
 from typing import Any
 from urllib.parse import quote
 
-# Control characters (so also terminal escapes), line and paragraph separators, marks that change the
-# direction of writing, and lone surrogates (bytes of a file name that are not UTF-8).
+# Control characters (including terminal escapes), line and paragraph separators, marks that change the text
+# direction, and lone surrogates (bytes of a file name that are not UTF-8)
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-QUOTE_LENGTH, MESSAGE_LENGTH = 200, 10_000  # characters of input that a message quotes, and of a message
+QUOTE_LENGTH, MESSAGE_LENGTH = 200, 10_000  # most characters of quoted input, and of a whole message
 _HIDDEN = "..."
-_CREDENTIALS = [  # and what is shown instead
-    # An Authorization header and the rest of its line, as its value may have several words.
+_CREDENTIALS = [  # patterns and their replacements
+    # An Authorization header and the rest of its line, because its value may contain several words
     (re.compile(r"(authorization[\"']?\s*[:=]\s*).*", re.I), rf"\1{_HIDDEN}"),
-    (re.compile(r"\?\S+"), f"?{_HIDDEN}"),  # a url's query
-    (re.compile(r"(://)[^/\s@]+@"), rf"\1{_HIDDEN}@"),  # a url's user
-    # Access key ids, signatures and tokens, recognised by the name before them.
+    (re.compile(r"\?\S+"), f"?{_HIDDEN}"),  # query of a URL
+    (re.compile(r"(://)[^/\s@]+@"), rf"\1{_HIDDEN}@"),  # user of a URL
+    # Access key ids, signatures and tokens, recognized by the preceding name
     (
         re.compile(
             r"((?:signature|credential|token|access-?key-?id|secret\w*|password)[\"']?\s*[:=]\s*)[^\s;]+",
@@ -25,96 +25,99 @@ _CREDENTIALS = [  # and what is shown instead
         ),
         rf"\1{_HIDDEN}",
     ),
-    # A long word of letters and digits may be a key, a signature or a token.
+    # A long word of letters and digits, which may be a key, a signature or a token
     (re.compile(r"(?=[a-z+/=_%-]*\d)(?=[\d+/=_%-]*[a-z])[a-z\d+/=_%-]{16,}", re.I), _HIDDEN),
 ]
 
 
 def printable(text: object) -> str:
-    r"""The text as one line of characters that any terminal, font and UTF-8 file can show.
+    r"""Return the text as one line of characters that any terminal, font and UTF-8 file can show.
 
-    `caf\xe9` for a name in Latin-1, `\x1b[31m` for a terminal escape.
+    A Latin-1 name becomes `caf\xe9`, a terminal escape becomes `\x1b[31m`.
     """
-    return _UNSAFE.sub(lambda found: _escaped(found[0]), str(text))
+    return _UNSAFE.sub(lambda match: _escaped(match[0]), str(text))
 
 
 def is_printable(text: str) -> bool:
-    """Return whether a text has none of these characters. Bytes that are not UTF-8 count as printable."""
+    """Return True unless printable() escapes a character other than bytes that are not UTF-8."""
     return all("\ud800" <= character[0] <= "\udfff" for character in _UNSAFE.findall(text))
 
 
 def printable_lines(text: object) -> str:
-    """printable() for several lines: newlines and tabs stay."""
-    return _UNSAFE.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found[0]), str(text))
+    """Return the text with the same escapes as printable(), but keep newlines and tabs."""
+    return _UNSAFE.sub(lambda match: match[0] if match[0] in "\n\t" else _escaped(match[0]), str(text))
 
 
 def message_text(text: object) -> str:
-    """Return printable_lines() of an error message, cut where somebody's input made it endless.
+    """Return printable_lines() of an error message, shortened if quoted input made it very long.
 
-    A word keeps QUOTE_LENGTH characters, a path those that a path may have.
+    Each word, and each part of a path, keeps QUOTE_LENGTH characters.
     """
     lines = printable_lines(shortened(str(text), MESSAGE_LENGTH))
-    long = rf"[^\s/]{{{QUOTE_LENGTH + 10},}}"  # with the dots of one that is shortened already
-    return re.sub(long, lambda word: shortened(word[0]), lines)
+    long_word = rf"[^\s/]{{{QUOTE_LENGTH + 10},}}"  # longer than a word that is already shortened
+    return re.sub(long_word, lambda match: shortened(match[0]), lines)
 
 
 def shortened(text: str, length: int = QUOTE_LENGTH) -> str:
-    """Return the text, or its beginning and the number of characters left out."""
+    """Return the text, or its beginning and the number of omitted characters."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text) - length:,} more characters)"
 
 
 def redacted(text: str, secrets: Iterable[str] = (), length: int = 200) -> str:
-    """The beginning of a store's or server's text as one line, without these secrets and what may be one."""
+    """Return the beginning of a server's text as one line, without the secrets and possible credentials."""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    if len(text) > 4096:
-        text = text[:4096].rpartition(" ")[0]  # no word may be cut: half a secret is not found
+    if len(text) > 4096:  # cut between words, because half a secret would not be recognized
+        text = text[:4096].rpartition(" ")[0]
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         for form in {secret, quote(secret, safe="")}:
-            # A short secret, as "test", may be part of ordinary words.
+            # A short secret, such as "test", may be part of ordinary words.
             edges = ("", "") if len(form) >= 8 else ("(?<![A-Za-z])", "(?![A-Za-z])")
             text = re.sub(re.escape(form).join(edges), _HIDDEN, text)
-    for pattern, instead in _CREDENTIALS:
-        text = pattern.sub(instead, text)
+    for pattern, replacement in _CREDENTIALS:
+        text = pattern.sub(replacement, text)
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def plural(number: object, word: str) -> str:
-    """`1 process`, `2 processes`"""
+    """Return a count with its noun: `1 process`, `2 processes`."""
     return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('s') else 's'}"
 
 
 def numbered(name: str) -> Iterator[str]:
-    """`name`, `name-2`, `name-3`, ... without end."""
+    """Yield `name`, `name-2`, `name-3`, ... without end."""
     yield name
     yield from (f"{name}-{number}" for number in count(2))
 
 
 def natural(text: object) -> list[Any]:
-    """A sort key by which 128 comes after 64."""
+    """Return a sort key that orders 128 after 64."""
     return [[int(part) if part.isdecimal() else 0, part] for part in re.split(r"(\d+)", str(text))]
 
 
 def some_of(names: Sequence[object], most: int = 10) -> str:
-    """The first names, printable, and how many more there are."""
+    """Return the first names, made printable, and the number of remaining names."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + rest
 
 
 def ending(text: str, length: int) -> str:
-    """Return the text's last characters, after `...` where it is longer."""
+    """Return the last characters of the text, after `...` if the text is longer."""
     return text if len(text) <= length else f"...{text[3 - length :]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean epochs?` where up to three known words begin so, or one is near; else empty."""
+    """Return `did you mean epochs?` if one to three known words start with the word, or one is similar.
+
+    Otherwise, return an empty string.
+    """
     known = list(known)
-    longer = [each for each in known if each.startswith(word)]
-    near = longer if len(longer) in (1, 2, 3) else difflib.get_close_matches(word, known, n=1, cutoff=0.8)
-    return f"did you mean {' or '.join(near)}?" if near else ""
+    longer = [candidate for candidate in known if candidate.startswith(word)]
+    matches = longer if len(longer) in (1, 2, 3) else difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    return f"did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def _escaped(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte as os.fsdecode encodes it
+    if 0xDC80 <= code <= 0xDCFF:  # a byte encoded by os.fsdecode
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
