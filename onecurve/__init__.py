@@ -1,6 +1,7 @@
-"""One loss curve, wherever it runs: sample order, exact evaluation and checkpoints for Accelerate loops.
+"""One loss curve on any hardware: sample order, exact evaluation and checkpoints for Accelerate loops.
 
-docs/your_own_loop.md uses the package in a loop of your own; docs/architecture.md is the map of its rooms.
+docs/your_own_loop.md explains how to use the package in your own loop. docs/architecture.md is the map of
+the code.
 """
 
-__version__ = "2.0.0"  # in recipe.json, in manifests of checkpoints and on pages of runs
+__version__ = "2.0.0"  # also stored in recipe.json, in checkpoint manifests and on pages of runs

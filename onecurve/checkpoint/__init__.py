@@ -1,4 +1,4 @@
-"""The checkpoint format, saves in the background, the mirror in S3, and trained weights.
+"""Checkpoint format, background saves, mirror in S3, and weights of trained models.
 
-Start with format.py; training.py copies the tensors of a training into a snapshot and back.
+Start with format.py. training.py copies the tensors of a training into a snapshot and back.
 """

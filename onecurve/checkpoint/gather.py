@@ -32,8 +32,8 @@ class Gather:
     """Assignment of tensor pieces to ranks, and their transfer to the main process. Collective.
 
     Create it before the first forward pass. If several ranks hold the same piece, as under DDP, the lowest
-    rank provides it. The main process provides buffers, and optimizer state whose shape differs from the
-    parameter's.
+    rank provides it. The main process provides buffers, and optimizer state with another shape than its
+    parameter.
     """
 
     def __init__(self, layout: Layout):
@@ -56,13 +56,13 @@ class Gather:
             assert sum(lengths) == torch.Size(shape).numel(), name
         self.hurry = threading.Event()  # set while the training waits for the checkpoint; disables pauses
 
-    def held(self, specs: Specs) -> Specs:
+    def local_specs(self, specs: Specs) -> Specs:
         """Return dtype and shape of this rank's part of each tensor: everything on the main process."""
         if self.rank == 0:
             return specs
         return {n: (specs[n][0], (piece.length,)) for n, piece in self._pieces(specs, self.rank)}
 
-    def own(self, snapshot: Snapshot) -> dict[str, Tensor]:
+    def local_views(self, snapshot: Snapshot) -> dict[str, Tensor]:
         """Return flat views of the pieces that this rank copies into its snapshot."""
         return snapshot.views if self.rank else dict(self._views(snapshot, 0))
 

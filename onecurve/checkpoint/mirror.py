@@ -42,7 +42,7 @@ class Mirror:
     Args:
         store: Prefix of the run in S3.
         folder: Run folder.
-        keep_every: Keep checkpoints whose step is a multiple of this number.
+        keep_every: Keep checkpoints at multiples of this number of steps.
         lost: Returns a message once another run owns the prefix, for example after this machine was
             suspended. From then on, nothing is written or removed. A request that passed the check before the
             suspension is still sent; the new owner's next upload repairs its effect.

@@ -56,7 +56,7 @@ class OptimizerState:
     def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
         """Return dtype and shape of every whole tensor, and an iterator of (name, this rank's part).
 
-        Collective only for DTensors whose shape differs from their parameter's.
+        Collective only for DTensors with another shape than their parameter.
         """
         shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
         unshaped = {
@@ -100,7 +100,7 @@ class OptimizerState:
 
         Args:
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            moved: Parameters whose rows have a different order in this run.
+            moved: Parameters with rows in a different order in this run.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()

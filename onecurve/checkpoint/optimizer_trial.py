@@ -117,7 +117,7 @@ def _try_out(layout: Layout, same_bits: bool) -> OptimizerTrial:
 
 
 class _Copy:
-    """Copy of the layout's optimizer whose parameter groups are arrange(values)."""
+    """Copy of the layout's optimizer with the parameter groups arrange(values)."""
 
     def __init__(self, layout: Layout, values: Groups, arrange: Arrange):
         self.layout, self.arrange = layout, arrange

@@ -34,7 +34,7 @@ class Saver:
     Args:
         folder: Run folder on the main process, None on other ranks.
         about: Additional keys of the manifest.
-        keep_every: Keep checkpoints whose step is a multiple of this number.
+        keep_every: Keep checkpoints at multiples of this number of steps.
         mirror: Uploads the checkpoints.
         committed: Newest step on disk.
         lost: Returns a message once another run owns the folder. From then on, nothing is written.

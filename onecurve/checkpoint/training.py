@@ -91,7 +91,7 @@ class TrainingState:
             files[checkpoints.EMA_FILE] = chain(untrained, layout.own(self.ema.averages))
         specs = self._specs(optimizer_specs)
         for file, tensors in files.items():
-            views = self.gathering.own(self._snapshot(file, specs[file]))
+            views = self.gathering.local_views(self._snapshot(file, specs[file]))
             for name, tensor in tensors:
                 if name in views:
                     views[name].view(tensor.shape).copy_(tensor, non_blocking=True)
@@ -138,7 +138,7 @@ class TrainingState:
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
         """Return the snapshot of this rank's part of the file; a new one if dtypes or shapes have changed."""
-        specs = self.gathering.held(specs)
+        specs = self.gathering.local_specs(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             pinned = self.accelerator.device.type == "cuda"
             self.snapshots[file] = Snapshot(specs, pinned, self.gathering.pause)

@@ -58,7 +58,7 @@ from onecurve.system.paths import shortest
 from onecurve.system.text import plural, printable
 from onecurve.system.threads import Heartbeat
 
-if TYPE_CHECKING:  # imported where it is needed
+if TYPE_CHECKING:  # imported lazily
     from onecurve.system.s3 import ObjectStore
 
 # Python code for a command that converts a pickle. Only the user runs it. timm prefers averaged weights in a
@@ -459,7 +459,7 @@ def model_with_weights(
         notes.append(f"the head is new, for {classes:,} classes instead of {stored_count:,}")
     elif names:
         notes.append(
-            "the file does not name its classes, so they are assumed to be those of --data, in that order"
+            "the file does not name its classes, so they are assumed to be the data's classes, in that order"
         )
     if rows is not None:
         _choose_rows(model, heads, rows)

@@ -124,7 +124,7 @@ def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the per-channel mean and standard deviation by which the script normalises [0, 1] pixels."""
+    """Return the mean and standard deviation per channel that normalise the script's pixels in [0, 1]."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
     return data_config_of(model)[:2]

@@ -1,4 +1,4 @@
-"""BatchNorm whose running statistics are the same under every strategy and on any number of processes.
+"""BatchNorm with the same running statistics under every strategy and on any number of processes.
 
 In training, each BatchNorm layer of torch or timm writes the mean and variance of a forward pass into extra
 buffers. Only the buffers of rank 0's first micro-batch update the running statistics. Therefore the
@@ -107,7 +107,7 @@ def _check(layer: Any) -> None:
     # _Layer.forward replaces only these two methods.
     if forward is not BatchNorm.forward and not is_batch_norm_act(forward):
         raise ValueError(
-            f"the model has {type(layer).__name__}, whose statistics depend on the number of processes."
+            f"the statistics of the model's {type(layer).__name__} depend on the number of processes."
             " Use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d."
         )
     if layer.momentum is None:

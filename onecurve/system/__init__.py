@@ -1,4 +1,4 @@
-"""Operating system, files, processes, S3 and the command line; nothing here knows about training.
+"""Operating system, files, processes, S3 and the command line. This package knows nothing about training.
 
 Start with files.py and processes.py.
 """

@@ -243,7 +243,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Write a table whose cells spreadsheets do not evaluate as formulas (OWASP, CSV Injection)."""
+    """Write a table. Spreadsheets do not evaluate its cells as formulas (OWASP, CSV Injection)."""
     table = io.StringIO()
     for cells in (map(printable, row) for row in rows):
         escaped = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]

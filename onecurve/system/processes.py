@@ -59,7 +59,7 @@ class Parent(NamedTuple):
         return next(launcher_names, "") if python.startswith("python") else ""
 
     def flag(self, pattern: str) -> str:
-        """Return the value of the first flag whose name matches the pattern, or an empty string."""
+        """Return the value of the first flag that matches the name pattern, or an empty string."""
         match = re.search(rf"\0--?{pattern}[=\0]([^\0]*)", "\0".join(self.words))
         return match[1] if match else ""
 

@@ -64,7 +64,7 @@ class ObjectStore:
         if not url.startswith("s3://") or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{2,62}", bucket):
             quoted = "the text" if "@" in url else repr(url)  # it might be s3://key:secret@bucket
             raise ValueError(
-                f"{quoted} is not an s3://bucket/prefix URL whose bucket name has 3 to 63 characters"
+                f"{quoted} is not an s3://bucket/prefix URL with a bucket name of 3 to 63 characters"
             )
         if prefix and not _is_plain(prefix):
             raise ValueError(

@@ -94,7 +94,7 @@ def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
         (
             ("a", "b", "c"),
             [0, 1, 2],
-            "so they are assumed to be those of --data, in that order",
+            "so they are assumed to be the data's classes, in that order",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_frozen_layer_keeps_its_statistics(accelerator):
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        (nn.SyncBatchNorm(4), "the model has SyncBatchNorm, whose statistics depend on the number of proc"),
+        (nn.SyncBatchNorm(4), "the statistics of the model's SyncBatchNorm depend on the number of proc"),
         (nn.BatchNorm2d(4, momentum=None), "the model has a BatchNorm2d without momentum"),
     ],
 )

@@ -307,7 +307,7 @@ def test_probe_gives_up_early(store, proxy, monkeypatch):
     store.write("a", b"")
     monkeypatch.setattr(object_store, "PROBE_S", 1)
     proxy.black_hole()
-    assert f"no answer from {proxy.endpoint} within 1 s: check AWS_ENDPOINT_URL" in refused(store.probe)
+    assert f"no answer from {proxy.endpoint} within 1 s: Check AWS_ENDPOINT_URL" in refused(store.probe)
     assert proxy.faults["black_hole"] == 1
 
 
@@ -338,8 +338,8 @@ def test_no_credentials(store, monkeypatch):
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("http://127.0.0.1:9", r"Connection refused.*check AWS_ENDPOINT_URL"),
-        ("http://no-such-host.invalid", "check AWS_ENDPOINT_URL"),
+        ("http://127.0.0.1:9", r"Connection refused.*Check AWS_ENDPOINT_URL"),
+        ("http://no-such-host.invalid", "Check AWS_ENDPOINT_URL"),
         (f"not an address {SECRET}", "malformed"),
         (f"http://key:{SECRET}@127.0.0.1", "contains a user name or password"),
     ],
