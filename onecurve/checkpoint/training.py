@@ -69,7 +69,7 @@ class TrainingState:
         Any thread may call it. The saver's thread calls it first.
         """
         if self.accelerator.device.type == "cuda":  # each new thread uses the host's first GPU
-            torch.cuda.set_device(self.accelerator.device.index or 0)  # None with a single process
+            torch.cuda.set_device(self.accelerator.device.index or 0)  # no index with a single process
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
@@ -176,7 +176,7 @@ class TrainingState:
         """Map each parameter of the head to the checkpoint's row of each class; {} if the order is equal."""
         if (match := self.match(checkpoint)).is_identity:
             return {}
-        from onecurve.models.timm_models import head_layers  # needed only after a change of order
+        from onecurve.models.timm_models import head_layers  # needed only for a new order
 
         heads, shapes = head_layers(self.layout.module), self.gathering.shapes
         names = [name for name in shapes if name.rpartition(".")[0] in heads]

@@ -69,7 +69,7 @@ CONVERT = (
 )
 WRAPPERS = ("_orig_mod.", "module.", "model.")  # prefixes of names from torch.compile, DDP and Lightning
 TRAINED_BY = "trained_by"  # key in the config.json of a folder written by export.py
-PICKLES = (b"PK", b"\x80")  # first bytes of torch's new and old files
+PICKLES = (b"PK", b"\x80")  # first bytes of files in torch's new and old formats
 _open_files: dict[str, TensorFile] = {}  # files opened by find() and not yet loaded, by path
 
 
@@ -312,7 +312,7 @@ def _checkpoint_of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkp
     if which != "latest" and (best := best_in(parent)):
         return verify(best, heartbeat)
     if which == "best":
-        raise ValueError(f"the best checkpoint is no longer in {shortest(folder)}. Use --which latest.")
+        raise ValueError(f"{shortest(folder)} does not contain its best checkpoint. Use --which latest.")
     checkpoint = newest(parent, heartbeat, ours=False)
     assert checkpoint, "the folder has checkpoints"
     return checkpoint
@@ -338,7 +338,7 @@ def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartb
             raise ValueError(f"{store.url} contains no run: {key} is missing")
         step = parse_step_index(content, f"{store.url}/{key}").get("best")
         if step is None:
-            raise ValueError(f"the best checkpoint is no longer in {store.url}. Use --which latest.")
+            raise ValueError(f"{store.url} does not contain its best checkpoint. Use --which latest.")
         try:
             fetch(store, step, scratch, heartbeat)
         except ValueError:
@@ -357,7 +357,7 @@ def _described(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> T
     script = writer.get("script") if isinstance(writer, dict) else None
     if not isinstance(recipe, dict) or not isinstance(classes, list) or not isinstance(script, str):
         raise ValueError(
-            f"{name}/{MANIFEST_FILE} does not describe its training, so no train script has written it"
+            f"{name}/{MANIFEST_FILE} does not describe the training, so it was not written by a train script"
         )
     weights, accuracy = str(checkpoint.folder / file), None
     metric = "raw_accuracy" if EMA_FILE in manifest["files"] and file == MODEL_FILE else "accuracy"

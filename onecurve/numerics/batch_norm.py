@@ -111,4 +111,6 @@ def _check(layer: Any) -> None:
             " Use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d."
         )
     if layer.momentum is None:
-        raise ValueError(f"the model has a {type(layer).__name__} without momentum. Set it, such as 0.1.")
+        raise ValueError(
+            f"the model has a {type(layer).__name__} without momentum. Set it, for example to 0.1."
+        )

@@ -20,7 +20,8 @@ PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL in sysexits.h,
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
 EVENTS_FILE = "LAUNCH_EVENTS_FILE"  # set by launch.py's agent: JSON lines with events of a host's processes
-LOCAL_NUMBER = "LOCAL_NUMBER"  # number of the process on its host, if LOCAL_RANK is 0 in each process
+# number of the process on its host, if each process sees only one GPU and LOCAL_RANK is therefore 0
+LOCAL_NUMBER = "LOCAL_NUMBER"
 PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: number of processes in the job
 
 

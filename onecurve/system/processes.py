@@ -274,10 +274,8 @@ def interface_problem(env: Mapping[str, str], with_nccl: bool) -> str | None:
 
 def use_interface(name: str) -> dict[str, str]:
     """Return environment variables that make gloo and NCCL use this interface."""
-    return {
-        "GLOO_SOCKET_IFNAME": name,
-        "NCCL_SOCKET_IFNAME": f"={name}",
-    }  # "=" makes NCCL match whole names
+    # "=" makes NCCL match whole names.
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def own_addresses() -> set[str]:
