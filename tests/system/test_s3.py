@@ -307,7 +307,7 @@ def test_probe_gives_up_early(store, proxy, monkeypatch):
     store.write("a", b"")
     monkeypatch.setattr(object_store, "PROBE_S", 1)
     proxy.black_hole()
-    assert f"no answer from {proxy.endpoint} within 1 s: Check AWS_ENDPOINT_URL" in refused(store.probe)
+    assert f"no answer from {proxy.endpoint} within 1 s. Check AWS_ENDPOINT_URL" in refused(store.probe)
     assert proxy.faults["black_hole"] == 1
 
 
