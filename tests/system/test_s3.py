@@ -324,7 +324,7 @@ def test_probe_says_what_is_refused(store, proxy, status, code, method, remedy):
 def test_no_such_bucket_and_no_region(monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     assert "NoSuchBucket (404): " in (text := refused(ObjectStore("s3://no-such-bucket/a").probe))
-    assert "create it" in text
+    assert "Create it" in text
 
 
 def test_no_credentials(store, monkeypatch):
@@ -353,7 +353,7 @@ def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
     store.write("a", b"content")
     (tmp_path / "a").write_bytes(b"of an earlier try")
     assert "has 7 bytes, but 8 bytes are expected" in refused(store.download, "a", tmp_path / "a", 8)
-    assert "is not there" in refused(store.download, "b", tmp_path / "b", 8)
+    assert "does not exist" in refused(store.download, "b", tmp_path / "b", 8)
     assert os.listdir(tmp_path) == []
     assert not sent(proxy, "GET")
     with pytest.raises(FileNotFoundError):
