@@ -23,21 +23,27 @@ from onecurve.run.early import check_early
 @check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class CnnA(ImageRecipe):
-    epochs: int = flag(10, "passes over the training images", minimum=1)
-    batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
-    lr: float = flag(3e-3, "peak learning rate", minimum=0)
-    widths: tuple[int, ...] = flag((32, 64, 128), "of two convolutions, then of hidden layers", minimum=1)
-    kernel_size: int = flag(3, "edge of the convolutions' kernels, in pixels", minimum=1)
-    padding: bool = flag(True, "pad, so that convolutions keep an image's size; off by `--no_padding`")
-    image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=4)
+    epochs: int = flag(10, "Passes over the training images.", minimum=1)
+    batch_size: int = flag(128, "Images per optimizer step, over the whole job.", minimum=1)
+    lr: float = flag(3e-3, "Peak learning rate.", minimum=0)
+    widths: tuple[int, ...] = flag(
+        (32, 64, 128), "Widths of two convolutions, then of the hidden layers.", minimum=1
+    )
+    kernel_size: int = flag(3, "Edge of the convolution kernels, in pixels.", minimum=1)
+    padding: bool = flag(
+        True, "Pad convolutions so that they keep the image size. `--no_padding` disables it."
+    )
+    image_size: int = flag(32, "Edge of the square input, in pixels.", minimum=4)
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
-    optimizer: str = flag("adamw", "`adamw`, or `sgd` with --momentum", choices=("adamw", "sgd"))
-    momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
-    weight_decay: float = flag(0.05, "on matrices and convolutions only", minimum=0)
-    warmup: float = flag(0.1, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
-    label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
+    optimizer: str = flag("adamw", "Optimizer. `sgd` uses --momentum.", choices=("adamw", "sgd"))
+    momentum: float = flag(0.9, "Momentum of SGD.", minimum=0, maximum=0.999999)
+    weight_decay: float = flag(0.05, "Weight decay, applied to matrices and convolutions only.", minimum=0)
+    warmup: float = flag(0.1, "Share of all steps in which the learning rate rises.", minimum=0, maximum=1)
+    label_smoothing: float = flag(
+        0.0, "Probability assigned to wrong classes in training.", minimum=0, maximum=1
+    )
     class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
-    clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
+    clip_norm: float = flag(0.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
     step_graph: bool | None = setting(None)
 
     def __post_init__(self) -> None:

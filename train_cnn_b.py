@@ -28,30 +28,38 @@ from onecurve.run.early import check_early
 @check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class CnnB(ImageRecipe):
-    epochs: int = flag(40, "passes over the training images", minimum=1)
-    batch_size: int = flag(128, "images per optimizer step over the whole job", minimum=1)
-    lr: float = flag(0.1, "peak learning rate", minimum=0)
+    epochs: int = flag(40, "Passes over the training images.", minimum=1)
+    batch_size: int = flag(128, "Images per optimizer step, over the whole job.", minimum=1)
+    lr: float = flag(0.1, "Peak learning rate.", minimum=0)
     stem: str = flag(
         "cifar",
-        "first layers: `cifar` is 3x3, `imagenet` 7x7 with stride 2 and a max-pool, for 224 pixels",
+        "First layers. `cifar`: 3x3 convolution. `imagenet`: 7x7 with stride 2 and max-pool, for 224 pixels.",
         choices=("cifar", "imagenet"),
     )
-    width: int = flag(64, "channels of the first stage; the others have 2, 4 and 8 times as many", minimum=1)
-    blurpool: bool = flag(False, "blur before each convolution with stride 2, except in the stem")
-    image_size: int = flag(32, "edge of the square that the network sees, in pixels", minimum=8)
+    width: int = flag(
+        64, "Channels of the first stage. Later stages have 2, 4 and 8 times as many.", minimum=1
+    )
+    blurpool: bool = flag(False, "Blur before each convolution with stride 2, except in the stem.")
+    image_size: int = flag(32, "Edge of the square input, in pixels.", minimum=8)
     train_sizes: tuple[int, ...] = flag(
-        (), "image sizes in training, each for an equal part of the epochs; unset: image_size", minimum=8
+        (),
+        "Image sizes in training, each used for an equal part of the epochs. Empty: image_size.",
+        minimum=8,
     )
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
-    optimizer: str = flag("sgd", "`sgd` with --momentum, or `adamw`", choices=("sgd", "adamw"))
-    momentum: float = flag(0.9, "SGD's momentum", minimum=0, maximum=0.999999)
-    nesterov: bool = flag(True, "Nesterov's momentum")
-    weight_decay: float = flag(5e-4, "on matrices and convolutions only", minimum=0)
-    warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
-    schedule: str = flag("cosine", "how the rate falls to 0 after the warm-up", choices=("cosine", "linear"))
-    label_smoothing: float = flag(0.0, "probability given to wrong classes in training", minimum=0, maximum=1)
+    optimizer: str = flag("sgd", "Optimizer. `sgd` uses --momentum.", choices=("sgd", "adamw"))
+    momentum: float = flag(0.9, "Momentum of SGD.", minimum=0, maximum=0.999999)
+    nesterov: bool = flag(True, "Use Nesterov momentum.")
+    weight_decay: float = flag(5e-4, "Weight decay, applied to matrices and convolutions only.", minimum=0)
+    warmup: float = flag(0.05, "Share of all steps in which the learning rate rises.", minimum=0, maximum=1)
+    schedule: str = flag(
+        "cosine", "Learning-rate schedule after warm-up. Both end at 0.", choices=("cosine", "linear")
+    )
+    label_smoothing: float = flag(
+        0.0, "Probability assigned to wrong classes in training.", minimum=0, maximum=1
+    )
     class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
-    clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
+    clip_norm: float = flag(0.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
     step_graph: bool | None = setting(None)
 
 

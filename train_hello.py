@@ -25,14 +25,14 @@ from onecurve.run.early import check_early
 @dataclass(frozen=True, kw_only=True)
 class Hello(Recipe):
     unit: ClassVar[str] = "points"
-    data: str = flag("generated", "noisy points of a curve, made from the seed", choices=("generated",))
-    data_size: int = flag(4096, "points to learn from", minimum=1)
-    hidden_size: int = flag(64, "width of the hidden layers", minimum=1)
-    epochs: int = flag(10, "passes over the points", minimum=1)
-    batch_size: int = flag(64, "points per optimizer step over the whole job", minimum=1)
-    lr: float = flag(0.01, "peak learning rate", minimum=0)
-    clip_norm: float = flag(0.0, "maximum norm of the gradient; 0 is off", minimum=0)
-    log_every: int = setting(100, "optimizer steps between lines of the log", minimum=1)
+    data: str = flag("generated", "Noisy points of a curve, generated from the seed.", choices=("generated",))
+    data_size: int = flag(4096, "Number of training points.", minimum=1)
+    hidden_size: int = flag(64, "Width of the hidden layers.", minimum=1)
+    epochs: int = flag(10, "Passes over the training points.", minimum=1)
+    batch_size: int = flag(64, "Points per optimizer step, over the whole job.", minimum=1)
+    lr: float = flag(0.01, "Peak learning rate.", minimum=0)
+    clip_norm: float = flag(0.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
+    log_every: int = setting(100, "Optimizer steps between lines of the log.", minimum=1)
 
 
 import numpy as np

@@ -29,70 +29,85 @@ from onecurve.run.early import check_early
 @check_early  # reports mistakes before the imports below, which take seconds
 @dataclass(frozen=True, kw_only=True)
 class Vit(ImageRecipe):
-    epochs: int = flag(100, "passes over the training images", minimum=1)
-    batch_size: int = flag(512, "images per optimizer step over the whole job", minimum=1)
-    lr: float = flag(5e-4, "peak learning rate", minimum=0)
-    model: str = flag("vit_base_patch32_224", "any model of timm", decides_defaults=True, in_names=2)
+    epochs: int = flag(100, "Passes over the training images.", minimum=1)
+    batch_size: int = flag(512, "Images per optimizer step, over the whole job.", minimum=1)
+    lr: float = flag(5e-4, "Peak learning rate.", minimum=0)
+    model: str = flag("vit_base_patch32_224", "Any model of timm.", decides_defaults=True, in_names=2)
     pretrained: bool = flag(
-        False, "start from the hub's weights for the model", initial_weights=True, training_only=True
+        False,
+        "Start from the hub's pretrained weights of the model.",
+        initial_weights=True,
+        training_only=True,
     )
     weights: str | None = flag(
         None,
-        "start from a safetensors file, or a folder of a run, of a checkpoint or of the hub",
+        "Start from these weights: a safetensors file, or the folder of a run, a checkpoint or a hub model.",
         is_path=True,
         decides_defaults=True,
         initial_weights=True,
         training_only=True,
     )
     freeze: bool = flag(
-        False, "train only the head: a linear probe of --pretrained or --weights", training_only=True
+        False, "Train only the head, as a linear probe of --pretrained or --weights.", training_only=True
     )
-    image_size: int = flag(None, "edge of the square input in pixels; unset: the model's own", minimum=1)
+    image_size: int = flag(None, "Edge of the square input, in pixels. Default: the model's size.", minimum=1)
     interpolation: str | None = flag(
         None,
-        "how images are resized; unset: the model's own; `legacy`: as earlier versions cropped",
+        "Interpolation for resizing. `legacy` crops like earlier versions. Default: the model's setting.",
         choices=(*INTERPOLATIONS, LEGACY),
     )
     crop_pct: float | None = flag(
         None,
-        "share of an evaluated image's side inside the crop; unset: the model's own",
+        "Edge of the evaluation crop, as a share of the image's edge. Default: the model's setting.",
         minimum=0.1,
         maximum=1,
     )
     crop_mode: str | None = flag(
-        None, "crop of evaluated images, as in timm; unset: the model's own", choices=CROP_MODES
+        None, "Crop of evaluated images, as in timm. Default: the model's setting.", choices=CROP_MODES
     )
-    patch_size: int | None = flag(None, "edge of a patch in pixels; unset: the model's own", minimum=1)
-    depth: int | None = flag(None, "number of blocks; unset: the model's own", minimum=1)
+    patch_size: int | None = flag(None, "Edge of a patch, in pixels. Default: the model's size.", minimum=1)
+    depth: int | None = flag(None, "Number of blocks. Default: the model's depth.", minimum=1)
     drop_path: float = flag(
-        0.1, "share of residual branches dropped in training", minimum=0, maximum=0.99, drawn_on_device=True
+        0.1, "Share of residual branches dropped in training.", minimum=0, maximum=0.99, drawn_on_device=True
     )
     dropout: float = flag(
-        0.0, "share of activations dropped in training", minimum=0, maximum=0.99, drawn_on_device=True
+        0.0, "Share of activations dropped in training.", minimum=0, maximum=0.99, drawn_on_device=True
     )
-    mixup: float = flag(0.8, "alpha of mixup; 0 is off", minimum=0)
-    cutmix: float = flag(1.0, "alpha of cutmix; 0 is off", minimum=0)
+    mixup: float = flag(0.8, "Alpha of mixup. 0 disables it.", minimum=0)
+    cutmix: float = flag(1.0, "Alpha of cutmix. 0 disables it.", minimum=0)
     crop_scale: tuple[float, float] = flag((0.08, 1.0), maximum=1)
     color_jitter: float = flag(
-        0.0, "brightness, contrast and saturation vary by up to this share; 0 is off", minimum=0, maximum=1
+        0.0,
+        "Maximum relative change of brightness, contrast and saturation. 0 disables it.",
+        minimum=0,
+        maximum=1,
     )
-    randaug_layers: int = flag(0, "RandAugment: operations on an image; 0 is off", minimum=0, maximum=4)
-    randaug_magnitude: float = flag(10.0, "RandAugment: strength; 10 is strong", minimum=0, maximum=30)
-    random_erasing: float = flag(0.0, "share of images in which a box is erased", minimum=0, maximum=1)
-    label_smoothing: float = flag(0.1, "probability given to wrong classes in training", minimum=0, maximum=1)
+    randaug_layers: int = flag(0, "RandAugment operations per image. 0 disables it.", minimum=0, maximum=4)
+    randaug_magnitude: float = flag(10.0, "Strength of RandAugment. 10 is strong.", minimum=0, maximum=30)
+    random_erasing: float = flag(0.0, "Share of images in which a box is erased.", minimum=0, maximum=1)
+    label_smoothing: float = flag(
+        0.1, "Probability assigned to wrong classes in training.", minimum=0, maximum=1
+    )
     class_weights: str = flag("none", choices=("none", "balanced", "sqrt"))
-    optimizer: str = flag("adamw", "of timm's factory or torch.optim, as `sgd`, `lion`, `muon`")
-    weight_decay: float = flag(0.05, "the optimizer's, on matrices only", minimum=0)
-    layer_decay: float = flag(1.0, "a block's learning rate over the next's; 1 is off", minimum=0, maximum=1)
-    warmup: float = flag(0.05, "share of all steps in which the learning rate rises", minimum=0, maximum=1)
+    optimizer: str = flag(
+        "adamw", "Any optimizer from timm or torch.optim, for example `sgd`, `lion` or `muon`."
+    )
+    weight_decay: float = flag(0.05, "Weight decay, applied to matrices only.", minimum=0)
+    layer_decay: float = flag(
+        1.0, "Ratio of a block's learning rate to the next block's. 1 disables it.", minimum=0, maximum=1
+    )
+    warmup: float = flag(0.05, "Share of all steps in which the learning rate rises.", minimum=0, maximum=1)
     schedule: str = flag(
         "cosine",
-        "how the rate falls after the warm-up; `step`: to a tenth after each third",
+        "Learning-rate schedule after warm-up. `step` divides the rate by 10 after each third of training.",
         choices=("cosine", "linear", "constant", "step"),
     )
-    clip_norm: float = flag(1.0, "maximum norm of the gradient; 0 is off", minimum=0)
+    clip_norm: float = flag(1.0, "Maximum norm of the gradient. 0 disables clipping.", minimum=0)
     ema_decay: float = flag(
-        0.999, "of the weights' average (EMA), evaluated and saved; 0 is off", minimum=0, maximum=0.999999
+        0.999,
+        "EMA decay of the weights. The averaged weights are evaluated and saved. 0 disables it.",
+        minimum=0,
+        maximum=0.999999,
     )
     step_graph: bool | None = setting(None)
 

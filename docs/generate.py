@@ -1,10 +1,13 @@
-"""Generates parts of the documents: flags, the doctor's findings, the list of files, other projects' flags.
+"""Generate docs/flags.md and the tables of three other pages.
 
     python -m docs.generate
 
-docs/flags.md comes from the recipes of all train_*.py, the table of docs/trouble.md from
-tools/doctor/findings.yaml, the list of docs/architecture.md from the first paragraph of each file, the tables
-of docs/coming_from.md from onecurve/flags/elsewhere.yaml.
+| page | source |
+|---|---|
+| docs/flags.md | the recipes of all train_*.py |
+| table of docs/trouble.md | tools/doctor/findings.yaml |
+| list of docs/architecture.md | the first paragraph of each file's docstring |
+| tables of docs/coming_from.md | onecurve/flags/elsewhere.yaml |
 """
 
 import ast
@@ -12,7 +15,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from onecurve.flags.fields import as_text, elsewhere, help_of
+from onecurve.flags.fields import elsewhere, help_of, shown_default
 from onecurve.flags.recipe import ImageRecipe, Recipe
 from onecurve.models.script import load_script, recipe_class
 from onecurve.system.paths import ROOT
@@ -21,25 +24,26 @@ from tools.doctor.checks import FINDINGS
 FLAGS, TROUBLE, ARCHITECTURE, COMING_FROM = (
     ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture", "coming_from")
 )
-ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # of the list of files
+ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # folders in the list of files
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
 
 def train_scripts() -> list[Path]:
+    """Return the paths of all train scripts."""
     return sorted(ROOT.glob("train_*.py"))
 
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
-    """The flags as a Markdown table, without those that `without` has with the same default."""
-    others = dataclasses.fields(without) if without else ()
-    known = {f.name: (f.default, f.metadata["per_script"]) for f in others}
-    rows = ["| flag | default | what it is |", "|---|---|---|"]
+    """Return a Markdown table of flags, without flags that `without` declares with the same default."""
+    shared_fields = dataclasses.fields(without) if without else ()
+    shared = {f.name: (f.default, f.metadata["per_script"]) for f in shared_fields}
+    rows = ["| flag | default | description |", "|---|---|---|"]
     for field in dataclasses.fields(recipe_class):
-        if known.get(field.name) == (field.default, field.metadata["per_script"]):
+        if shared.get(field.name) == (field.default, field.metadata["per_script"]):
             continue
-        default = "" if field.default is None else as_text(field.default)
-        default = "each script's own" if field.metadata["per_script"] else default
-        allowed = f" ({', '.join(field.metadata['choices'])})" if field.metadata["choices"] else ""
+        default = "set by each script" if field.metadata["per_script"] else shown_default(field)
+        names = ", ".join(f"`{name}`" for name in field.metadata["choices"])
+        allowed = f" Choices: {names}." if names else ""
         rows.append(f"| `--{field.name}` | {default} | {help_of(field)}{allowed} |")
         if name := field.metadata["also"][0]:
             rows.append(f"| `--{name}` |  | {help_of(field, name)} |")
@@ -47,13 +51,14 @@ def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) 
 
 
 def flags_page() -> str:
+    """Return docs/flags.md."""
     parts = [
         "<!-- `python -m docs.generate` writes this page from the recipes. -->",
         "# Flags",
-        "`--config FILE` sets any of them from a YAML or JSON file; flags on the command line win."
-        " `--batch-size` and\n`--batch_size` are the same, `--learning_rate` is `--lr`, and `--no_nesterov`"
-        " switches off `--nesterov`. Two\nnames of one setting in one command or file are an error;"
-        " a repeated flag keeps its last value. An\nempty default means unset.",
+        "`--config FILE` reads flags from a YAML or JSON file. Flags on the command line override the file."
+        " `--batch-size`\nand `--batch_size` are the same flag, `--learning_rate` is the same as `--lr`, and"
+        " `--no_nesterov` disables\n`--nesterov`. Two names of one setting in one command or file are an"
+        " error. If a flag is repeated, the last\nvalue is used. An empty default means that the flag is unset.",
         "## All scripts",
         flag_table(Recipe),
         "## Image scripts",
@@ -63,27 +68,29 @@ def flags_page() -> str:
         script = load_script(path)
         recipe = recipe_class(script)
         base = ImageRecipe if issubclass(recipe, ImageRecipe) else Recipe
-        about = (script.__doc__ or "").partition("\n\n")[0]
-        parts += [f"## {path.name}: its own flags and defaults", about, flag_table(recipe, without=base)]
+        description = (script.__doc__ or "").partition("\n\n")[0]
+        parts += [f"## {path.name}: flags and defaults", description, flag_table(recipe, without=base)]
     return "\n\n".join(parts) + "\n"
 
 
 def trouble_page() -> str:
-    """docs/trouble.md with a new table."""
-    rows = ["| code | what it means | what helps |", "|---|---|---|"]
+    """Return docs/trouble.md with a new table."""
+    rows = ["| code | meaning | remedy |", "|---|---|---|"]
     for code, row in FINDINGS.items():
-        cells = [row[part].replace("|", r"\|") for part in ("meaning", "remedy")]  # a bar would end the cell
+        cells = [
+            row[part].replace("|", r"\|") for part in ("meaning", "remedy")
+        ]  # an unescaped bar ends the cell
         rows.append(f"| `{code}` | {' | '.join(cells)} |")
     return _replaced(TROUBLE, rows)
 
 
 def architecture_page() -> str:
-    """docs/architecture.md with a new list of files."""
+    """Return docs/architecture.md with a new list of files."""
     rows = []
     for path in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
-        if about := ast.get_docstring(ast.parse(path.read_text())):
-            first = " ".join(about.partition("\n\n")[0].split())
-            rows.append(f"- `{path.relative_to(ROOT)}`: {first}")
+        if docstring := ast.get_docstring(ast.parse(path.read_text())):
+            summary = " ".join(docstring.partition("\n\n")[0].split())
+            rows.append(f"- `{path.relative_to(ROOT)}`: {summary}")
     return _replaced(ARCHITECTURE, rows)
 
 
@@ -102,12 +109,12 @@ def coming_from_page() -> str:
 
 
 def _replaced(file: Path, lines: list[str]) -> str:
-    """The page with these lines between its marks."""
+    """Return the page with these lines between its two markers."""
     part = "\n".join([BEGIN, *lines, END])
     page, count = re.subn(
         re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: part, file.read_text(), flags=re.DOTALL
     )
-    assert count == 1
+    assert count == 1, f"{file} needs one pair of {BEGIN} and {END}"
     return page
 
 

@@ -1,4 +1,4 @@
-"""Flags, recipes and the arithmetic of a batch.
+"""Command-line flags, recipes and batch arithmetic.
 
-Start with recipe.py, the flags that all train scripts share. fields.py turns a dataclass into flags.
+Start with recipe.py, which declares the flags that train scripts share. fields.py turns a dataclass into flags.
 """

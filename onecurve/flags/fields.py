@@ -1,6 +1,7 @@
-"""Flags from the fields of a dataclass: their declaration, parser, conversion, and files of them.
+"""Command-line flags and config files for the fields of a dataclass.
 
-A field's type gives the conversion: int, float, str, bool, a tuple of them, each also with None.
+A field's type determines how its text is converted: int, float, str, bool or a tuple of these, each
+optionally with None.
 """
 
 import argparse
@@ -23,39 +24,40 @@ from onecurve.system.files import parse_json, read_yaml, unique_keys
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean, is_printable, message_text, shortened, some_of
 
-LARGEST = 1e15  # of any flag's number
-RECIPES = Path(__file__).with_name("recipe.py")  # declares the flags that scripts share
+LARGEST = 1e15  # limit of the absolute value of every number
+RECIPES = Path(__file__).with_name("recipe.py")  # declares the flags that all scripts share
 
-SYNONYMS = {"lr": ("learning_rate",)}  # further names of a flag
-# Flags that have left: the value without effect, and the reason
+SYNONYMS = {"lr": ("learning_rate",)}  # additional names of a flag
+# Removed flags: the value that had no effect, and the reason for the removal
 LEFT = {"half_residual": (False, "it was slower and saved no memory")}
 
 
 def without_left(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recorded recipe without the flags that have left, unless they changed the training."""
+    """Return a recorded recipe without removed flags, except those that changed the training."""
     return {name: value for name, value in recipe.items() if name not in LEFT or value != LEFT[name][0]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Answers to the questions that other code asks about a flag. The defaults are safe for a new flag.
+    """Properties of a flag that other code asks about. The defaults are safe for a new flag.
 
-    A flag declares what differs from the defaults. Where a subclass declares the flag again, the facts of the
-    first declaration remain.
+    A flag declares the properties that differ from the defaults. If a subclass declares the flag again, the
+    properties of the first declaration remain.
     """
 
-    part_of_recipe: bool = True  # changes what is trained: a resumed run must have the same value
-    per_host: bool = False  # ranks may have different values; different values of other flags end the job
-    is_path: bool = False  # may be a local path: two spellings of one path are equal
-    locates: str = ""  # changes only where files are: "results" or "cache"
-    measures_best: bool = False  # changes the metric or the images by which the best checkpoint is chosen
-    decides_defaults: bool = False  # other flags' defaults depend on its value
-    initial_weights: bool = False  # chooses weights to start from
-    training_only: bool = False  # a trained model is built and used without it; can be switched off
-    drawn_on_device: bool = False  # its random numbers differ between kinds of device
-    changes_memory: bool = True  # the memory of a training step may depend on it
-    replayed: bool = False  # a setting that verify.py repeats, because logged numbers or bits depend on it
-    in_names: int = 0  # its position in the name that a comparison gives to a run; 0: only if names are equal
+    part_of_recipe: bool = True  # affects what is trained, so a resumed run must have the same value
+    per_host: bool = False  # may differ between ranks; other flags that differ end the job
+    is_path: bool = False  # may be a local path; two spellings of one path are equal
+    locates: str = ""  # affects only where files are stored: "results" or "cache"
+    measures_best: bool = False  # affects the metric or the images that select the best checkpoint
+    decides_defaults: bool = False  # defaults of other flags depend on its value
+    initial_weights: bool = False  # selects the weights to start from
+    training_only: bool = False  # not needed to build and use a trained model; can be switched off
+    drawn_on_device: bool = False  # its random numbers differ between types of device
+    changes_memory: bool = True  # may affect the memory of a training step
+    replayed: bool = False  # setting that verify.py repeats, because logged numbers or bits depend on it
+    in_names: int = 0  # position in the run names of a comparison; 0: appears only if names would be equal
+    metavar: str = ""  # placeholder of the value in --help; empty: chosen by the flag's type and name
 
 
 def flag(
@@ -70,11 +72,18 @@ def flag(
     part_of_recipe: bool = True,
     **facts: Any,
 ) -> Any:
-    """Declares a field of a recipe as a flag about what is trained. facts: see Facts.
+    """Declare a field of a recipe as a flag that affects what is trained.
 
-    help: empty where flags.yaml has it, as it takes more than a line. per_script: each script's
-    recipe declares its own default. also: another name, and what its value means, as ("model_folder",
-    "{}/*").
+    Args:
+        default: Value without the flag.
+        help: Help text; empty for a longer text in flags.yaml.
+        choices: Allowed values; empty allows all.
+        minimum: Smallest allowed number.
+        maximum: Largest allowed number.
+        per_script: True if each script's recipe declares a different default.
+        also: Second name of the flag and the template of its value, for example ("model_folder", "{}/*").
+        part_of_recipe: False for a flag that does not affect what is trained; see setting().
+        facts: Fields of Facts that differ from their defaults.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
     facts |= {"part_of_recipe": part_of_recipe}
@@ -83,35 +92,35 @@ def flag(
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
-    """Declares a flag about where or how to run, not about what is trained. options: see flag()."""
+    """Declare a flag that affects where or how to run, but not what is trained. For options, see flag()."""
     return flag(default, help, part_of_recipe=False, **options)
 
 
 @cache
 def facts_of(recipe_class: type) -> dict[str, Facts]:
-    """Return the facts about each flag of a recipe."""
+    """Return the properties of each flag of a recipe."""
     facts: dict[str, dict[str, Any]] = {}
     for base in filter(dataclasses.is_dataclass, reversed(recipe_class.__mro__)):
         for field in dataclasses.fields(base):
             facts[field.name] = facts.get(field.name, {}) | field.metadata["facts"]
-    return {name: Facts(**known) for name, known in facts.items()}
+    return {name: Facts(**declared_facts) for name, declared_facts in facts.items()}
 
 
 def flags_where(recipe_class: type, fact: str) -> list[str]:
-    """Return the flags of a recipe for which a fact is true."""
+    """Return the names of a recipe's flags for which a property is true."""
     return [name for name, facts in facts_of(recipe_class).items() if getattr(facts, fact)]
 
 
 def switched_off(field: dataclasses.Field) -> Any:
-    """Return the value with which a flag has no effect: False of a switch, None of others."""
+    """Return the value that disables a flag: False for a switch, None for all other types."""
     return False if _base_type(field) is bool else None
 
 
 @cache
 def _declarations(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the flags that a file's classes declare, with their facts: {class: {flag: {fact: value}}}.
+    """Return the properties of the flags that a file's classes declare: {class: {flag: {fact: value}}}.
 
-    The text is parsed, because importing a script takes seconds. A file with a mistake declares nothing.
+    The file is parsed, because importing a script takes seconds. A file with a syntax error declares nothing.
     """
     with contextlib.suppress(SyntaxError, ValueError):
         statements = ast.parse(file.read_text()).body
@@ -133,9 +142,9 @@ def _flags_in(recipe: ast.ClassDef) -> dict[str, dict[str, Any]]:
 
 @cache
 def declared(fact: str) -> dict[str, Any]:
-    """Return {name: value} for the flags of all recipes that declare a true fact, under all of their names.
+    """Return {name: value} for all flags of all recipes that declare a property, under each of their names.
 
-    For readers of recorded runs, whose scripts are unknown, older, or slow to import.
+    Readers of recorded runs use it, because a run's script may be unknown, older or slow to import.
     """
     values: dict[str, Any] = {}
     for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
@@ -155,12 +164,15 @@ def _texts() -> dict[str, str]:
 
 
 def help_of(field: dataclasses.Field, name: str = "") -> str:
+    """Return a flag's help text. name: second name of the flag, if the text describes that name."""
     return field.metadata["help"] or _texts()[name or field.name]
 
 
 class Parser(CommandParser):
+    """A parser that prints its help and its errors from one process per host."""
+
     def parse_known_args(self, args=None, namespace=None):
-        """Refuse two names of one setting, as `--lr 1 --learning_rate 2`. A repeated name is fine."""
+        """Refuse two names of one setting, for example `--lr 1 --learning_rate 2`. Names may be repeated."""
         names: dict[str, str] = {}
         for word in sys.argv[1:] if args is None else args:
             name = underscores(word).partition("=")[0]
@@ -170,21 +182,21 @@ class Parser(CommandParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
-        """Prints one line, from one process per host. For an unknown flag it names the nearest known one."""
+        """Print one line from one process per host, with advice about an unknown flag. Exit with status 2."""
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
-            meant = did_you_mean(unknown, self._option_string_actions)
-            near = f": {meant}" if meant else ""
-            if scripts := _of_our_scripts(unknown):
-                near = f"{near} {scripts}" if near else f". {scripts}"
+            suggestion = did_you_mean(unknown, self._option_string_actions)
+            advice = f": {suggestion}" if suggestion else ""
+            if scripts := _scripts_with(unknown):
+                advice = f"{advice} {scripts}" if advice else f". {scripts}"
             else:
-                near = _of_others(unknown, self.prog) or near
-            advice = _why_left(unknown) or near or "; --help lists them all"
+                advice = _equivalent_of(unknown, self.prog) or advice
+            advice = _why_removed(unknown) or advice or ". --help lists all flags"
             message = f"unknown flag {shortened(unknown)}{advice}"
         message = message_text(message)
         tell_launchers(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
-        if not is_hosts_first():  # a launcher kills all when one exits: the first must have printed by then
+        if not is_hosts_first():  # the launcher kills all processes when one exits, so let the first print
             time.sleep(5)
         sys.exit(2)
 
@@ -196,14 +208,14 @@ class Parser(CommandParser):
             print(text, end="", file=file or sys.stdout, flush=True)
 
 
-def _why_left(flag: str) -> str:
-    """Return why a flag has left, or an empty text for all others."""
+def _why_removed(flag: str) -> str:
+    """Return why a flag was removed; empty for all other flags."""
     name = flag.lstrip("-").removeprefix("no_")
-    return f": {name} has left, as {LEFT[name][1]}. Remove it" if name in LEFT else ""
+    return f": {name} was removed, because {LEFT[name][1]}. Leave it out" if name in LEFT else ""
 
 
-def _of_our_scripts(unknown: str) -> str:
-    """Return which other train scripts have this flag. Their text is searched, as imports take seconds."""
+def _scripts_with(unknown: str) -> str:
+    """Return a sentence that names the train scripts with this flag; empty if there are none."""
     name = unknown.removeprefix("--")
     is_shared = name in _declarations(RECIPES)["ImageRecipe"]
     scripts = [
@@ -221,14 +233,14 @@ def two_names(first: str, second: str) -> str:
 
 @cache
 def elsewhere() -> list[dict[str, Any]]:
-    """Return the names of other projects with their equivalents here, by project."""
+    """Return the content of elsewhere.yaml: for each project, its flags and their equivalents here."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
 
 
-def _of_others(unknown: str, script: str) -> str:
-    """Return how this script does what another project's flag does; empty for a flag that none has."""
+def _equivalent_of(unknown: str, script: str) -> str:
+    """Return a sentence with this script's equivalent of another project's flag; empty if there is none."""
     projects = [project for project in elsewhere() if project.get("script", script) == script]
     for project in sorted(projects, key=lambda project: "script" not in project):
         for row in project["rows"]:
@@ -238,35 +250,78 @@ def _of_others(unknown: str, script: str) -> str:
     return ""
 
 
-def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str) -> None:
-    help = help_of(field).replace("%", "%%").replace("images", unit) + (
-        "" if field.default is None else f" (default: {as_text(field.default)})"
-    )
+def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: str, metavar: str = "") -> None:
+    """Add a field's flag to a parser.
+
+    Args:
+        parser: Parser or group of a parser.
+        field: Field of a recipe.
+        unit: Word for samples that replaces `images` in the help text.
+        metavar: Placeholder of the value; empty derives it from the field.
+    """
+    help = help_of(field).replace("%", "%%").replace("images", unit)
+    if default := shown_default(field):
+        help += f" Default: {default}."
     if _base_type(field) is bool:
-        # Sweeps write --padding=True; const is the value without one.
-        parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="BOOL", help=help)
+        # Sweeps write --padding=True. `const` is the value of a flag without a value.
+        parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="true|false", help=help)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
         )
     else:
-        choices = field.metadata["choices"]
-        metavar = "MIN,MAX" if _is_range(field) else _base_type(field).__name__.upper()
-        metavar = "{" + ",".join(choices) + "}" if choices else metavar
+        metavar = _metavar(field, metavar)
         names = [field.name, *SYNONYMS.get(field.name, ())]
         parser.add_argument(*(f"--{name}" for name in names), dest=field.name, metavar=metavar, help=help)
         if name := field.metadata["also"][0]:
             type, help = field.metadata["also"][1].format, help_of(field, name)
-            parser.add_argument(f"--{name}", dest=field.name, metavar="STR", type=type, help=help)
+            metavar = _SUFFIXES.get(name.rpartition("_")[2], "PART")
+            parser.add_argument(f"--{name}", dest=field.name, metavar=metavar, type=type, help=help)
+
+
+# Placeholders by the last word of a flag's name
+_SUFFIXES = {
+    "column": "COLUMN",
+    "config": "FILE",
+    "decay": "DECAY",
+    "dir": "FOLDER",
+    "fold": "K/N",
+    "folder": "FOLDER",
+    "gib": "GIB",
+    "s": "SECONDS",
+}
+
+
+def _metavar(field: dataclasses.Field, declared: str) -> str:
+    """Return the placeholder of a flag's value in --help. declared: placeholder in the flag's declaration."""
+    if choices := field.metadata["choices"]:
+        return "{" + ",".join(choices) + "}"
+    if placeholder := declared or _SUFFIXES.get(field.name.rpartition("_")[2]):
+        return placeholder
+    base = _base_type(field)
+    if base is tuple:
+        return "MIN,MAX" if _is_range(field) else "N,N" if int in typing.get_args(field.type) else "NAME,NAME"
+    if base is float:
+        return "SHARE" if field.metadata["maximum"] <= 1 else "NUMBER"
+    if base is int:
+        return "N"
+    return "PATH" if field.metadata["facts"].get("is_path") else "NAME"
+
+
+def shown_default(field: dataclasses.Field) -> str:
+    """Return a flag's default as --help shows it; empty for an unset flag."""
+    if _base_type(field) is bool and field.default is not None:
+        return "on" if field.default else "off"
+    return "" if field.default is None else as_text(field.default)
 
 
 def _names(field: dataclasses.Field) -> list[str]:
-    """Return all names of a field's flag, except `no_NAME`."""
+    """Return all names of a flag, except `no_NAME`."""
     names = (field.name, *SYNONYMS.get(field.name, ()), field.metadata["also"][0])
     return [name for name in names if name]
 
 
 def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
-    """Return a command's words without these fields' flags, under any of their names, and their values."""
+    """Return a command's words without the flags of these fields, under any name, and their values."""
     names = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
     kept, is_kept = list[str](), True
     for word in words:
@@ -277,55 +332,56 @@ def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[s
 
 
 def as_text(value: Any) -> str:
+    """Return a flag's value as a user would write it on the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _base_type(field: dataclasses.Field) -> Any:
-    """int for `int | None`, tuple for `tuple[int, ...]`."""
-    kind = field.type
-    if isinstance(kind, types.UnionType):
-        kind = next(member for member in kind.__args__ if member is not types.NoneType)
-    return typing.get_origin(kind) or kind
+    """Return a field's type without None and without type arguments, for example int for `int | None`."""
+    hint = field.type
+    if isinstance(hint, types.UnionType):
+        hint = next(member for member in hint.__args__ if member is not types.NoneType)
+    return typing.get_origin(hint) or hint
 
 
 def _is_range(field: dataclasses.Field) -> bool:
-    """Return True for `tuple[float, float]`, the type of flags that take MIN,MAX."""
+    """Return True for `tuple[float, float]`, the type of flags with a value MIN,MAX."""
     return typing.get_args(field.type) == (float, float)
 
 
 def _converted(field: dataclasses.Field, value: Any) -> Any:
-    """A flag's text or a config file's value as the field's type. Raises ValueError or TypeError."""
-    kind = _base_type(field)
-    if kind is tuple:
+    """Convert a flag's text or a config file's value to the field's type. Raises ValueError or TypeError."""
+    base = _base_type(field)
+    if base is tuple:
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         if _is_range(field) and len(parts) != 2:
             raise ValueError
         return tuple(_of_type(typing.get_args(field.type)[0], part) for part in parts)
-    if kind is bool:
+    if base is bool:
         if (word := str(value).lower()) in ("true", "false"):
             return word == "true"
         raise ValueError
     if value is False and "no" in field.metadata["choices"]:
-        return "no"  # as YAML reads it
+        return "no"  # YAML reads an unquoted `no` as False
     try:
-        return _of_type(kind, value)
+        return _of_type(base, value)
     except ValueError:
         if str in typing.get_args(field.type) and isinstance(value, str):
-            return value  # of a `float | str`, as 2/5
+            return value  # text for a `float | str`, for example 2/5
         raise
 
 
-def _of_type(kind: type, value: Any) -> Any:
-    """The value as this type. Refuses conversions that nobody means, as of 1.5 to an int."""
-    if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
+def _of_type(target: type, value: Any) -> Any:
+    """Convert a value to a type. Raises ValueError for lossy conversions, for example 1.5 to an int."""
+    if isinstance(value, bool) or (target is str and not isinstance(value, str)):
         raise ValueError
-    if kind is int and isinstance(value, float):
+    if target is int and isinstance(value, float):
         raise ValueError
-    return kind(value)
+    return target(value)
 
 
 def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """The value, if it is among the choices and within the bounds, and so is each part of a tuple."""
+    """Return the value. Raises ValueError if it or a part of a tuple violates the choices or bounds."""
     meta = field.metadata
     if _is_range(field) and not 0 < value[0] <= value[1] <= meta["maximum"]:
         raise ValueError(
@@ -349,7 +405,7 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
 
 
 def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
-    """Checked values from YAML or JSON. ValueError names the file and the key or the line."""
+    """Read and check flags from a YAML or JSON file. A ValueError names the file and the key or the line."""
     try:
         if path.suffix == ".json":
             content = parse_json(path.read_bytes(), f"--config {path}", unique_keys)
@@ -359,17 +415,17 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
         raise ValueError(f"--config {path}: {error.strerror}") from None
     if "distributed_type" in content:
         start = f"accelerate launch --config_file {path} {Path(sys.argv[0]).name}"
-        raise ValueError(f"--config {path} is a launcher's file: {start}")
+        raise ValueError(f"--config {path} is an accelerate config. Pass it to the launcher: {start}")
     by_name = {name: field for field in fields for name in _names(field)}
     values, keys = {}, dict[str, str]()
     for key, value in without_left(content).items():
         name = str(key).replace("-", "_").strip("_")
         if name in LEFT:
-            raise ValueError(f"--config {path}{_why_left(name)}")
+            raise ValueError(f"--config {path}{_why_removed(name)}")
         if name not in by_name:
-            meant = did_you_mean(name, by_name)
+            suggestion = did_you_mean(name, by_name)
             shown = shortened(str(key))
-            raise ValueError(f"--config {path}: unknown key {shown}" + (meant and f", {meant}"))
+            raise ValueError(f"--config {path}: unknown key {shown}" + (suggestion and f", {suggestion}"))
         field = by_name[name]
         if (first := keys.setdefault(field.name, key)) != key:
             raise ValueError(f"--config {path}: {two_names(first, key)}")
@@ -381,19 +437,21 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
 
 
 def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
+    """Convert and check a value of a field. A ValueError begins with `name`."""
     if value == "":
         raise ValueError(f"{name} {EMPTY}")
     try:
         converted = _converted(field, value)
     except (ValueError, TypeError):
-        kind = {
+        is_integers = int in typing.get_args(field.type)
+        descriptions = {
             "int": "a whole number",
             "float": "a number",
             "bool": "true or false",
-            "tuple": "numbers as 4,8,32" if int in typing.get_args(field.type) else "words as a,b",
+            "tuple": "numbers such as 4,8,32" if is_integers else "words such as a,b",
         }
-        expected = (
-            "two numbers as 0.08,1" if _is_range(field) else kind.get(_base_type(field).__name__, "text")
-        )
+        expected = descriptions.get(_base_type(field).__name__, "text")
+        if _is_range(field):
+            expected = "two numbers such as 0.08,1"
         raise ValueError(f"{name} {shortened(str(value))}: must be {expected}") from None
     return _checked(field, converted, name)

@@ -1,4 +1,4 @@
-"""Recipes: a frozen dataclass per script, its flags, its YAML or JSON file; the arithmetic of a batch."""
+"""Recipes: one frozen dataclass per train script, read from flags and config files; batch arithmetic."""
 
 import argparse
 import dataclasses
@@ -16,6 +16,7 @@ from onecurve.flags.fields import (
     Parser,
     add_flag,
     as_text,
+    facts_of,
     flag,
     flags_where,
     read_config,
@@ -35,11 +36,16 @@ RecipeT = TypeVar("RecipeT", bound="Recipe")
 
 
 class Metric(typing.NamedTuple):
-    """A metric of an evaluation: computed by evaluation.py, chosen by --best_by, shown on pages, verified.
+    """A metric that evaluation.py computes, --best_by selects, pages show and verify.py checks.
 
-    value: by_class the parts and the wholes, whose ratios are averaged, from int64 [classes] of images, of
-    predictions and of right ones; else a number for each image, [v], from logits [v, classes] and labels [v].
-    None: evaluate() always has it. is_share: from 0 to 1, the higher the better; else as a loss.
+    Attributes:
+        title: Name on pages and plots.
+        value: Function that computes the metric; None for metrics that evaluate() always returns. If
+            by_class, it maps the numbers of images, predictions and correct predictions of each class
+            (int64 [classes]) to numerators and denominators, whose ratios are averaged over the classes.
+            Otherwise it maps logits [v, classes] and labels [v] to one number per image, [v].
+        is_share: True for a share from 0 to 1, where higher is better; False for a loss.
+        by_class: True for a mean over classes.
     """
 
     title: str
@@ -57,26 +63,26 @@ METRICS = {
 
 
 def score(metrics: dict[str, float], by: str) -> float:
-    """Return a number that is higher for a better evaluation. by: a metric; without classes, the loss."""
+    """Return a number that is higher for a better evaluation. by: metric; if it is missing, the loss."""
     name = by if by in metrics else "loss"
     return metrics[name] if METRICS[name].is_share else -metrics[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of the computation, which distributed.accelerator.start needs."""
+    """Flags of the computation, which distributed.accelerator.start needs."""
 
-    unit: typing.ClassVar[str] = "images"  # the word for samples in messages
-    # Flags of some scripts, with their values in the other scripts
+    unit: typing.ClassVar[str] = "images"  # word for samples in messages
+    # Flags of only some scripts, with their values in all other scripts
     step_graph = typing.cast(bool | None, False)
 
     batch_size: int = flag(
         256,
-        "images per optimizer step over the whole job",
+        "Images per optimizer step, over the whole job.",
         minimum=1,
         per_script=True,
         decides_defaults=True,
-        changes_memory=False,  # the images of a forward do
+        changes_memory=False,  # memory depends on per_device_batch_size
         in_names=4,
     )
     per_device_batch_size: int | None = setting(None, minimum=1)
@@ -87,15 +93,18 @@ class Job:
     deterministic: bool = setting(False, replayed=True)
     deepspeed_config: str | None = setting(None, is_path=True, per_host=True)
     timeout_s: int = setting(
-        300, "seconds after which a silent process ends the job", minimum=1, maximum=7 * 24 * 3600
+        300,
+        "The job ends when a process makes no progress for this many seconds.",
+        minimum=1,
+        maximum=7 * 24 * 3600,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Job):
-    """The flags that every script has. A script's own recipe adds to them and sets their defaults."""
+    """Flags of all scripts. A script's recipe adds flags and overrides defaults."""
 
-    # Flags of some scripts, with their values in the other scripts
+    # Flags of only some scripts, with their values in all other scripts
     best_by = "accuracy"
     clip_norm = 0.0
     ema_decay = 0.0
@@ -107,16 +116,26 @@ class Recipe(Job):
     train_sizes = typing.cast(tuple[int, ...], ())
     weights = typing.cast(str | None, None)
 
-    data: str = flag("generated", "training data", per_script=True, is_path=True, in_names=1)
+    data: str = flag(
+        "generated", "Training data.", per_script=True, is_path=True, in_names=1, metavar="NAME|PATH"
+    )
     epochs: int = flag(
         10,
-        "passes over the training images",
+        "Passes over the training images.",
         minimum=1,
         per_script=True,
         changes_memory=False,
         in_names=3,
     )
-    lr: float = flag(1e-3, "peak learning rate", minimum=0, per_script=True, changes_memory=False, in_names=5)
+    lr: float = flag(
+        1e-3,
+        "Peak learning rate.",
+        minimum=0,
+        per_script=True,
+        changes_memory=False,
+        in_names=5,
+        metavar="RATE",
+    )
     seed: int = flag(0, minimum=0, maximum=2**32 - 1, changes_memory=False, in_names=7)
     max_steps: int | None = setting(None, minimum=1)
     patience: int | None = setting(None, minimum=1)
@@ -124,35 +143,37 @@ class Recipe(Job):
         None, also=("model_folder", "{}/*"), is_path=True, locates="results", per_host=True
     )
     name: str | None = setting(None, locates="results")
-    resume: str = setting("auto")
+    resume: str = setting("auto", metavar="auto|never|PATH")
     allow_changed: tuple[str, ...] = setting(())
-    checkpoint_every: int | str = setting("epoch")
+    checkpoint_every: int | str = setting("epoch", metavar="epoch|N")
     checkpoint_s: float = setting(60.0, minimum=0)
     keep_every: int | None = setting(None, minimum=1)
-    s3: str | None = setting(None, locates="results")
-    log_every: int = setting(50, "optimizer steps between lines of the log", minimum=1, replayed=True)
+    s3: str | None = setting(None, locates="results", metavar="s3://BUCKET/PREFIX")
+    log_every: int = setting(50, "Optimizer steps between lines of the log.", minimum=1, replayed=True)
     log_samples: bool = setting(False)
     trackers: tuple[str, ...] = setting(("tensorboard",), choices=("tensorboard", "wandb", "trackio", "none"))
     telemetry_s: float = setting(1.0, minimum=0)
 
-    profile: int | None = setting(None, minimum=1)
+    profile: int | None = setting(None, minimum=1, metavar="STEP")
 
     def __post_init__(self) -> None:
         if self.deterministic and self.grad_compression != "no":
             raise ValueError(
-                f"--grad_compression {self.grad_compression} rounds sums of gradients, and --deterministic"
-                " excludes that: give one of them"
+                f"--grad_compression {self.grad_compression} rounds sums of gradients, which --deterministic"
+                " does not allow. Remove one of the two flags"
             )
         if "none" in self.trackers and len(self.trackers) > 1:
-            raise ValueError(f"--trackers {as_text(self.trackers)}: `none` stands alone")
+            raise ValueError(f"--trackers {as_text(self.trackers)}: `none` can't be combined with trackers")
         if self.checkpoint_every != "epoch" and not re.fullmatch("[1-9][0-9]*", str(self.checkpoint_every)):
-            raise ValueError(f"--checkpoint_every {self.checkpoint_every}: `epoch` or a number of steps")
+            raise ValueError(
+                f"--checkpoint_every {self.checkpoint_every}: must be `epoch` or a number of steps"
+            )
         name = self.filled_name()
         if name and (name != Path(name).name or name.startswith(".")):
-            raise ValueError(f"--name {name}: a folder's name, without a path; --output_dir has paths")
+            raise ValueError(f"--name {name}: must be the name of a folder. For a path, use --output_dir")
         if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
-            raise ValueError(f"--allow_changed {unknown.pop()}: no part of the recipe")
-        if self.s3 == "none":  # where a config file names a prefix
+            raise ValueError(f"--allow_changed {unknown.pop()}: not a flag of the recipe")
+        if self.s3 == "none":  # overrides the prefix of a config file
             object.__setattr__(self, "s3", None)
         for name, value in (("s3", self.s3), ("resume", self.resume)):
             if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):
@@ -163,31 +184,31 @@ class Recipe(Job):
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in names:
-                raise ValueError(
-                    f"--name {self.name}: there is no flag {match[1]} whose value {match[0]} could be"
-                )
+                raise ValueError(f"--name {self.name}: {match[0]} is not the name of a flag")
             return re.sub(r"[^\w.-]+", "_", as_text(getattr(self, match[1])))
 
         names = {field.name for field in dataclasses.fields(self)} - {"name"}
         return self.name and re.sub(r"\{(\w+)\}", value, self.name)
 
     def resolved(self) -> typing.Self:
-        """Return the recipe with the values that a model's own configuration decides. May import timm."""
+        """Return the recipe with defaults from the model's own configuration filled in. May import timm."""
         return self
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """A recorded recipe, with this recipe's values for fields that were derived."""
+        """Return a recorded recipe in which derived values are replaced by this recipe's values."""
         return recorded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
-    """The flags that every image script has."""
+    """Flags of all image scripts."""
 
     data: str = flag("cifar10")
     image_column: str | None = flag(None)
     label_column: str | None = flag(None)
-    holdout: float | str | None = flag(None, minimum=0, also=("fold", "{}"), measures_best=True, in_names=6)
+    holdout: float | str | None = flag(
+        None, minimum=0, also=("fold", "{}"), measures_best=True, in_names=6, metavar="N|SHARE"
+    )
     image_size: int = flag(32, minimum=1, per_script=True)
     max_val_images: int | None = flag(
         None, minimum=1, measures_best=True, training_only=True, changes_memory=False
@@ -206,7 +227,7 @@ class ImageRecipe(Recipe):
             parse_fold(self.holdout)
         elif self.holdout is not None and (self.holdout <= 0 or (self.holdout > 1 and self.holdout % 1)):
             raise ValueError(
-                f"--holdout {self.holdout:g}: must be a share below 1, or a whole number of images"
+                f"--holdout {self.holdout:g}: must be a share below 1 or a whole number of images"
             )
         if self.streams is None:
             object.__setattr__(self, "streams", default_streams(self.batch_size))
@@ -219,10 +240,10 @@ class ImageRecipe(Recipe):
 
 
 def parse_fold(text: str) -> tuple[int, int]:
-    """(2, 5) for "2/5". ValueError for what is no fold."""
+    """Return (2, 5) for "2/5". Raises ValueError for text that is not a fold."""
     number, folds = map(int, text.split("/")) if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", text) else (0, 0)
     if not 0 < number <= folds > 1:
-        raise ValueError(f"--fold {text}: must be as 2/5, the second of five parts; --holdout takes numbers")
+        raise ValueError(f"--fold {text}: must have the form 2/5, the second of five parts")
     return number, folds
 
 
@@ -230,48 +251,47 @@ HUB_NAME = re.compile("^(hf[-_]hub:)?timm/")
 
 
 def is_hub_name(name: str) -> bool:
-    """True for a model of timm that is named as on the hub."""
+    """Return True for the hub's name of a timm model."""
     return HUB_NAME.match(name) is not None
 
 
 def timm_name(name: str) -> str:
-    """Return timm's name of a model that is named as on the hub. ValueError for other addresses."""
+    """Return timm's name for the hub's name of a model. Raises ValueError for other addresses."""
     name = HUB_NAME.sub("", name)
     scheme, _, address = name.rpartition(":")
     if scheme == "local-dir":
         raise ValueError(f"--model {name} is a folder. Give it as --weights {address}")
     if scheme or "/" in name:
         raise ValueError(
-            f"--model {name} is not one of timm's own. Fetch it with `hf download {address} --local-dir DIR`,"
-            " then give --weights DIR, and as --model the architecture that its config.json names"
+            f"--model {name} is not a model of timm. Download it with"
+            f" `hf download {address} --local-dir DIR`. Then give --weights DIR, and --model with the"
+            " architecture in its config.json"
         )
     return name
 
 
-GROUPS = {"ImageRecipe": "images", "Recipe": "run", "Job": "computation"}  # headings of --help
+# Headings and descriptions in --help, by the class that declares the flags
+GROUPS = {
+    "ImageRecipe": ("images", "Training and evaluation images, and how they are read."),
+    "Recipe": ("run", "Length, name and folder of the run, its checkpoints, log and trackers."),
+    "Job": ("computation", "Batch size, precision, memory and determinism."),
+}
+SCRIPT_GROUP = "Model, optimizer and augmentation, and this script's defaults of shared flags."
 
 
 def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequence[str] = ()) -> R:
-    """The recipe from the command line; `--config FILE` sets defaults, and flags win.
+    """Parse a recipe from the command line. `--config FILE` sets defaults, which flags override.
 
-    recorded: the flags of an earlier run, which argv may change.
-
-    A mistake ends the job with status 2 and one line, printed once per host, that names the flag or key.
+    A mistake ends the job with status 2. One line, printed once per host, names the flag or key.
     `--print_config` prints the recipe and ends the job with status 0.
+
+    Args:
+        recipe_class: Dataclass of the script's recipe.
+        argv: Words of the command line; None uses sys.argv.
+        recorded: Flags of an earlier run, which argv overrides.
     """
     fields = dataclasses.fields(recipe_class)
-    usage = getattr(recipe_class, "usage", "%(prog)s [flags]")
-    parser = Parser(prog=Path(sys.argv[0]).name, usage=usage, allow_abbrev=False, add_help=False)
-    kinds = [kind for kind in recipe_class.__mro__ if dataclasses.is_dataclass(kind)]  # the own one first
-    groups: list[Any] = [parser.add_argument_group(GROUPS.get(kind.__name__, parser.prog)) for kind in kinds]
-    for field in fields:
-        home = next(k for k, kind in enumerate(kinds) if field.name in inspect.get_annotations(kind))
-        add_flag(groups[home], field, recipe_class.unit if issubclass(recipe_class, Job) else "images")
-    add = parser.add_argument_group("flags").add_argument
-    add("--config", metavar="FILE", help="YAML or JSON with any flags as keys")
-    add("--print_config", action="store_true", help="print the recipe as YAML for --config, and exit")
-    add("-h", "--help", action="help", help="show this, and exit")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the deepspeed launcher
+    parser = _parser(recipe_class, fields)
     given = vars(parser.parse_args(argv, parser.parse_args(recorded)))
     try:
         values = read_config(Path(given["config"]), fields) if given["config"] else {}
@@ -289,6 +309,47 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
     return recipe
 
 
+def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser:
+    """Return a parser with one group of flags for each class that declares some."""
+    description, examples = _described(sys.modules[recipe_class.__module__].__doc__ or "")
+    usage = getattr(recipe_class, "usage", "%(prog)s [flags]")
+    parser = Parser(
+        prog=Path(sys.argv[0]).name,
+        usage=usage,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    classes = [base for base in recipe_class.__mro__ if dataclasses.is_dataclass(base)]  # the script's first
+    script_group = (parser.prog, SCRIPT_GROUP if issubclass(recipe_class, Recipe) else None)
+    titles = [GROUPS.get(base.__name__, script_group) for base in classes]
+    groups: list[Any] = [parser.add_argument_group(*title) for title in titles]
+    unit = recipe_class.unit if issubclass(recipe_class, Job) else "images"
+    facts = facts_of(recipe_class)
+    for field in fields:
+        home = next(k for k, base in enumerate(classes) if field.name in inspect.get_annotations(base))
+        add_flag(groups[home], field, unit, facts[field.name].metavar)
+    add = parser.add_argument_group("flags", "Config files and help.").add_argument
+    add(
+        "--config",
+        metavar="FILE",
+        help="YAML or JSON file whose keys are flags. The command line overrides it.",
+    )
+    add("--print_config", action="store_true", help="Print the recipe as YAML for --config, and exit.")
+    add("-h", "--help", action="help", help="Show this help, and exit.")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
+    return parser
+
+
+def _described(doc: str) -> tuple[str, str]:
+    """Return the first paragraph of a script's docstring, and its indented lines as examples."""
+    lines = [line.strip() for line in doc.splitlines() if line.startswith("    ")]
+    examples = "\n".join(["examples:", *(f"  {line}" for line in lines)]) if lines else ""
+    return doc.partition("\n\n")[0], examples
+
+
 def _default_deepspeed_config() -> str | None:
     file = ROOT / "ds_configs" / "zero2.json"
     return str(file) if file.exists() else None
@@ -298,31 +359,32 @@ _parsed: dict[type, Any] = {}
 
 
 def from_flags(recipe_class: type[R]) -> R:
-    """This process's recipe. Its flags are parsed once, as --config may name a pipe."""
+    """Return this process's recipe. Flags are parsed only once, because --config may be a pipe."""
     if recipe_class not in _parsed:
         _parsed[recipe_class] = parse(recipe_class)
     return _parsed[recipe_class]
 
 
 def recipe_part(recipe: Job) -> dict[str, Any]:
-    """The fields that define the training, without those about where or how to run."""
+    """Return the fields that affect what is trained, without settings of where or how to run."""
     return {name: getattr(recipe, name) for name in flags_where(type(recipe), "part_of_recipe")}
 
 
 def agreed_part(job: Job) -> dict[str, Any]:
-    """Return the fields whose values must be the same on all ranks."""
+    """Return the fields whose values must be equal on all ranks."""
     exempt = flags_where(type(job), "per_host")
     return {name: value for name, value in vars(job).items() if name not in exempt}
 
 
 def untrained(recipe: RecipeT) -> RecipeT:
-    """Return the recipe of the same model with new weights, all of which are trained."""
+    """Return the recipe of the same model, trained from new weights without frozen layers."""
     names = flags_where(type(recipe), "training_only")
     off = {field.name: switched_off(field) for field in dataclasses.fields(recipe) if field.name in names}
     return dataclasses.replace(recipe, **off)
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:
+    """Return the recipe as a YAML file for --config."""
     import yaml
 
     values = dataclasses.asdict(recipe)
@@ -332,12 +394,12 @@ def as_yaml(recipe: "DataclassInstance") -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """The arithmetic of a batch: the images of one optimizer step, divided among processes and forwards."""
+    """The images of one optimizer step, divided among processes and forward passes."""
 
     total: int  # images per optimizer step over the whole job
-    per_device: int  # images per forward on one device
+    per_device: int  # images per forward pass on one device
     processes: int
-    accumulations: int  # forwards per optimizer step on one device
+    accumulations: int  # forward passes per optimizer step on one device
     unit: str = "images"
 
     def __str__(self) -> str:
@@ -346,51 +408,51 @@ class Batch:
         return f"batch {self.total} = {share} x {processes} x {plural(self.accumulations, 'accumulation')}"
 
     def micro_batches(self, rank: int) -> range:
-        """The numbers k of the micro-batches of a step that process `rank` computes."""
+        """Return the indices of the micro-batches of a step that process `rank` computes."""
         return range(rank * self.accumulations, (rank + 1) * self.accumulations)
 
     def smaller(self) -> int | None:
-        """The largest per_device_batch_size, at most half of this one, with which the batch still divides."""
+        """Return the largest valid per_device_batch_size up to half the current one, or None."""
         share = self.total // self.processes
         return next((b for b in range(self.per_device // 2, 0, -1) if share % b == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
-    """Derives the gradient accumulation. ValueError with the numbers when the batch does not divide."""
+    """Divide a batch among processes and accumulation steps. Raises ValueError if it does not divide."""
     if per_device is None:
         if batch_size % processes:
             raise ValueError(
                 f"--batch_size {batch_size} does not divide among {processes} processes:"
-                f" choose {_multiples_beside(batch_size, processes)}"
+                f" choose {_nearest_multiples(batch_size, processes)}"
             )
         per_device = batch_size // processes
     if batch_size % (per_device * processes):
         raise ValueError(
-            f"--batch_size {batch_size} is no multiple of --per_device_batch_size {per_device}"
+            f"--batch_size {batch_size} is not a multiple of --per_device_batch_size {per_device}"
             f" x {processes} processes = {per_device * processes}:"
-            f" choose {_divisors_beside(batch_size / processes, per_device)}--batch_size"
-            f" {_multiples_beside(batch_size, per_device * processes)}"
+            f" choose {_nearest_divisors(batch_size / processes, per_device)}--batch_size"
+            f" {_nearest_multiples(batch_size, per_device * processes)}"
         )
     return Batch(batch_size, per_device, processes, batch_size // (per_device * processes), unit)
 
 
 def usable_processes(batch_size: int, per_device: int | None, most: int, step: int = 1) -> list[int]:
-    """The numbers of processes up to `most`, in steps of `step`, among which the batch divides."""
+    """Return the numbers of processes among which the batch divides: multiples of `step` up to `most`."""
     counts = range(step, most + 1, step)
     return [count for count in counts if batch_size % (count * (per_device or 1)) == 0]
 
 
 def default_streams(batch_size: int) -> int:
-    """64 where that divides the batch, else the divisor below 64 that suits most numbers of processes.
+    """Return 64 if it divides the batch, else the divisor below 64 that suits the most numbers of processes.
 
-    It depends on the batch size alone, so that the order of images is the same on any number of processes.
+    The result depends only on the batch size, so the order of images is the same on any number of processes.
     """
     divisors = [n for n in range(1, 65) if batch_size % n == 0]
     return 64 if 64 in divisors else max(divisors, key=lambda n: (sum(n % p == 0 for p in range(1, 17)), n))
 
 
-def _divisors_beside(share: float, number: int) -> str:
-    """The values of --per_device_batch_size next to a number with which the recipe stays."""
+def _nearest_divisors(share: float, number: int) -> str:
+    """Return a phrase with the nearest valid values of --per_device_batch_size; empty if there are none."""
     divisors = [d for d in range(1, math.floor(share) + 1) if share % d == 0]
     near = [*[d for d in divisors if d < number][-1:], *[d for d in divisors if d > number][:1]]
     return (
@@ -398,6 +460,7 @@ def _divisors_beside(share: float, number: int) -> str:
     )
 
 
-def _multiples_beside(number: int, unit: int) -> str:
+def _nearest_multiples(number: int, unit: int) -> str:
+    """Return the multiples of `unit` below and above a number, as a phrase."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"

@@ -233,7 +233,7 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
         (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "--batch_size 64 does not divide among 3 processes"),
         (
             ["--gpu", "Tesla T4", "--gpus", "2", *SMALL, "--per_device_batch_size", "64"],
-            "--batch_size 64 is no multiple of --per_device_batch_size 64 x 2 processes",
+            "--batch_size 64 is not a multiple of --per_device_batch_size 64 x 2 processes",
         ),
         (["--gpu", "Tesla T4", "--hosts", "0", *SMALL], "--hosts 0: must be more than 0"),
         (["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL], "--network_gb_s nan: must be more than 0"),
