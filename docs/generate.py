@@ -58,7 +58,8 @@ def flags_page() -> str:
         "`--config FILE` reads flags from a YAML or JSON file. Flags on the command line override the file."
         " `--batch-size`\nand `--batch_size` are the same flag, `--learning_rate` is the same as `--lr`, and"
         " `--no_nesterov` disables\n`--nesterov`. Two names of one setting in one command or file are an"
-        " error. If a flag is repeated, the last\nvalue is used. An empty default means that the flag is unset.",
+        " error. If a flag is repeated, the last\nvalue is used. An empty default means"
+        " that the flag is unset.",
         "## All scripts",
         flag_table(Recipe),
         "## Image scripts",

@@ -1,4 +1,4 @@
 """Command-line flags, recipes and batch arithmetic.
 
-Start with recipe.py, which declares the flags that train scripts share. fields.py turns a dataclass into flags.
+Start with recipe.py, which declares the shared flags. fields.py turns a dataclass into flags.
 """

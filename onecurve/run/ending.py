@@ -15,8 +15,8 @@ from onecurve.distributed.strategy import device_name, unused_parameters, withou
 from onecurve.distributed.watch import watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.run.folder import folders
+from onecurve.run.identity import run_name
 from onecurve.run.lease import RECORD
-from onecurve.run.opening import run_name
 from onecurve.run.record import WRITING_GRACE_S
 from onecurve.run.session import Ranks
 from onecurve.system.files import not_written, read_json, write_json

@@ -14,10 +14,8 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shlex
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,10 +23,20 @@ from typing import TYPE_CHECKING, Any
 
 from onecurve.checkpoint import format as checkpoints
 from onecurve.checkpoint.format import JSON_LIMIT_BYTES, Checkpoint, step_of, steps_in
-from onecurve.flags.fields import LEFT, flags_where, without_left
 from onecurve.flags.recipe import Recipe, recipe_part
+from onecurve.run.identity import (
+    check_recipe,
+    has_finished,
+    has_trained,
+    model_part,
+    only_difference,
+    recorded_recipe,
+    script_name,
+    why_not_this_run,
+    why_other_run,
+)
 from onecurve.run.lease import RECORD, AlreadyOwned, FolderRecord, Lease, PrefixRecord, is_owned
-from onecurve.run.starts import STARTS, comparable
+from onecurve.run.starts import STARTS
 from onecurve.system.env import job_round
 from onecurve.system.files import json_lines, read_json, refuse_link, write_json, writing
 from onecurve.system.output import log
@@ -103,7 +111,7 @@ class RunFolder:
             try:
                 with writing("the run", path):
                     lease = Lease(FolderRecord(path), self.heartbeat, identity)
-                if not _why_not_ours(path, recipe, self.last_step):  # no other run used it meanwhile
+                if not why_not_this_run(path, recipe, self.last_step):  # no other run used it meanwhile
                     self.leases.append(lease)
                     return path
                 lease.release()
@@ -134,10 +142,10 @@ class RunFolder:
             self.is_new = self.checkpoint is None
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
-            _check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
+            check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
             # On another machine, whose checkpoint comes from our own prefix, there is no recipe.json.
             begun = {"resumed_from": None if resume in ("auto", "never") else resume}
-            self.began_at = resume if self.is_new else (_recipe_json(path) or begun).get("resumed_from")
+            self.began_at = resume if self.is_new else (recorded_recipe(path) or begun).get("resumed_from")
 
     def _own_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint in the folder, after a download if S3 has a newer one."""
@@ -153,14 +161,14 @@ class RunFolder:
             store, is_never = self.mirror.store, self.recipe.resume == "never"
             here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
             result = partial(_stored_json, store, "result.json")
-            if there >= 0 and not steps_in(parent) and (is_never or _is_finished(result, self.last_step)):
+            if there >= 0 and not steps_in(parent) and (is_never or has_finished(result, self.last_step)):
                 what = "and --resume is never" if is_never else "which is finished"
                 raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
             if there >= 0:  # also where nothing is fetched, as the mirror removes what is older
                 with contextlib.suppress(
                     checkpoints.DamagedCheckpoint, WrongSize
                 ):  # fetch_newest() finds another one
-                    _check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
+                    check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
             if there > here:
                 fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
                 lost = self.leases[-1].check
@@ -203,7 +211,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
-        reason = _why_not_ours(folder, recipe, last_step)
+        reason = why_not_this_run(folder, recipe, last_step)
         if file := _other_programs_file(folder):
             if given:
                 raise ValueError(
@@ -217,7 +225,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
                 f"--output_dir {folder} holds a run already{reason}: choose another folder, or move that one"
                 " away"
             )
-        elif not is_said and (differing := _only_difference(folder, recipe, last_step)):
+        elif not is_said and (differing := only_difference(folder, recipe, last_step)):
             is_said = True
             line = f"{folder} holds a run that has not finished; {differing}: to resume it, give that value"
             log.info(line)
@@ -226,7 +234,9 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
 def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
     """The names of unfinished runs of this recipe, of <name>, <name>-2, ..."""
     there = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
-    return (n for n in there if _has_trained(parent / n) and not _why_not_ours(parent / n, recipe, last_step))
+    return (
+        n for n in there if has_trained(parent / n) and not why_not_this_run(parent / n, recipe, last_step)
+    )
 
 
 def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
@@ -234,10 +244,10 @@ def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> lis
     steps = {}
     for folder in sorted(parent.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # a damaged recipe.json of another run
-            is_known = isinstance((_recipe_json(folder) or {}).get("recipe"), dict) and _has_trained(folder)
+            is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
             # A restarted job may have lost a host: it waits for a heartbeat of an owner on another machine.
             owned = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
-            if is_known and not owned and not _why_not_ours(folder, recipe, last_step):
+            if is_known and not owned and not why_not_this_run(folder, recipe, last_step):
                 steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
     return sorted(steps, key=lambda name: -steps[name])
 
@@ -247,70 +257,9 @@ def _is_restarted() -> bool:
     return bool(_most_restarts() or job_round()[1])
 
 
-def model_part(recipe: Recipe) -> str:
-    """What stands before the name of a run whose script has --model."""
-    return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
-
-
-def script_name() -> str:
-    return Path(sys.argv[0]).stem
-
-
-def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
-    """Why a run is not one of this recipe; empty if it is, or if that is unknown.
-
-    record: its recipe.json, or its owner's record.
-    """
-    if not isinstance(record.get("recipe"), dict):
-        return ""
-    if (script := record.get("script")) != script_name():
-        return f" ({script}'s)"
-    if differing := "; ".join(recipe_differences(record["recipe"], recipe)):
-        return f" ({differing}; --allow_changed names what may differ)"
-    return ", and --resume is never" if recipe.resume == "never" else ""
-
-
-def recipe_differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The flags that differ, each as `--epochs was 3, now 10`, without those that --allow_changed names.
-    A flag that is missing in the other recipe counts as its default."""
-    ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
-    left = [name for name in without_left(theirs) if name in LEFT]
-    theirs = recipe.without_derived(defaults | theirs)
-    paths = flags_where(type(recipe), "is_path")
-    return [f"--{name} was {theirs[name]}, and has left" for name in left] + [
-        f"--{key} was {theirs[key]}, now {value}"
-        for key, value in ours.items()
-        if comparable(theirs[key], key in paths) != comparable(value, key in paths)
-        and key not in recipe.allow_changed
-    ]
-
-
-def _only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """The one flag in which an unfinished run of this script differs from the recipe; else empty."""
-    record = _recipe_json(folder) or {}
-    is_ours = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
-    if not is_ours or _is_finished(partial(read_json, folder / "result.json"), last_step):
-        return ""
-    differing = recipe_differences(record["recipe"], recipe)
-    return differing[0] if len(differing) == 1 else ""
-
-
-def _why_not_ours(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Why the folder holds another run, as ` (--epochs was 3, now 10)`; empty if it holds none, or this."""
-    record = _recipe_json(folder)
-    if record is None or not _has_trained(folder):
-        return ""  # empty, or stopped before its first step: the checkpoint's recipe is compared later
-    if reason := why_other_run(record, recipe):
-        return reason
-    if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
-        return f", which did not begin at --resume {recipe.resume}"
-    is_finished = _is_finished(partial(read_json, folder / "result.json"), last_step)
-    return ", which is finished" if is_finished else ""
-
-
 def _other_programs_file(folder: Path) -> str | None:
     """Return a file that a run would replace, in a folder that holds no run; else None."""
-    if "recipe" in (_recipe_json(folder) or {}) or steps_in(folder / "checkpoints"):
+    if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
         return None
     files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
     names = (str(file.relative_to(folder)) for file in files if not _is_leftover(file))
@@ -325,44 +274,6 @@ def _is_leftover(file: Path) -> bool:
         return is_ours(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
     except (OSError, ValueError):
         return file.name == RECORD  # Lease judges one that can't be read
-
-
-def _has_trained(folder: Path) -> bool:
-    """True for a run with a checkpoint, or with a step in its log."""
-    if steps_in(folder / "checkpoints"):
-        return True
-    return (file := folder / "metrics.jsonl").exists() and any(line.get("step") for line in json_lines(file))
-
-
-def _recipe_json(folder: Path) -> dict[str, Any] | None:
-    """The content of recipe.json; None without that file. ValueError when it can't be read."""
-    file = folder / "recipe.json"
-    try:
-        return read_json(file) if file.exists() else None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
-        raise ValueError(
-            f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"
-            " continue from its newest checkpoint, or move the folder away to start afresh"
-        ) from None
-
-
-def _is_own(folder: Path, resume: str) -> bool:
-    """True when --resume names this folder, or its own newest checkpoint."""
-    path, parent = Path(resume).resolve(), folder.resolve() / "checkpoints"
-    newest = [parent / checkpoints.step_name(step) for step in steps_in(parent)[:1]]
-    return path in (parent.parent, parent, *newest)
-
-
-def _is_finished(read: Callable[[], Any], last_step: int | None) -> bool:
-    """read(): the content of result.json."""
-    try:
-        result = read()
-        done = result["status"] == "finished" and result.get("uploaded") is not False
-        by_flag = (result.get("stopped_by") or "--max_steps").startswith("--max_steps")
-        return done and (last_step is None or not by_flag or result["steps"] >= last_step)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
@@ -383,16 +294,6 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
         hint = "" if "://" in resume else ": give a run's folder, or one of its checkpoints/step_*"
         raise ValueError(f"--resume {resume} holds no checkpoint{hint}")
     return checkpoint
-
-
-def _check_recipe(where: str, manifest: dict[str, Any], recipe: Recipe) -> None:
-    theirs = manifest.get("recipe")
-    differing = "; ".join(recipe_differences(theirs, recipe)) if isinstance(theirs, dict) else "it has none"
-    if differing:
-        raise ValueError(
-            f"{where} is of another recipe ({differing}): give the same flags, or name with"
-            " --allow_changed what may differ"
-        )
 
 
 def count_restarts(folder: Path, step: int) -> None:

@@ -24,13 +24,14 @@ from onecurve.checkpoint.training import TrainingState
 from onecurve.distributed import strategy as job
 from onecurve.distributed.agreement import once
 from onecurve.distributed.job_accelerator import JobAccelerator
-from onecurve.distributed.rendezvous import most_hosts, most_processes
 from onecurve.flags.fields import flags_where
 from onecurve.flags.recipe import Batch, ImageRecipe, Recipe, recipe_part
 from onecurve.models.preprocessing import DataConfig, data_config
 from onecurve.numerics.order import Steps
-from onecurve.run.folder import RunFolder, count_restarts, model_part, script_name
-from onecurve.run.log import Predictions, RunLog, change_of_hosts
+from onecurve.run.folder import RunFolder, count_restarts
+from onecurve.run.identity import run_name, script_name
+from onecurve.run.log import RunLog, change_of_hosts
+from onecurve.run.predictions import Predictions
 from onecurve.run.record import MainRecord
 from onecurve.run.schemas import RecipeFile, ResultEnd, StartLine
 from onecurve.run.session import Exchange, Ids, Meter, Ranks
@@ -302,17 +303,6 @@ class Opening:
         if file:
             facts = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
             report("began", step=step, processes=self.batch.processes, **facts)
-
-
-def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
-    """--name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>, after the model of a script
-    that has --model; hosts that are away count, too."""
-    if name := recipe.filled_name():
-        return name
-    hosts, processes = most_hosts(), most_processes()
-    strategy = job.strategy(accelerator)
-    strategy = "ddp" if strategy == "single" and processes > 1 else strategy
-    return f"{model_part(recipe)}{strategy}_{batch.total}_{recipe.epochs}_{hosts}_{processes / hosts:g}"
 
 
 def _holds(file: Path, content: bytes) -> bool:

@@ -18,8 +18,10 @@ from onecurve.distributed.rendezvous import hosts
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
 from onecurve.run.end_tables import print_result
-from onecurve.run.folder import RunFolder, script_name
-from onecurve.run.log import Predictions, RunLog
+from onecurve.run.folder import RunFolder
+from onecurve.run.identity import script_name
+from onecurve.run.log import RunLog
+from onecurve.run.predictions import Predictions
 from onecurve.run.schemas import Result, ResultEnd
 from onecurve.run.starts import where_in_words, where_trained
 from onecurve.run.state import RunState

@@ -18,7 +18,7 @@ from onecurve.distributed.job_accelerator import JobAccelerator
 from onecurve.distributed.watch import Preempted, watch
 from onecurve.flags.recipe import Batch, Recipe
 from onecurve.numerics.order import Steps
-from onecurve.run.log import Predictions
+from onecurve.run.predictions import Predictions
 from onecurve.run.record import MainRecord
 from onecurve.run.schemas import ResultEnd
 from onecurve.run.state import RunState

@@ -11,7 +11,7 @@ import pytest
 from onecurve.flags.fields import Facts, declared, facts_of
 from onecurve.flags.recipe import ImageRecipe, Recipe, flag, parse, recipe_part, setting, share_out
 from onecurve.models.script import load_script, recipe_class
-from onecurve.run.folder import recipe_differences
+from onecurve.run.identity import recipe_differences
 from tests.conftest import ROOT
 from train_cnn_a import CnnA
 

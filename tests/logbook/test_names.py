@@ -15,7 +15,8 @@ from onecurve.distributed.launch_config import _read_deepspeed
 from onecurve.flags.fields import read_config
 from onecurve.flags.recipe import ImageRecipe
 from onecurve.run import plots
-from onecurve.run.folder import _why_not_ours, count_restarts
+from onecurve.run.folder import count_restarts
+from onecurve.run.identity import why_not_this_run
 from onecurve.run.lease import _parsed
 from onecurve.run.state import RunState
 from onecurve.system.files import json_lines, read_json, read_lines, read_yaml
@@ -160,7 +161,7 @@ def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
     record.host_summaries()
     assert any("recipe.json" in problem for problem in record.problems)
     with pytest.raises(ValueError, match=r"recipe\.json can't be read"):
-        _why_not_ours(tmp_path, ImageRecipe(), None)
+        why_not_this_run(tmp_path, ImageRecipe(), None)
     assert read_lines(tmp_path / "metrics.jsonl") == list(json_lines(tmp_path / "telemetry-a.jsonl"))
     assert not _parsed(CONTENTS[content].decode(errors="surrogateescape")).get("pid")
     (tmp_path / "page.md").write_text("<!-- logbook {" + '"a":{' * 100_000 + "} -->\n")

@@ -13,7 +13,8 @@ import pytest
 from onecurve.flags.recipe import Recipe, flag, recipe_part
 from onecurve.run import folder as folder_module
 from onecurve.run import lease as lease_module
-from onecurve.run.folder import RunFolder, folders, model_part, script_name
+from onecurve.run.folder import RunFolder, folders
+from onecurve.run.identity import model_part, script_name
 from onecurve.run.lease import FolderRecord, Lease
 from onecurve.system.processes import own_age_s
 from tests.checkpoint.test_checkpoints import LONG, start_and_wait
