@@ -1,4 +1,4 @@
-"""One training run from its folder to its result: steps, log, trackers, evaluation, and its end.
+"""A training run: its folder, steps, log, trackers, evaluations and result.
 
-Start with run.py; session.py serves all ranks, record.py only the main process.
+Start with run.py. session.py runs on all ranks, record.py only on the main process.
 """

@@ -1,30 +1,31 @@
-"""Reports mistakes in the flags and the data before a train script imports torch, which takes seconds."""
+"""Report mistakes in flags and data before a train script spends seconds on importing torch."""
 
 import sys
 from typing import Any, TypeVar
 
-Kind = TypeVar("Kind", bound=type)
+RecipeClass = TypeVar("RecipeClass", bound=type)
 
 
-def check_early(kind: Kind) -> Kind:
-    """Decorates a train script's recipe: a mistake in the flags or in the data's files ends the script here.
+def check_early(recipe_class: RecipeClass) -> RecipeClass:
+    """Decorate a train script's recipe, so that a mistake in flags or data files ends the script here.
 
-    Does nothing where the script is imported. Checks the data of a job on one host only: others would wait.
+    The decorator does nothing in an imported script. It checks the data only in jobs on one host, because the
+    other hosts of a job would wait for a host that has ended.
     """
-    if kind.__module__ == "__main__":
+    if recipe_class.__module__ == "__main__":
         from onecurve.flags.recipe import ImageRecipe, from_flags
         from onecurve.system.cli import run_command, say_loading
         from onecurve.system.env import is_hosts_first, launched, processes_per_host, world_size
         from onecurve.system.processes import end_with_parent
 
-        if launched():  # a launcher that ends during the imports leaves no training behind
+        if launched():  # end with the launcher, even if it ends during the imports
             end_with_parent()
 
-        recipe: Any = from_flags(kind)
+        recipe: Any = from_flags(recipe_class)
         say_loading()
         if isinstance(recipe, ImageRecipe) and is_hosts_first() and world_size() == processes_per_host():
             from onecurve.data.sources import check_inputs
 
             if status := run_command(lambda: check_inputs(recipe)):
                 sys.exit(status)
-    return kind
+    return recipe_class

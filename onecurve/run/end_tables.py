@@ -1,4 +1,4 @@
-"""The tables at a run's end: its results, its weights and which of them to use, and how it ended early."""
+"""Tables at the end of a run: results, weight files and which one to use."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from onecurve.system.paths import ROOT, python_command, shortest
 if TYPE_CHECKING:  # imported where it is needed
     from rich.table import Table
 
-TIMED_STEPS = 10  # of shorter runs no speed is shown: the first steps take longer
+TIMED_STEPS = 10  # no speed is shown for shorter runs, because the first steps are slow
 
 
 def print_result(folder: Path, chance: float | None) -> None:
-    """Prints result.json and the weights as tables, and the files. chance: the share of the largest class."""
+    """Print result.json, the weight files and the paths of outputs. chance: share of the largest class."""
     from rich.console import Console
 
     result = cast(Result, read_json(folder / "result.json"))
@@ -31,22 +31,24 @@ def print_result(folder: Path, chance: float | None) -> None:
     table, file = _weights(folder, result, lines)
     console.print(table)
     if result["best_accuracy"] is not None:
-        # Of a checkpoint with an average the commands use that, unless they are given the other file.
+        # Given a folder, the commands use the averaged weights. Name the file if the raw weights are better.
         best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
         validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
-        commands = {"all metrics of the best weights": python_command(validate, best)}
+        commands = {"all metrics of the best checkpoint": python_command(validate, best)}
         if result["best_checkpoint"] != result["checkpoint"]:
-            commands["of the last"] = python_command(validate, folder, "--which", "latest")
-        commands["to use them elsewhere"] = python_command(export, best, f"models/{folder.name}")
-        for what, command in commands.items():
-            console.print(f"{what}: {command}", soft_wrap=True)
+            commands["all metrics of the last checkpoint"] = python_command(
+                validate, folder, "--which", "latest"
+            )
+        commands["export for use elsewhere"] = python_command(export, best, f"models/{folder.name}")
+        for purpose, command in commands.items():
+            console.print(f"{purpose}: {command}", soft_wrap=True)
     plots = sorted((folder / "plots").glob("*.png"))
     for path in (file, *plots, folder / "metrics.jsonl", folder / "result.json"):
         console.print(f"{path}", soft_wrap=True)
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of so many samples (Wilson 1927, the score interval)."""
+    """Return the 95 % confidence interval of a share of `count` samples (score interval, Wilson 1927)."""
     square = 1.96**2 / count
     centre, half = share + square / 2, math.sqrt(square * (share * (1 - share) + square / 4))
     return (centre - half) / (1 + square), (centre + half) / (1 + square)
@@ -55,14 +57,14 @@ def interval(share: float, count: int) -> tuple[float, float]:
 def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | None) -> "Table":
     from rich.table import Table
 
-    table = Table("what", title=title)
+    table = Table("quantity", title=title)
     table.add_column("value", justify="right")
     measure, val_name, test_name = result["best_by"], result["val_name"], result.get("test_name")
     best = result[f"best_{measure}"]
     finals = [name for name in (measure, "accuracy") if result[f"final_{name}"] is not None]
     rows: dict[str, str] = {}
     if by := result.get("stopped_by"):
-        rows[f"ended early, by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
+        rows[f"ended early by {by}"] = f"step {result['steps']:,} of {result['total_steps']:,}"
     if test_name:
         rows[f"{measure} of the best weights ({test_name} split)"] = f"{result[f'test_{measure}']:.4f}"
         rows[f"{test_name} {unit}"] = f"{result['test_images']:,}"
@@ -73,10 +75,10 @@ def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | N
         **_luck(result, chance),
         "parameters": f"{result['parameters']:,}",
         "training time": f"{result['train_s']:.1f} s",
-        "training time of an epoch, on average": f"{result['epoch_s'] or 0.0:.2f} s",
-        "whole time": f"{result['wall_s']:.1f} s",
+        "mean training time per epoch": f"{result['epoch_s'] or 0.0:.2f} s",
+        "total time": f"{result['wall_s']:.1f} s",
         **({"speed": f"{result['images_per_s']:,.0f} {unit}/s"} if result["steps"] >= TIMED_STEPS else {}),
-        "peak memory of a process": f"{result['peak_memory_gib']:.2f} GiB",
+        "peak memory per process": f"{result['peak_memory_gib']:.2f} GiB",
     }
     for row in rows.items():
         table.add_row(*row)
@@ -84,20 +86,22 @@ def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | N
 
 
 def _luck(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
-    """What an accuracy stands beside: the interval that so few samples allow, and chance."""
+    """Return rows that put an accuracy in context: its confidence interval and the accuracy of chance."""
     split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
     accuracy, count = result.get(f"{split}_accuracy"), result[images]
     if accuracy is None or not count:
         return {}
     low, high = interval(accuracy, count)
-    found = {f"95 % interval of the {split} accuracy": f"{low:.4f} to {high:.4f}"}
-    return found if chance is None else found | {"chance: the share of the largest class": f"{chance:.4f}"}
+    rows = {f"95 % interval of the {split} accuracy": f"{low:.4f} to {high:.4f}"}
+    return rows if chance is None else rows | {"chance: share of the largest class": f"{chance:.4f}"}
 
 
 def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
-    """A table of the files with weights: their accuracy or loss, and their use. Also the file to use: of the
-    best checkpoint, or the newest when the best is only in S3, that of the EMA unless the weights of the same
-    step were better without it."""
+    """Return a table of the weight files with their metric and purpose, and the file to use.
+
+    The file to use comes from the best checkpoint, or from the newest if the best is only in S3. It contains
+    the EMA, unless the raw weights of the same step were better.
+    """
     from rich.table import Table
 
     measure, split = result["best_by"], result["val_name"]
@@ -107,29 +111,29 @@ def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]
     for checkpoint in dict.fromkeys((best, last)):
         line = at_step.get(Path(checkpoint).name, {})
         reason = f"best {measure} on the {split} split" if checkpoint == best else "the last step"
-        reason += ", and the last step" if best == last else ""
+        reason += " and last step" if best == last else ""
         ema, model = (folder / checkpoint / name for name in (EMA_FILE, MODEL_FILE))
         if ema.exists():
             rows.append((ema, line.get(f"val/{measure}"), f"averaged weights (EMA), {reason}"))
-            rows.append((model, line.get(f"val/raw_{measure}"), "the same step without the average"))
+            rows.append((model, line.get(f"val/raw_{measure}"), "raw weights (no EMA) of the same step"))
         elif model.exists():
             rows.append((model, line.get(f"val/{measure}"), reason))
     sign = 1 if METRICS[measure].is_share else -1
-    first = [row for row in rows if row[0].parent == rows[0][0].parent]
-    to_use = max(first, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
-    table = Table(title="weights: which file to use")
+    candidates = [row for row in rows if row[0].parent == rows[0][0].parent]
+    to_use = max(candidates, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
+    table = Table(title="weight files")
     table.add_column("file in checkpoints/", no_wrap=True)
     table.add_column(measure, justify="right")
-    table.add_column("why")
-    for file, value, why in rows:
+    table.add_column("contents")
+    for file, value, contents in rows:
         use = "use this: " if file == to_use else ""
         number = "-" if value is None else f"{value:.4f}"
-        table.add_row(f"{file.parent.name}/{file.name}", number, use + why)
+        table.add_row(f"{file.parent.name}/{file.name}", number, use + contents)
     return table, to_use
 
 
 def early_end(facts: Mapping[str, Any]) -> str:
-    """`ended at step 20 of 58, by --max_steps 20`; empty for a whole run, and for an unfinished one."""
+    """Return `ended at step 20 of 58, by --max_steps 20`; empty for complete and for unfinished runs."""
     if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
         return ""
     return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"

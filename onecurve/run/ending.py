@@ -1,4 +1,4 @@
-"""Ends a run that does not finish: stopped by a signal, interrupted, or failed; explains known errors."""
+"""End of a run that was preempted, interrupted or failed, with explanations of known errors."""
 
 import contextlib
 import errno
@@ -23,29 +23,36 @@ from onecurve.system.files import not_written, read_json, write_json
 from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory
 
-ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's words, as the next
+ONE_VALUE = "Expected more than 1 value per channel when training"  # messages of torch
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
 def end_preempted(ranks: Ranks, why: str) -> None:
-    """Save once. The others wait for the main process, because a launcher kills all when one exits.
+    """Save a last checkpoint after a signal, and close the run. Collective.
 
-    why: the reason on this process, if there is one. Collective. Raises FloatingPointError or ValueError if
-    nothing could be saved.
+    The other processes wait for the main process, because the launcher kills all processes when one exits.
+
+    Args:
+        ranks: State shared by all ranks of the run.
+        why: Reason on this process; empty if it received no signal.
+
+    Raises:
+        FloatingPointError: The loss is not finite, so nothing was saved.
+        ValueError: The checkpoint could not be written.
     """
     now.enter(SAVING)
     exchange, record = ranks.exchange, ranks.record
     why = next(filter(None, exchange.poll.gather(why)), "")
     if record:
         record.log.write_mark({"interrupted_at": time.time(), "why": why})
-    # A single process may stop within a step, while it waits for a shard: that step does not count.
+    # A single process may stop within a step, while it waits for a shard. That step is discarded.
     try:
         ranks.flush()
     except (FloatingPointError, ValueError):
         if record:
             record.close("failed")
         raise
-    exchange.gather(None)  # collects the telemetry since the newest snapshot
+    exchange.gather(None)  # sends the telemetry since the newest snapshot
     exchange.poll.wait_for_main(record is not None, ranks.saver.done)
     problem = record and record.problem()
     if record:
@@ -55,9 +62,9 @@ def end_preempted(ranks: Ranks, why: str) -> None:
 
 
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
-    """Writes `preempted` into result.json after a signal before the training. There is nothing to save."""
-    folder = _own_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
-    if folder and not (folder / RECORD).exists():  # else another process runs there, or was killed
+    """Write `preempted` into result.json after a signal before the training. Nothing is saved."""
+    folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
+    if folder and not (folder / RECORD).exists():  # otherwise another process runs there, or was killed
         file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
             write_json(file, (read_json(file) if file.exists() else {}) | {"status": "preempted"})
@@ -67,40 +74,45 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
 def end_failed(
     error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None
 ) -> None:
-    """Raises the error that all processes report, explained if its cause is known. ranks: after begin()."""
+    """Raise the error that all processes report, with an explanation if the cause is known.
+
+    ranks: state of the run; None before begin().
+    """
     watch.begin_exit()
     now.enter(ENDING)
     record = ranks.record if ranks else None
     if record:
         record.write_best()
     if isinstance(error, KeyboardInterrupt):
-        own: BaseException = KeyboardInterrupt()
+        local_error: BaseException = KeyboardInterrupt()
         if accelerator.is_main_process:
             step = _resume_step(accelerator, recipe, batch, ranks)
-            place = f"at step {step:,}" if step else "from the beginning"
-            own = KeyboardInterrupt(f"run the same command to resume {place}")
+            position = f"at step {step:,}" if step else "from the beginning"
+            local_error = KeyboardInterrupt(f"run the same command to resume {position}")
     else:
-        own = explained(error, accelerator, batch, ranks)
-    first = watch.report_failure(own)
+        local_error = explained(error, accelerator, batch, ranks)
+    first_error = watch.report_failure(local_error)
     if record:
-        is_interrupted = isinstance(first, KeyboardInterrupt)
-        record.close_failed("interrupted" if is_interrupted else str(first) or type(first).__name__)
+        is_interrupted = isinstance(first_error, KeyboardInterrupt)
+        record.close_failed(
+            "interrupted" if is_interrupted else str(first_error) or type(first_error).__name__
+        )
     let_main_close_first(accelerator)
-    if first is not error:
-        raise first from error
+    if first_error is not error:
+        raise first_error from error
 
 
 def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None) -> int:
-    """The step from which the same command resumes after Ctrl-C, which saves nothing."""
+    """Return the step at which the same command resumes after Ctrl-C, which saves nothing."""
     if ranks:
         ranks.saver.done(WRITING_GRACE_S)
         return ranks.saver.committed or ranks.steps.first
-    folder = _own_folder(accelerator, recipe, batch)
+    folder = _expected_folder(accelerator, recipe, batch)
     return max(steps_in(folder / "checkpoints"), default=0) if folder else 0
 
 
-def _own_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
-    """The folder that this recipe would get, before it is opened; None where there can be none."""
+def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
+    """Return the folder in which this recipe would run, before the run is opened; None if there is none."""
     with contextlib.suppress(ValueError, OSError):
         return next(folders(recipe, run_name(accelerator, recipe, batch), None))
     return None
@@ -109,42 +121,42 @@ def _own_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path 
 def explained(
     error: BaseException, accelerator: Accelerator, batch: Batch, ranks: Ranks | None
 ) -> BaseException:
-    """A ValueError that says what to do, or the error itself."""
+    """Return a ValueError that explains the error and says what to do, or the error itself."""
     if is_out_of_memory(error):
         return ValueError(out_of_memory(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and ranks:
         is_given = not (ranks.recipe.output_dir or "*").endswith("*")
-        resumes = ranks.newest or (is_given and ranks.state.logged_step)  # what the next start does
+        resumes = ranks.newest or (is_given and ranks.state.logged_step)  # True if the next start resumes
         return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
     if ONE_VALUE in str(error):
-        return ValueError(f"BatchNorm: {error}: give a larger --per_device_batch_size or --image_size")
+        return ValueError(f"BatchNorm: {error}. Give a larger --per_device_batch_size or --image_size")
     if NOT_DETERMINISTIC in str(error):
         operation = str(error).partition(NOT_DETERMINISTIC)[0].strip()
         return ValueError(
-            f"--deterministic: {operation} has no deterministic form on a GPU: replace it in the script, or"
-            " train without the flag"
+            f"--deterministic: {operation} has no deterministic implementation on a GPU. Replace it in the"
+            " script, or train without the flag"
         )
     if ranks and (unused := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
         return ValueError(without_gradient(unused))
     if ranks and ranks.record and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return not_written("the run", ranks.record.folder, error)  # the script itself was writing
+        return not_written("the run", ranks.record.folder, error)  # raised by a write in the script
     return error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True for errors of torch's allocators on GPU and CPU, of CUDA's libraries, and Python's MemoryError."""
+    """Return True for out-of-memory errors of torch (GPU or CPU), of CUDA libraries and of Python."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and says_out_of_memory(str(error))
     )
 
 
 def out_of_memory(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
-    """The message, with the batch size to try. It quotes an error that does not mention memory."""
+    """Return a message with the batch size to try. It quotes errors that do not mention memory."""
     smaller = batch.smaller()
-    advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or take a smaller one"
+    advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or use a smaller model"
     if smaller:
         advice = (
-            f"try --per_device_batch_size {smaller}, the same --batch_size {batch.total} with"
+            f"try --per_device_batch_size {smaller}, which keeps --batch_size {batch.total} with"
             f" {batch.total // (smaller * batch.processes)} accumulations, or {advice}"
         )
     device = device_name(accelerator)

@@ -1,13 +1,11 @@
-"""A run's folder: a new one or that of an unfinished run, its lease, its mirror in S3, and its checkpoint.
+"""The folder of a run: its lease, its mirror in S3, and the checkpoint to resume from. Main process only.
 
-The run resumes from:
+The checkpoint is selected as follows:
 
-1. The newest checkpoint in the run's own folder that verifies.
-2. If --s3 has a newer one, it is downloaded first, as on a new machine with an empty folder.
-3. Without a checkpoint of its own, the run starts from --resume PATH or s3://....
-4. The chosen one must have the same recipe, except for the flags that --allow_changed names.
-
-Main process only.
+1. Use the newest intact checkpoint in the run's folder.
+2. If --s3 has a newer checkpoint, download it first, for example on a new machine with an empty folder.
+3. If the run has no checkpoint, start from --resume PATH or s3://....
+4. Require the same recipe, except for the flags in --allow_changed.
 """
 
 import contextlib
@@ -48,10 +46,10 @@ if TYPE_CHECKING:  # imported with --s3
     from onecurve.checkpoint.mirror import Mirror
     from onecurve.system.s3 import ObjectStore
 
-FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # in a run's folder
-FRUITLESS_RESTARTS = 3  # restarts by a launcher without a new checkpoint, after which it gives up
-# Files that a run writes into its folder. In a folder without a run they are another program's, unless they
-# have these keys, as a start that ended early leaves them.
+FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # subfolders of a run's folder
+FRUITLESS_RESTARTS = 3  # a run gives up after this many restarts by a launcher without a new checkpoint
+# Files that a run writes into its folder. In a folder without a run, they belong to another program unless
+# their content matches, because a start that ended early leaves such files.
 WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
     RECORD: lambda owner: {"id", "beat"} <= owner.keys(),
     "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
@@ -66,23 +64,29 @@ PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.js
 class RunFolder:
     """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from.
 
-    name: of the folder where none is given. last_step: of this run. ValueError when the folder or the prefix
-    has another owner or run, or has checkpoints but none verifies.
+    Args:
+        recipe: The run's recipe.
+        name: Name of the folder, unless --output_dir gives one.
+        last_step: Last step of this run.
+        heartbeat: Function to call during long operations.
+
+    Raises:
+        ValueError: The folder or the prefix has another owner or run, or all its checkpoints are damaged.
     """
 
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
-    is_new = False  # True when the run begins now, from another run's checkpoint
-    began_at: str | None = None  # the --resume with which the run began
+    is_new = False  # True if the run starts now from another run's checkpoint
+    began_at: str | None = None  # value of --resume when the run began
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
         if recipe.resume == "never" and _is_restarted():
             raise ValueError(
-                "--resume never: the launcher may start the job again, which would begin anew each time:"
-                " leave it out, and choose a new --name or --output_dir"
+                "--resume never would start a new run each time the launcher restarts the job. Remove it, and"
+                " choose a new --name or --output_dir"
             )
-        self.leases: list[Lease] = []  # on the folder, and then on the prefix in S3
+        self.leases: list[Lease] = []  # leases on the folder and on the prefix in S3
         self.path = self._lease(name)
         try:
             with writing("the run", self.path):
@@ -92,18 +96,19 @@ class RunFolder:
             raise
 
     def lost(self) -> str | None:
-        """The message once another run has taken over the folder or the prefix."""
+        """Return a message if another run has taken over the folder or the prefix."""
         return next((lease.lost for lease in self.leases if lease.lost), None)
 
     def release(self) -> None:
+        """Release the leases on the folder and the prefix."""
         for lease in self.leases:
             lease.release()
 
     def _lease(self, name: str) -> Path:
-        """Takes the lease on the run's folder, which it returns.
+        """Acquire the lease on the run's folder, and return the folder.
 
-        A run of another recipe that has just begun there may have no recipe.json yet, but its owner's record
-        has the recipe. Unless --output_dir names the folder, the next number is tried then.
+        A run that has just begun may not have a recipe.json yet, but its owner's record contains its recipe.
+        If that recipe differs, the next folder is tried, unless --output_dir names the folder.
         """
         recipe = self.recipe
         identity = {"script": script_name(), "recipe": recipe_part(recipe)}
@@ -111,7 +116,9 @@ class RunFolder:
             try:
                 with writing("the run", path):
                     lease = Lease(FolderRecord(path), self.heartbeat, identity)
-                if not why_not_this_run(path, recipe, self.last_step):  # no other run used it meanwhile
+                if not why_not_this_run(
+                    path, recipe, self.last_step
+                ):  # no other run has used it in the meantime
                     self.leases.append(lease)
                     return path
                 lease.release()
@@ -121,10 +128,10 @@ class RunFolder:
                 is_given = Path(recipe.output_dir or "*").name != "*"
                 if is_given or not (is_elsewhere or why_other_run(error.record, recipe)):
                     raise
-        raise AssertionError("there is always another number")
+        raise AssertionError("folder numbers are unlimited")
 
     def _open(self) -> None:
-        """Finds the checkpoint to resume from, and the mirror."""
+        """Find the checkpoint to resume from, and open the mirror."""
         path, resume = self.path, self.recipe.resume
         for name in FOLDERS:
             refuse_link(path / name)
@@ -143,17 +150,17 @@ class RunFolder:
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
             check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
-            # On another machine, whose checkpoint comes from our own prefix, there is no recipe.json.
+            # On a new machine, the checkpoint comes from the run's prefix, and recipe.json is missing.
             begun = {"resumed_from": None if resume in ("auto", "never") else resume}
             self.began_at = resume if self.is_new else (recorded_recipe(path) or begun).get("resumed_from")
 
     def _own_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint in the folder, after a download if S3 has a newer one."""
+        """Return the newest checkpoint in the folder. If S3 has a newer one, download it first."""
         parent, checkpoint, problem = self.path / "checkpoints", None, None
         try:
             checkpoint = checkpoints.newest(parent, self.heartbeat)
         except ValueError as error:
-            problem = error  # raised below, unless S3 has an intact one
+            problem = error  # raised below, unless S3 has an intact checkpoint
         if self.mirror:
             from onecurve.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
@@ -162,15 +169,15 @@ class RunFolder:
             here, there = checkpoint.step if checkpoint else -1, max(committed(store), default=-1)
             result = partial(_stored_json, store, "result.json")
             if there >= 0 and not steps_in(parent) and (is_never or has_finished(result, self.last_step)):
-                what = "and --resume is never" if is_never else "which is finished"
-                raise ValueError(f"{store.url} holds a run already, {what}: choose another prefix")
-            if there >= 0:  # also where nothing is fetched, as the mirror removes what is older
+                reason = "and --resume is never" if is_never else "which is finished"
+                raise ValueError(f"{store.url} holds a run already, {reason}. Choose another prefix")
+            if there >= 0:  # even if nothing is downloaded, because the mirror removes older checkpoints
                 with contextlib.suppress(
                     checkpoints.DamagedCheckpoint, WrongSize
-                ):  # fetch_newest() finds another one
+                ):  # fetch_newest() finds an intact one
                     check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
             if there > here:
-                fetch_log(store, self.path)  # first: a kill before the checkpoint is complete repeats both
+                fetch_log(store, self.path)  # before the checkpoint, so that a killed download repeats both
                 lost = self.leases[-1].check
                 if fetch_newest(store, parent, here, self.heartbeat, lost) is not None:
                     return checkpoints.newest(parent, self.heartbeat)
@@ -180,85 +187,93 @@ class RunFolder:
 
 
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
-    """Makes and yields folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
+    """Create and yield folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
 
-    A run there is continued if it is unfinished, has the same recipe, and began at the same --resume; so is
-    one that 1.0 named without the model. The folder of a start that trained nothing is taken. An unfinished
-    run of this recipe under another automatic name is continued where the launcher restarts jobs.
-    last_step: of this run, None if unknown; with it a line names an unfinished run that is not continued, of
-    this recipe or with one other value.
-    ValueError for another run or another program's files in --output_dir, and for a recipe.json that can't be
-    read.
+    A run in a folder is continued if it is unfinished, has the same recipe and began with the same --resume.
+    This includes runs that version 1.0 named without the model. Folders of starts that trained nothing are
+    reused. If the launcher restarts jobs, an unfinished run of this recipe with another automatic name is
+    also continued.
+
+    Args:
+        recipe: The run's recipe.
+        name: Automatic name of the run.
+        last_step: Last step of this run; None if unknown. If given, a line names an unfinished run that is
+            not continued, of the same recipe or with one different value.
+
+    Raises:
+        ValueError: --output_dir contains another run or files of another program, or a recipe.json can't be
+            read.
     """
-    is_said = last_step is None
-    where = Path(recipe.output_dir or "runs/*")
-    given, parent = where if where.name != "*" else None, where.parent / script_name()
-    old = name.removeprefix(model_part(recipe))  # as 1.0 named it
-    names = [*_begun(parent, old, recipe, last_step)] if not given and old != name else []
+    is_reported = last_step is None
+    output_dir = Path(recipe.output_dir or "runs/*")
+    given, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
+    old_name = name.removeprefix(model_part(recipe))  # name in version 1.0
+    names = [*_begun(parent, old_name, recipe, last_step)] if not given and old_name != name else []
     if not (given or names or recipe.name or recipe.s3 or any(_begun(parent, name, recipe, last_step))):
         elsewhere = _begun_elsewhere(parent, recipe, last_step)
         if _is_restarted():
             names = elsewhere
-        elif elsewhere and not is_said:
+        elif elsewhere and not is_reported:
             log.info(
                 f"{parent / elsewhere[0]} holds an unfinished run of this recipe, which began with another"
                 " number of processes or another strategy. To continue it instead of starting a new run, add"
                 f" --name {shlex.quote(elsewhere[0])}"
             )
-    usual = map(parent.joinpath, itertools.chain(names, numbered(name)))
-    for folder in itertools.repeat(given) if given else usual:
+    automatic = map(parent.joinpath, itertools.chain(names, numbered(name)))
+    for folder in itertools.repeat(given) if given else automatic:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"can't make the run folder {error.filename}: {error.strerror}") from None
+            raise ValueError(f"can't create the run folder {error.filename}: {error.strerror}") from None
         reason = why_not_this_run(folder, recipe, last_step)
         if file := _other_programs_file(folder):
             if given:
                 raise ValueError(
-                    f"--output_dir {folder} holds {file}, but no run: it would be overwritten. Choose another"
-                    " folder, or move that file away"
+                    f"--output_dir {folder} holds {file}, but no run. A run would overwrite this file."
+                    " Choose another folder, or move the file away"
                 )
         elif not reason:
             yield folder
         elif given:
             raise ValueError(
-                f"--output_dir {folder} holds a run already{reason}: choose another folder, or move that one"
-                " away"
+                f"--output_dir {folder} holds a run already{reason}. Choose another folder, or move that"
+                " folder away"
             )
-        elif not is_said and (differing := only_difference(folder, recipe, last_step)):
-            is_said = True
-            line = f"{folder} holds a run that has not finished; {differing}: to resume it, give that value"
-            log.info(line)
+        elif not is_reported and (difference := only_difference(folder, recipe, last_step)):
+            is_reported = True
+            log.info(
+                f"{folder} holds an unfinished run ({difference}). To resume it, give its value of this flag"
+            )
 
 
 def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
-    """The names of unfinished runs of this recipe, of <name>, <name>-2, ..."""
-    there = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
+    """Return the names of unfinished runs of this recipe among <name>, <name>-2, ..."""
+    existing = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
     return (
-        n for n in there if has_trained(parent / n) and not why_not_this_run(parent / n, recipe, last_step)
+        n for n in existing if has_trained(parent / n) and not why_not_this_run(parent / n, recipe, last_step)
     )
 
 
 def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
-    """Return the names of unfinished runs of this recipe without a living owner, the most advanced first."""
+    """Return the names of unfinished runs of this recipe without a live owner, the most advanced first."""
     steps = {}
     for folder in sorted(parent.glob("*/")):
-        with contextlib.suppress(OSError, ValueError):  # a damaged recipe.json of another run
+        with contextlib.suppress(OSError, ValueError):  # another run's recipe.json may be damaged
             is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
-            # A restarted job may have lost a host: it waits for a heartbeat of an owner on another machine.
-            owned = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
-            if is_known and not owned and not why_not_this_run(folder, recipe, last_step):
+            # A restarted job may have lost a host. Its lease waits for a heartbeat of the lost host's owner.
+            has_owner = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
+            if is_known and not has_owner and not why_not_this_run(folder, recipe, last_step):
                 steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
     return sorted(steps, key=lambda name: -steps[name])
 
 
 def _is_restarted() -> bool:
-    """Return True under a launcher that may start the job again, with another number of processes."""
+    """Return True if the launcher may restart the job with another number of processes."""
     return bool(_most_restarts() or job_round()[1])
 
 
 def _other_programs_file(folder: Path) -> str | None:
-    """Return a file that a run would replace, in a folder that holds no run; else None."""
+    """Return a file that a run would overwrite in a folder without a run; else None."""
     if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
         return None
     files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
@@ -267,18 +282,18 @@ def _other_programs_file(folder: Path) -> str | None:
 
 
 def _is_leftover(file: Path) -> bool:
-    """Return True for a file of a start of ours that ended before it wrote recipe.json."""
-    if not (is_ours := WRITTEN.get(file.name)):
+    """Return True for a file of a run that ended before it wrote recipe.json."""
+    if not (is_written_by_run := WRITTEN.get(file.name)):
         return False
     try:
-        return is_ours(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
+        return is_written_by_run(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
     except (OSError, ValueError):
-        return file.name == RECORD  # Lease judges one that can't be read
+        return file.name == RECORD  # Lease handles an unreadable record
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
-    """The checkpoint that --resume names: in S3, a checkpoint's folder, or the newest in a run's folder."""
-    path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None  # temporary
+    """Return the checkpoint that --resume names: in S3, in a checkpoint's folder, or the newest of a run."""
+    path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None  # temporary folder
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
         from onecurve.system.s3 import ObjectStore
@@ -291,16 +306,23 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
         parents = (p for p in (path / "checkpoints", path) if steps_in(p))
         checkpoint = next((checkpoints.newest(p, heartbeat, ours=False) for p in parents), None)
     if checkpoint is None:
-        hint = "" if "://" in resume else ": give a run's folder, or one of its checkpoints/step_*"
+        hint = "" if "://" in resume else ". Give a run's folder, or one of its checkpoints/step_*"
         raise ValueError(f"--resume {resume} holds no checkpoint{hint}")
     return checkpoint
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Counts a launcher's restarts in restarts.json. Called at each start. step: where this start begins.
+    """Count the launcher's restarts in restarts.json. Called at each start.
 
-    A restart by the same launcher at the same step is one without progress, unless the process before it was
-    told to stop, as when a host joins. ValueError at the fourth.
+    A restart by the same launcher at the same step made no progress, unless the previous process was told to
+    stop, for example because a host joined.
+
+    Args:
+        folder: The run's folder.
+        step: Step at which this start begins.
+
+    Raises:
+        ValueError: More than FRUITLESS_RESTARTS consecutive restarts made no progress.
     """
     if _most_restarts() == 0:
         return
@@ -310,12 +332,12 @@ def count_restarts(folder: Path, step: int) -> None:
         before = read_json(file)
         if (before["launcher"], before["step"]) == (launcher, step):
             fruitless = before["fruitless"] + 1
-            fruitless -= read_json(folder / "result.json")["status"] == "preempted"  # it may not be there
+            fruitless -= read_json(folder / "result.json")["status"] == "preempted"  # the file may not exist
     write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
     if fruitless > FRUITLESS_RESTARTS:
         raise ValueError(
             f"{FRUITLESS_RESTARTS} restarts without a new checkpoint since step {step:,}: giving up. The log"
-            " of the first failure says why; run the same command to resume when that is fixed"
+            " of the first failure shows the cause. Once it is fixed, run the same command to resume"
         )
 
 

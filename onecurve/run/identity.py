@@ -19,12 +19,15 @@ from onecurve.system.files import json_lines, read_json
 
 
 def script_name() -> str:
+    """Return the name of the running script, without .py."""
     return Path(sys.argv[0]).stem
 
 
 def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
-    """--name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>, after the model of a script
-    that has --model; hosts that are away count, too."""
+    """Return --name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>.
+
+    In scripts with --model, the name begins with the model. Absent hosts of an elastic job are included.
+    """
     if name := recipe.filled_name():
         return name
     hosts, processes = most_hosts(), most_processes()
@@ -34,81 +37,94 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
 
 
 def model_part(recipe: Recipe) -> str:
-    """What stands before the name of a run whose script has --model."""
+    """Return the prefix of the names of runs in scripts with --model; empty in other scripts."""
     return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
 
 
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
-    """Why a run is not one of this recipe; empty if it is, or if that is unknown.
+    """Return why a run is not a run of this recipe; empty if it is one, or if this is unknown.
 
-    record: its recipe.json, or its owner's record.
+    record: the run's recipe.json, or its owner's record.
     """
     if not isinstance(record.get("recipe"), dict):
         return ""
     if (script := record.get("script")) != script_name():
         return f" ({script}'s)"
     if differing := "; ".join(recipe_differences(record["recipe"], recipe)):
-        return f" ({differing}; --allow_changed names what may differ)"
+        return f" ({differing}; --allow_changed lists flags that may differ)"
     return ", and --resume is never" if recipe.resume == "never" else ""
 
 
-def recipe_differences(theirs: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The flags that differ, each as `--epochs was 3, now 10`, without those that --allow_changed names.
-    A flag that is missing in the other recipe counts as its default."""
-    ours, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
-    left = [name for name in without_left(theirs) if name in LEFT]
-    theirs = recipe.without_derived(defaults | theirs)
+def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Return the flags that differ, for example `--epochs was 3, now 10`, without flags in --allow_changed.
+
+    A flag that is missing in the recorded recipe has its default.
+    """
+    current, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
+    removed = [name for name in without_left(recorded) if name in LEFT]
+    recorded = recipe.without_derived(defaults | recorded)
     paths = flags_where(type(recipe), "is_path")
-    return [f"--{name} was {theirs[name]}, and has left" for name in left] + [
-        f"--{key} was {theirs[key]}, now {value}"
-        for key, value in ours.items()
-        if comparable(theirs[key], key in paths) != comparable(value, key in paths)
-        and key not in recipe.allow_changed
+    return [f"--{name} was {recorded[name]}, and was removed" for name in removed] + [
+        f"--{name} was {recorded[name]}, now {value}"
+        for name, value in current.items()
+        if comparable(recorded[name], name in paths) != comparable(value, name in paths)
+        and name not in recipe.allow_changed
     ]
 
 
 def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """The one flag in which an unfinished run of this script differs from the recipe; else empty."""
+    """Return the only flag in which an unfinished run of this script differs from the recipe; else empty."""
     record = recorded_recipe(folder) or {}
-    is_ours = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
-    if not is_ours or has_finished(partial(read_json, folder / "result.json"), last_step):
+    is_same_script = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
+    if not is_same_script or has_finished(partial(read_json, folder / "result.json"), last_step):
         return ""
     differing = recipe_differences(record["recipe"], recipe)
     return differing[0] if len(differing) == 1 else ""
 
 
 def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Why the folder holds another run, as ` (--epochs was 3, now 10)`; empty if it holds none, or this."""
+    """Return why a folder's run is not this run, for example ` (--epochs was 3, now 10)`.
+
+    The result is empty for a folder without a run, and for an unfinished run of this recipe.
+    """
     record = recorded_recipe(folder)
     if record is None or not has_trained(folder):
-        return ""  # empty, or stopped before its first step: the checkpoint's recipe is compared later
+        return ""  # no run, or a run without a step; the checkpoint's recipe is compared later
     if reason := why_other_run(record, recipe):
         return reason
     if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
-        return f", which did not begin at --resume {recipe.resume}"
+        return f", which did not begin with --resume {recipe.resume}"
     is_finished = has_finished(partial(read_json, folder / "result.json"), last_step)
     return ", which is finished" if is_finished else ""
 
 
-def check_recipe(where: str, manifest: dict[str, Any], recipe: Recipe) -> None:
-    theirs = manifest.get("recipe")
-    differing = "; ".join(recipe_differences(theirs, recipe)) if isinstance(theirs, dict) else "it has none"
+def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
+    """Raise ValueError if a checkpoint was written with another recipe. location: folder or address."""
+    recorded = manifest.get("recipe")
+    is_known = isinstance(recorded, dict)
+    differing = "; ".join(recipe_differences(recorded, recipe)) if is_known else "it has none"
     if differing:
         raise ValueError(
-            f"{where} is of another recipe ({differing}): give the same flags, or name with"
-            " --allow_changed what may differ"
+            f"{location} is of another recipe ({differing}). Give the same flags, or list the flags that may"
+            " differ with --allow_changed"
         )
 
 
 def has_trained(folder: Path) -> bool:
-    """True for a run with a checkpoint, or with a step in its log."""
+    """Return True for a run with a checkpoint, or with a step in its log."""
     if steps_in(folder / "checkpoints"):
         return True
     return (file := folder / "metrics.jsonl").exists() and any(line.get("step") for line in json_lines(file))
 
 
 def has_finished(read: Callable[[], Any], last_step: int | None) -> bool:
-    """read(): the content of result.json."""
+    """Return True if result.json says that a run has finished.
+
+    Args:
+        read: Function that returns the content of result.json.
+        last_step: Last step of the new run. A run that --max_steps ended earlier has not finished. None
+            accepts any step.
+    """
     try:
         result = read()
         done = result["status"] == "finished" and result.get("uploaded") is not False
@@ -119,20 +135,20 @@ def has_finished(read: Callable[[], Any], last_step: int | None) -> bool:
 
 
 def recorded_recipe(folder: Path) -> dict[str, Any] | None:
-    """The content of recipe.json; None without that file. ValueError when it can't be read."""
+    """Return the content of recipe.json, or None if it is missing. Raises ValueError if it is unreadable."""
     file = folder / "recipe.json"
     try:
         return read_json(file) if file.exists() else None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is empty or damaged"
         raise ValueError(
-            f"{file} can't be read ({reason}), so the run in {folder} is not known: remove that file to"
-            " continue from its newest checkpoint, or move the folder away to start afresh"
+            f"{file} can't be read ({reason}), so the recipe of the run in {folder} is unknown. Remove that"
+            " file to continue from the newest checkpoint, or move the folder away to start a new run"
         ) from None
 
 
 def _is_own(folder: Path, resume: str) -> bool:
-    """True when --resume names this folder, or its own newest checkpoint."""
+    """Return True if --resume names this folder or its newest checkpoint."""
     path, parent = Path(resume).resolve(), folder.resolve() / "checkpoints"
     newest = [parent / step_name(step) for step in steps_in(parent)[:1]]
     return path in (parent.parent, parent, *newest)

@@ -1,8 +1,9 @@
-"""A lease on a run folder, or on a prefix in S3: it has one owner, and a second run is refused.
+"""Lease on a run folder or a prefix in S3, which allows only one run at a time.
 
-The owner's record, owner.json, has a counter as heartbeat. The record of a dead process of this machine is
-taken over at once. A record of another machine is watched for heartbeats first, because a lost machine could
-not remove it, unless it is of an earlier round of the same elastic job, which launch.py has ended.
+The owner's record, owner.json, contains a counter that serves as heartbeat. If the owner was a process on
+this machine and is dead, the lease is taken over at once. If the owner ran on another machine, its record is
+first watched for heartbeats, because a lost machine can't remove its record. An earlier round of the same
+elastic job is not watched, because launch.py has ended it.
 """
 
 import contextlib
@@ -26,13 +27,13 @@ if TYPE_CHECKING:  # imported where it is needed
     from onecurve.system.s3 import ObjectStore
 
 HEARTBEAT_S = 20
-WATCH_S = 65  # without a heartbeat, after which the owner on another machine counts as dead
+WATCH_S = 65  # time without a heartbeat after which an owner on another machine is considered dead
 RELEASE_S = 5
 RECORD = "owner.json"
 
 
 class AlreadyOwned(ValueError):
-    """Raised when another owner is alive. record: the content of its owner.json."""
+    """Error for a folder or prefix with a live owner. record: content of the owner's owner.json."""
 
     def __init__(self, message: str, record: dict[str, Any]):
         super().__init__(message)
@@ -40,9 +41,9 @@ class AlreadyOwned(ValueError):
 
 
 class FolderRecord:
-    """A record in a folder. A reader may see it before its text is written, as one of another machine.
+    """Owner's record in a folder. A reader may see an empty record, which it treats as another machine's.
 
-    flag: names another place.
+    flag: the flag that selects another folder.
     """
 
     flag = "--output_dir"
@@ -51,7 +52,7 @@ class FolderRecord:
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """Returns False if there is a record."""
+        """Create the record. Returns False if a record exists."""
         try:
             with open(self.path, "x") as file:
                 file.write(text)
@@ -72,7 +73,7 @@ class FolderRecord:
         write_text(self.path, text)
 
     def remove(self, text: str) -> None:
-        """Removes the record by a rename: only one process succeeds, and none removes a newer record."""
+        """Remove the record by renaming it, so that only one process succeeds and newer records remain."""
         aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -82,7 +83,7 @@ class FolderRecord:
 
 
 class PrefixRecord:
-    """A record under a prefix in S3, as FolderRecord."""
+    """Owner's record under a prefix in S3, with the interface of FolderRecord."""
 
     flag = "--s3"
 
@@ -108,16 +109,21 @@ Record = FolderRecord | PrefixRecord
 
 
 class Lease:
-    """Owns the record from here to release(). Raises AlreadyOwned, with the owner's host, process and time.
+    """Ownership of a record, from the constructor to release().
 
-    heartbeat() is called about every second while another machine's record is watched. details: further
-    content of the record.
+    Args:
+        store: Location of the record.
+        heartbeat: Function that is called about every second while another machine's record is watched.
+        details: Additional content of the record.
+
+    Raises:
+        AlreadyOwned: The owner is alive. The message names its host, process and start time.
     """
 
     def __init__(self, store: Record, heartbeat: Callable[[], None], details: dict[str, Any] | None = None):
         self.store = store
         self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
-        self.lost: str | None = None  # the message, once another run has taken over
+        self.lost: str | None = None  # message after another run has taken over
         while not store.create(json.dumps(self.record)):
             _wait_for_end(store, heartbeat)
         self.released = threading.Event()
@@ -125,16 +131,18 @@ class Lease:
         self.thread.start()
 
     def check(self) -> str | None:
-        """Reads the record again. Returns the message once another run has taken over, before that None."""
+        """Read the record again. Returns a message if another run has taken over, else None."""
         text = self.store.read()
-        if text is None:  # by hand, or by a run that took over while this one was stopped, and has ended
-            self.lost = f"{self.store.name} has no {RECORD} any more: somebody removed it, or used the folder"
-        elif (theirs := _parsed(text)).get("id") != self.record["id"]:
-            self.lost = f"{self.store.name} was taken over by {_who(theirs)}"
+        if text is None:  # removed by hand, or by a run that took over while this process was suspended
+            self.lost = (
+                f"{self.store.name} has no {RECORD} any more. It was removed, or another run used the folder"
+            )
+        elif (owner := _parsed(text)).get("id") != self.record["id"]:
+            self.lost = f"{self.store.name} was taken over by {_who(owner)}"
         return self.lost
 
     def release(self) -> None:
-        """Stops the heartbeats and removes the record, waiting RELEASE_S at most."""
+        """Stop the heartbeats and remove the record. Waits at most RELEASE_S."""
         self.released.set()
         self.thread.join(RELEASE_S)
 
@@ -151,9 +159,9 @@ class Lease:
 
 
 def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
-    """Return True for a run folder whose owner is alive, as far as its record says; it is not watched.
+    """Return True if a run folder's record indicates a live owner. The record is not watched.
 
-    silent_s: seconds without a heartbeat after which an owner on another machine counts as dead.
+    silent_s: seconds without a heartbeat after which an owner on another machine is considered dead.
     """
     with contextlib.suppress(OSError):
         record, (job, number) = _parsed(FolderRecord(folder).read()), job_round()
@@ -165,30 +173,30 @@ def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
 
 
 def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
-    """Returns once the record is gone, or removed because its owner is dead. Else raises AlreadyOwned."""
+    """Wait until the record is gone, or remove it if its owner is dead. Otherwise raise AlreadyOwned."""
     text = store.read()
     if text is None:
         return
-    theirs, (job, number) = _parsed(text), job_round()
-    who = _who(theirs)
+    record, (job, number) = _parsed(text), job_round()
+    owner = _who(record)
     refusal = AlreadyOwned(
-        f"{store.name} is in use by {who}. Stop that run, or choose another {store.flag}", theirs
+        f"{store.name} is in use by {owner}. Stop that run, or choose another {store.flag}", record
     )
-    if theirs.get("machine") == _machine():
-        if is_running(theirs.get("pid", 0), theirs.get("start_ticks")):
+    if record.get("machine") == _machine():
+        if is_running(record.get("pid", 0), record.get("start_ticks")):
             raise refusal
-    elif theirs.get("job") != job or theirs.get("round") not in range(number):
-        log.info(f"{store.name} is leased by {who}: waiting {WATCH_S} s for its next heartbeat")
+    elif record.get("job") != job or record.get("round") not in range(number):
+        log.info(f"{store.name} is leased by {owner}. Waiting {WATCH_S} s for its next heartbeat")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             heartbeat()
             time.sleep(1)
-            now = store.read()
-            if now is None:
+            newer_text = store.read()
+            if newer_text is None:
                 return
-            if now != text:
+            if newer_text != text:
                 raise refusal
-    log.info(f"{store.name} was left by {who}, which is dead: taken over")
+    log.info(f"{store.name} was left by {owner}, which is dead: taken over")
     store.remove(text)
 
 
@@ -206,7 +214,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Identifies this boot of this machine, and this container's pid namespace."""
+    """Return an identifier of this machine, its current boot and this container's pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     booted = boot.read_text().strip() if boot.exists() else ""

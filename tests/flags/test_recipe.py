@@ -309,7 +309,7 @@ def test_a_removed_flag_has_no_effect_in_old_recipes(tmp_path):
     assert recipe.epochs == 3
     assert recipe_differences({"epochs": 3, "half_residual": False}, recipe) == []
     assert recipe_differences({"epochs": 3, "half_residual": True}, recipe) == [
-        "--half_residual was True, and has left"
+        "--half_residual was True, and was removed"
     ]
 
 

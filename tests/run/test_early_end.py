@@ -50,7 +50,7 @@ def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     assert (folder / found["best_checkpoint"] / "manifest.json").exists()
     assert "test_accuracy" in found, "of the best weights"
     assert output.count(f"{sentence}\n") == 1, "a line of the log"
-    assert f"ended early, by {by} " in output, "the table"
+    assert f"ended early by {by} " in output, "the table"
     assert md.text(sentence) in run_page(RunRecord(folder), "run", [])
     ours, theirs = ({x["step"]: x for x in metrics(f) if "train/loss" in x} for f in (folder, whole))
     assert len(ours.keys() & theirs.keys()) > end // 8

@@ -121,7 +121,9 @@ def test_a_record_that_was_removed_is_not_another_owner(tmp_path, monkeypatch):
     owner = own(tmp_path)
     (tmp_path / "owner.json").unlink()
     wait_until(lambda: owner.lost)
-    assert owner.lost == f"{tmp_path} has no owner.json any more: somebody removed it, or used the folder"
+    assert (
+        owner.lost == f"{tmp_path} has no owner.json any more. It was removed, or another run used the folder"
+    )
 
 
 def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
@@ -261,7 +263,7 @@ def test_a_folder_of_another_program_is_refused_before_anything_is_written(name,
     (mine / name).parent.mkdir(parents=True)
     (mine / name).write_text(FOREIGN[name])
     before = {path: path.stat() for path in mine.rglob("*")}
-    with pytest.raises(ValueError, match=f"--output_dir {mine} holds {name}, but no run: .*another folder"):
+    with pytest.raises(ValueError, match=f"--output_dir {mine} holds {name}, but no run. .*another folder"):
         place(tmp_path, output_dir=str(mine))
     assert {path: path.stat() for path in mine.rglob("*")} == before
     mine.rename(tmp_path / "named")

@@ -29,12 +29,12 @@ def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
     words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])
     changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
-    assert "has not finished" not in changed
+    assert "holds an unfinished run" not in changed
     changed = run([*words, 6, "--seed", "1"])
     first = tmp_path / "train_hello" / "mine_9"
-    said = f"{first} holds a run that has not finished; --seed was 0, now 1: to resume it, give that value"
+    said = f"{first} holds an unfinished run (--seed was 0, now 1). To resume it, use that run's value"
     assert said in changed.splitlines()
-    assert "has not finished" not in run([*words, 6])  # it is resumed
+    assert "holds an unfinished run" not in run([*words, 6])  # it is resumed
 
 
 def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
@@ -85,19 +85,19 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
     print_result(tmp_path, 2 / 3)
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "│ 95 % interval of the best accuracy │ 0.8647 to 0.9269 │" in rows
-    assert "│ chance: the share of the largest class │ 0.6667 │" in rows
+    assert "│ chance: share of the largest class │ 0.6667 │" in rows
     use_this = "use this: averaged weights (EMA), best accuracy on the val split"
     assert weights(tmp_path, capsys) == [
         f"step_00000020/ema.safetensors 0.9000 {use_this}",
-        "step_00000020/model.safetensors 0.8000 the same step without the average",
+        "step_00000020/model.safetensors 0.8000 raw weights (no EMA) of the same step",
         "step_00000030/ema.safetensors 0.8000 averaged weights (EMA), the last step",
-        "step_00000030/model.safetensors 0.7000 the same step without the average",
+        "step_00000030/model.safetensors 0.7000 raw weights (no EMA) of the same step",
     ]
     text = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(text.replace("0.8}", "0.95}", 1))
     assert weights(tmp_path, capsys, tmp_path / "checkpoints/step_00000020/model.safetensors")[:2] == [
         f"step_00000020/ema.safetensors 0.9000 {use_this.removeprefix('use this: ')}",
-        "step_00000020/model.safetensors 0.9500 use this: the same step without the average",
+        "step_00000020/model.safetensors 0.9500 use this: raw weights (no EMA) of the same step",
     ]
     (tmp_path / "metrics.jsonl").write_text(text)
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")

@@ -52,7 +52,7 @@ def test_batch_norm_with_one_value_says_which_flags(tmp_path, cache):
     assert status == 1
     said = "error: BatchNorm: Expected more than 1 value per channel when training, got input size "
     assert output.count(said) == 1, output
-    assert ": give a larger --per_device_batch_size or --image_size\n" in output
+    assert ". Give a larger --per_device_batch_size or --image_size\n" in output
 
 
 def test_mixup_of_one_image_is_said(tmp_path, cache):
