@@ -241,9 +241,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
             )
         elif not is_reported and (difference := only_difference(folder, recipe, last_step)):
             is_reported = True
-            log.info(
-                f"{folder} holds an unfinished run ({difference}). To resume it, give its value of this flag"
-            )
+            log.info(f"{folder} holds an unfinished run ({difference}). To resume it, use that run's value")
 
 
 def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:

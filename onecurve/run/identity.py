@@ -101,8 +101,9 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
 def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError if a checkpoint was written with another recipe. location: folder or address."""
     recorded = manifest.get("recipe")
-    is_known = isinstance(recorded, dict)
-    differing = "; ".join(recipe_differences(recorded, recipe)) if is_known else "it has none"
+    differing = "it has none"
+    if isinstance(recorded, dict):
+        differing = "; ".join(recipe_differences(recorded, recipe))
     if differing:
         raise ValueError(
             f"{location} is of another recipe ({differing}). Give the same flags, or list the flags that may"

@@ -1,4 +1,4 @@
-"""The log of a running training: metrics.jsonl, samples.jsonl, the trackers, the line on the terminal."""
+"""Log of a running training: metrics.jsonl, samples.jsonl, the trackers and the line on the terminal."""
 
 import contextlib
 import json
@@ -26,22 +26,29 @@ if TYPE_CHECKING:  # imported where they are needed
 
 
 class RunLog:
-    """The log of the main process. After a failed write `problem` has the message, for all processes.
+    """The log of the main process. After a failed write, `problem` holds the message for all processes.
 
-    Lines after the run's step are removed. about: the content of recipe.json, without the trackers' ids.
+    The constructor removes lines that were written after the run's step.
+
+    Args:
+        folder: The run's folder.
+        recipe: The run's recipe.
+        manifest: Content of recipe.json, without the trackers' ids.
+        state: State at which the run starts or resumes.
+        steps: Steps of the run.
     """
 
     trackers: "Trackers | None" = None
 
-    def __init__(self, folder: Path, recipe: Recipe, about: RecipeFile, state: RunState, steps: Steps):
+    def __init__(self, folder: Path, recipe: Recipe, manifest: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
-        self.scalars: dict[str, float | Tensor] = {}  # of the script, for the next line
-        self.val_images: list[int] = []  # of each class, in the last evaluation
-        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # time.monotonic()
+        self.scalars: dict[str, float | Tensor] = {}  # values from the script for the next line
+        self.val_images: list[int] = []  # images of each class in the last evaluation
+        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # in time of time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
-        if samples.is_symlink():  # to a file that is not the run's
+        if samples.is_symlink():  # its target may not belong to the run
             samples.unlink()
         if recipe.log_samples and samples.exists():
             _cut(samples, state.step)
@@ -50,18 +57,19 @@ class RunLog:
         if "none" not in recipe.trackers:
             from onecurve.run.trackers import Trackers
 
-            self.trackers = Trackers(recipe.trackers, folder, about, state)
-        write_json(folder / "recipe.json", {**about, **self.tracker_ids()})
+            self.trackers = Trackers(recipe.trackers, folder, manifest, state)
+        write_json(folder / "recipe.json", {**manifest, **self.tracker_ids()})
         self.metrics = open(metrics, "a", buffering=1)  # noqa: SIM115 (closed in close)
         self.samples = open(samples, "a", buffering=1) if recipe.log_samples else None  # noqa: SIM115
-        val_name = "holdout" if about["recipe"].get("holdout") else "val"
+        val_name = "holdout" if manifest["recipe"].get("holdout") else "val"
         self.progress = TrainingProgress(recipe.epochs, state.step, steps.last, recipe.unit, val_name)
 
     def tracker_ids(self) -> dict[str, str]:
+        """Return the ids that the trackers add to recipe.json and to the run's state."""
         return self.trackers.ids() if self.trackers else {}
 
     def end_step(self) -> None:
-        """Reports the step to launch.py, at most once a second, and the end of an interruption."""
+        """Report the step to launch.py, at most once per second, and log the end of an interruption."""
         if time.monotonic() > self.report_at:
             self.report_at = time.monotonic() + 1
             report("step", step=self.state.step)
@@ -70,9 +78,9 @@ class RunLog:
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """Writes a line, with the script's scalars that are finite. telemetry: for the trackers only."""
-        own, self.scalars = self.scalars, {}
-        values = {name: float(value) for name, value in own.items() if math.isfinite(value)} | values
+        """Write a line with these values and the script's finite scalars. Only trackers receive telemetry."""
+        scalars, self.scalars = self.scalars, {}
+        values = {name: float(value) for name, value in scalars.items() if math.isfinite(value)} | values
         line = self.write_mark(values)
         step = int(line.pop("step"))
         try:
@@ -83,19 +91,25 @@ class RunLog:
         self.progress.show(step, line["epoch"], values)
 
     def write_metrics(
-        self, kind: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
+        self, prefix: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
     ) -> None:
-        """Writes a line of `val/` or `test/` metrics and, with classes, confusion.json.
-        With the matrix of the test split it has the number of evaluated images of each class beside.
+        """Write a line of metrics and, for a model with classes, confusion.json.
 
-        subject: what was evaluated. The best weights on the test split stand in a line of the last step.
+        The metrics of the best weights on the test split appear in a line of the last step. In this case,
+        confusion.json also contains the number of validation images of each class.
+
+        Args:
+            prefix: `val` or `test`, the first part of the metrics' names.
+            metrics: Metrics of evaluate().
+            predictions: Predictions of the evaluation.
+            subject: Keys for confusion.json that say what was evaluated, for example `step`.
         """
-        self.write({f"{kind}/{name}": v for name, v in metrics.items() if name != "images"})
+        self.write({f"{prefix}/{name}": v for name, v in metrics.items() if name != "images"})
         if not (confusion := predictions.as_json()):
             return
         if "confusion" in confusion:
             counts = [sum(row) for row in confusion["confusion"]]
-            if kind == "val":
+            if prefix == "val":
                 self.val_images = counts
             elif self.val_images:
                 confusion["val_images"] = self.val_images
@@ -105,18 +119,20 @@ class RunLog:
             self._set_problem("confusion.json", error)
 
     def write_samples(self, per_rank: list[list[int]], share: int) -> None:
-        """Writes a line for each of the last steps, with its ids in the order of the whole batch.
+        """Write a line for each of the last steps, with its sample ids in the order of the whole batch.
 
-        per_rank: each process's ids of all these steps. share: number of ids of a process in a step.
+        Args:
+            per_rank: For each process, the ids of all these steps.
+            share: Number of ids per process and step.
         """
         assert self.samples
         count = len(per_rank[0]) // share
         for i in range(count):
-            ids = [sample for own in per_rank for sample in own[i * share : (i + 1) * share]]
+            ids = [sample for rank_ids in per_rank for sample in rank_ids[i * share : (i + 1) * share]]
             self._write_line(self.samples, {"step": self.state.step - count + i + 1, "samples": ids})
 
     def close(self, failed: bool) -> None:
-        """Closes files and trackers. Ignores a full disk. A second call does nothing."""
+        """Close files and trackers. Ignores a full disk, and does nothing when called again."""
         for file in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
                 if file:
@@ -127,53 +143,55 @@ class RunLog:
                 trackers.finish(failed)
 
     def write_mark(self, values: Mark | dict[str, float]) -> dict[str, Any]:
-        """Write a line, which is returned, only into metrics.jsonl. values: an event or metrics."""
+        """Write a line to metrics.jsonl only, and return it. values: an event or metrics."""
         step = self.state.step
-        begin: MetricsLine = {
+        base: MetricsLine = {
             "step": step,
             "epoch": step / self.steps_per_epoch,
             "wall_s": self.state.wall_now_s(),
         }
-        line = {**begin, **values}
+        line = {**base, **values}
         self._write_line(self.metrics, line)
         return line
 
     def _write_line(self, file: TextIO, line: dict[str, Any]) -> None:
-        if file.closed:  # told to stop during the upload at the run's end
+        if file.closed:  # a signal arrived during the upload at the end of the run
             return
         try:
             file.write(json.dumps(line) + "\n")
         except OSError as error:
             self._set_problem(file.name, error)
 
-    def _set_problem(self, what: str, error: OSError) -> None:
+    def _set_problem(self, file: str, error: OSError) -> None:
         self.problem = self.problem or (
-            f"{what} can't be written: {error.strerror or error}. Make room: the same command continues with"
-            " the newest checkpoint"
+            f"{file} can't be written: {error.strerror or error}. Make room, then run the same command to"
+            " resume from the newest checkpoint"
         )
 
 
-def change_of_hosts(writer: dict[str, Any], about: RecipeFile) -> Mark:
-    """Numbers of hosts and processes, before and now; {} if they are the same or unknown.
+def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
+    """Return the previous and current numbers of hosts and processes; empty if equal or unknown.
 
-    writer: `written_by` of the manifest of the checkpoint that the run resumes from.
+    Args:
+        writer: `written_by` in the manifest of the checkpoint from which the run resumes.
+        manifest: Content of recipe.json at this start.
     """
     before = len(writer.get("hosts", ())), writer.get("processes", 0)
-    now = len(about["hosts"]), len(about["devices"])
+    now = len(manifest["hosts"]), len(manifest["devices"])
     if before == now or not all(before):
         return {}
     return {"hosts": now[0], "processes": now[1], "hosts_before": before[0], "processes_before": before[1]}
 
 
 def _keep_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
-    """Removes the lines that were written after the state was saved. Returns the others."""
+    """Remove the lines that were written after the state was saved, and return the remaining lines."""
     kept = [line for line in read_lines(file) if _was_before(line, state)]
     write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 
 def _cut(file: Path, step: int) -> None:
-    """Ends a file of lines, in the order of their steps, after those of this step. It may have gigabytes."""
+    """Truncate a file of lines in the order of their steps after a step. The file may be gigabytes long."""
     check_regular(file)
     with open(file, "r+b") as lines:
         end = 0
@@ -186,11 +204,14 @@ def _cut(file: Path, step: int) -> None:
 
 
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
-    """True when the line was written before the state was saved. Changes of hosts at that step, and
-    evaluations that will be repeated, count as later: they are written again."""
+    """Return True if the line was written before the state was saved.
+
+    The result is False for changes of hosts at the state's step and for evaluations that will be repeated,
+    because these lines are written again.
+    """
     step = line.get("step", math.inf)
     if type(step) not in (int, float):
         raise ValueError(f"metrics.jsonl has a line with the step {shortened(repr(step))}. Remove that line")
     is_repeated = "hosts" in line or "test/loss" in line or ("val/loss" in line and not state.evaluated)
-    again = step == state.step and is_repeated
-    return step <= state.step and not again
+    is_written_again = step == state.step and is_repeated
+    return step <= state.step and not is_written_again

@@ -1,4 +1,4 @@
-"""Opens a run: its folder, the state it resumes from, its records, its log, its saver and its telemetry."""
+"""Opening of a run: its folder, resume point, record, log, saver and telemetry."""
 
 import contextlib
 import dataclasses
@@ -50,42 +50,43 @@ VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
 
 @dataclass
 class Opening:
-    """Opens a run: restores the training from the newest checkpoint, if there is one, and makes the parts."""
+    """Parts of a run that is being opened. open() restores the newest checkpoint, if there is one."""
 
     accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
     training: TrainingState
-    source: str  # a name that changes with the data's content
+    source: str  # identity of the data, which changes with its content
     classes: tuple[str, ...]
-    cropped: bool | None = None  # images are cropped, as they stay encoded
-    # The model's own, and after open() the run's; None: the script decides
+    cropped: bool | None = None  # True if images stay encoded and are cropped
+    # The model's preprocessing, and after open() the run's; None if the script decides
     preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
-    place: RunFolder | None = None  # on the main process, as the next
-    record: MainRecord | None = None
+    place: RunFolder | None = None  # main process only
+    record: MainRecord | None = None  # main process only
 
     def open(self) -> Ranks:
-        """On an error the run's folder is released. Collective."""
+        """Open the run. Releases the run's folder after an error. Collective."""
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
         processes = gather_object([this_process(accelerator)])
         try:
-            found = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
-            self._refuse_older(found[3], found[4], [process.host for process in processes])
-            place, state, saved_step = self.place, RunState(**found[0]), found[1]
-            self.preprocessing = found[5] and data_config(found[5])
+            resume_point = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
+            content, saved_step, has_optimizer, folder, saved_steps, preprocessing = resume_point
+            self._refuse_older(folder, saved_steps, [process.host for process in processes])
+            place, state = self.place, RunState(**content)
+            self.preprocessing = preprocessing and data_config(preprocessing)
             path, mirror = (place.path, place.mirror) if place else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
-            if state.step:  # of a checkpoint
-                training.restore(place.checkpoint if place else None, state.scalars(), found[2])
+            if state.step:  # resumed from a checkpoint
+                training.restore(place.checkpoint if place else None, state.scalars(), has_optimizer)
             hosts = list(dict.fromkeys(process.host for process in processes))
-            about = self._about(hosts, [process.device for process in processes])
-            manifest, lost = self._manifest(about), place.leases[0].check if place else lambda: None
+            recipe_file = self._recipe_file(hosts, [process.device for process in processes])
+            manifest, lost = self._manifest(recipe_file), place.leases[0].check if place else lambda: None
             saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
-            start = self._start_line(about, steps, state, has_optimizer=found[2])
-            begin_log = partial(self._start_log, about, start, steps, state, saver)
+            start = self._start_line(recipe_file, steps, state, has_optimizer)
+            begin_log = partial(self._start_log, recipe_file, start, steps, state, saver)
             once(accelerator, "log", begin_log, recipe.timeout_s)
             rank, last, wall_s = accelerator.process_index, steps.last, state.wall_s
             telemetry = Telemetry(processes, rank, path, recipe.telemetry_s, lambda: state.step, last, wall_s)
@@ -104,11 +105,15 @@ class Opening:
             raise
 
     def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
-        """Opens the folder. Returns the state to resume from, which is empty at step 0, and its step if it is
-        this run's own; if the optimizer's state is restored; the folder and its steps. Main process only.
+        """Open the run's folder and find the state to resume from. Main process only.
 
-        ValueError for a checkpoint of other data, another model or optimizer, or a step after the run's last;
-        and after too many restarts without a new checkpoint.
+        Returns:
+            The state as JSON, which is empty at step 0; its step if it is this run's, else 0; True if the
+            optimizer's state is restored; the folder; the steps of its checkpoints; and the preprocessing.
+
+        Raises:
+            ValueError: The checkpoint belongs to other data, another model or optimizer, or a step after the
+                run's last. Also raised after too many restarts without a new checkpoint.
         """
         name = run_name(self.accelerator, self.recipe, self.batch)
         self.place = place = RunFolder(self.recipe, name, self.steps.last, heartbeat)
@@ -123,48 +128,58 @@ class Opening:
         return [state.to_json(), own_step, has_optimizer, str(place.path), steps, preprocessing]
 
     def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """How images become inputs: as in the checkpoint unless flags change it, else the model's own way.
+        """Return the preprocessing of images: the checkpoint's, changed by flags, else the model's.
 
-        A checkpoint of an earlier version records nothing: its script decided.
+        Checkpoints of earlier versions do not record it, because their scripts decided it.
         """
-        own = self.preprocessing
-        if own is None or manifest is None:
-            return own and own.to_json()
-        before = {"mean": own.mean, "std": own.std} | manifest.get("preprocessing", {})
-        kept = data_config(before, self.recipe)
-        if kept != own:
-            log.info(f"preprocessing as the run began: {kept}; now the model's own is {own}")
-        return kept.to_json()
+        model_config = self.preprocessing
+        if model_config is None or manifest is None:
+            return model_config and model_config.to_json()
+        recorded = {"mean": model_config.mean, "std": model_config.std} | manifest.get("preprocessing", {})
+        run_config = data_config(recorded, self.recipe)
+        if run_config != model_config:
+            log.info(f"preprocessing: the run keeps {run_config}, although the model now has {model_config}")
+        return run_config.to_json()
 
     def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
-        """ValueError where another host's disk has newer checkpoints. hosts: of the ranks. Collective.
+        """Raise ValueError if another host's disk has newer checkpoints. Collective.
 
-        With c10d the host whose name sorts first has rank 0, so a host that joins may take it over.
+        With c10d, the host whose name sorts first has rank 0, so a host that joins may become rank 0.
+
+        Args:
+            folder: The run's folder.
+            steps: Steps of the checkpoints on rank 0.
+            hosts: Host of each rank.
         """
-        others = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
-        newest = gather_object([max(others, default=-1)])
+        unknown_steps = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
+        newest = gather_object([max(unknown_steps, default=-1)])
         if (step := max(newest)) > max(steps, default=-1) and not self.recipe.s3:
             raise ValueError(
-                f"{hosts[newest.index(step)]} has the run's checkpoint of step {step:,} in {folder}, and"
-                f" {hosts[0]}, with rank 0, lacks it: copy the folder there, share it, or give --s3; a new"
+                f"{hosts[newest.index(step)]} has the run's checkpoint of step {step:,} in {folder}, but"
+                f" {hosts[0]}, with rank 0, lacks it. Copy the folder there, share it, or give --s3. A new"
                 " run needs another --output_dir"
             )
 
     def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
-        """The checkpoint's state, and if its optimizer fits. is_new: it is another run's."""
-        recipe, steps, about = self.recipe, self.steps, checkpoint.manifest
-        before, was_cropped = about.get("data"), about.get("cropped", self.cropped)
+        """Return the checkpoint's state, and True if its optimizer is restored.
+
+        is_new: True for a checkpoint of another run.
+        """
+        recipe, steps, manifest = self.recipe, self.steps, checkpoint.manifest
+        before, was_cropped = manifest.get("data"), manifest.get("cropped", self.cropped)
         is_other = before != self.source or was_cropped != self.cropped
-        if before != self.source and "data" not in recipe.allow_changed:  # ids must mean the same images
+        if (
+            before != self.source and "data" not in recipe.allow_changed
+        ):  # sample ids must refer to the same images
             raise ValueError(
-                f"{checkpoint.folder} was trained on {before}, and --data {recipe.data} is now {self.source}:"
-                " give what it was, or --allow_changed data"
+                f"{checkpoint.folder} was trained on {before}, but --data {recipe.data} is now {self.source}."
+                " Give the previous data, or --allow_changed data"
             )
         if is_other and "data" not in recipe.allow_changed:
-            kinds = ("cropped", "whole") if was_cropped else ("whole", "cropped")
+            old, new = ("cropped", "whole") if was_cropped else ("whole", "cropped")
             raise ValueError(
-                f"{checkpoint.folder} was trained on images that were {kinds[0]}, as an earlier version chose"
-                f" by the free memory. Now they are {kinds[1]}: give --allow_changed data to go on with these"
+                f"{checkpoint.folder} was trained on images that were {old}, because an earlier version chose"
+                f" by the free memory. Now they are {new}. Give --allow_changed data to continue with these"
             )
         self.training.check(checkpoint)
         if line := self.training.match(checkpoint).describe(recipe.data, str(checkpoint.folder)):
@@ -173,29 +188,29 @@ class Opening:
         has_optimizer = _has_optimizer(checkpoint, state, self.training, recipe)
         if (at := checkpoint.step) > steps.last:
             raise ValueError(
-                f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already; give more"
+                f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already. Give more steps"
             )
         for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
             log.info(change)
-        ours = json.loads(json.dumps(recipe_part(recipe)))  # as the manifest's
-        measuring = flags_where(type(recipe), "measures_best")
-        is_other = is_other or any(about["recipe"].get(name, ours[name]) != ours[name] for name in measuring)
-        if is_new or is_other:  # the best evaluation is another run's, or not comparable
-            anew: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
-            state = dataclasses.replace(state, evaluated=False, **anew)
+        current = json.loads(json.dumps(recipe_part(recipe)))  # with the types of a manifest
+        recorded, measuring = manifest["recipe"], flags_where(type(recipe), "measures_best")
+        is_other = is_other or any(recorded.get(name, current[name]) != current[name] for name in measuring)
+        if is_new or is_other:  # the best evaluation belongs to another run, or is not comparable
+            reset: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
+            state = dataclasses.replace(state, evaluated=False, **reset)
         if is_new:
             state = dataclasses.replace(state, wandb_id=None, wandb_url=None)
         elif is_other:
-            log.info("the best evaluation counts anew: its data or flags were others")
+            log.info("the best result is reset, because data or flags of the evaluation have changed")
         if at == steps.last or state.is_over(recipe.patience):
-            # Only the run's end is missing, whose pictures need an evaluation.
+            # Only the end of the run is missing. Its pictures need an evaluation.
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 
-    def _about(self, hosts: list[str], devices: list[str]) -> RecipeFile:
-        """The content of recipe.json. devices: of all ranks."""
+    def _recipe_file(self, hosts: list[str], devices: list[str]) -> RecipeFile:
+        """Return the content of recipe.json. devices: one for each rank."""
         accelerator, recipe = self.accelerator, self.recipe
-        about: RecipeFile = {
+        recipe_file: RecipeFile = {
             "script": script_name(),
             "strategy": job.strategy(accelerator),
             "sharding": job.sharding(accelerator),
@@ -221,23 +236,25 @@ class Opening:
             "devices": devices,
         }
         if self.preprocessing:
-            about["preprocessing"] = self.preprocessing.to_json()
-        return about
+            recipe_file["preprocessing"] = self.preprocessing.to_json()
+        return recipe_file
 
-    def _manifest(self, about: Mapping[str, object]) -> dict[str, Any]:
-        """The part of a checkpoint's manifest about the run that writes it. about: content of recipe.json."""
+    def _manifest(self, recipe_file: Mapping[str, object]) -> dict[str, Any]:
+        """Return the part of a checkpoint's manifest that describes the run."""
         names = ("script", "strategy", "version", "git_commit", "versions", "hosts", "val_chosen")
-        writer = {name: about[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
+        writer = {name: recipe_file[name] for name in names} | dataclasses.asdict(self.accelerator.precision)
         writer |= {"processes": self.batch.processes, "deterministic": self.recipe.deterministic}
         manifest: dict[str, Any] = {"recipe": recipe_part(self.recipe), "data": self.source}
         manifest |= {"classes": self.classes} | ({} if self.cropped is None else {"cropped": self.cropped})
         manifest |= {"preprocessing": self.preprocessing.to_json()} if self.preprocessing else {}
         return manifest | {"written_by": writer} | self.training.about()
 
-    def _start_line(self, about: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool) -> StartLine:
+    def _start_line(
+        self, recipe_file: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool
+    ) -> StartLine:
         """Return a line of starts.jsonl, before its comparison with a checkpoint."""
         return {
-            **about,
+            **recipe_file,
             "step": state.step,
             "at": time.time(),
             "per_device_batch_size": self.batch.per_device,
@@ -249,33 +266,39 @@ class Opening:
 
     def _start_log(
         self,
-        about: RecipeFile,
+        recipe_file: RecipeFile,
         start: StartLine,
         steps: Steps,
         state: RunState,
         saver: Saver,
         _: Heartbeat,
     ) -> None:
-        """Makes the main process's record, with a log that begins at the state. start: of starts.jsonl."""
+        """Create the main process's record, with a log that begins at the state.
+
+        start: line for starts.jsonl.
+        """
         place = self.place
         assert place
-        own = None if place.is_new else place.checkpoint
+        checkpoint = None if place.is_new else place.checkpoint
         with writing("the log", place.path):
-            remove_temporary(place.path / "checkpoints")  # a downloaded one of another run
+            remove_temporary(place.path / "checkpoints")  # a download from another run
             paths = flags_where(type(self.recipe), "is_path")
-            add_start(place.path, start, own.manifest if own else None, paths)
+            add_start(place.path, start, checkpoint.manifest if checkpoint else None, paths)
             (place.path / "result.json").unlink(missing_ok=True)
-            run_log = RunLog(place.path, self.recipe, about, state, steps)
-            if change := change_of_hosts(own.manifest.get("written_by", {}) if own else {}, about):
+            run_log = RunLog(place.path, self.recipe, recipe_file, state, steps)
+            writer = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
+            if change := change_of_hosts(writer, recipe_file):
                 run_log.write_mark(change)
-        if place.mirror and own:  # its upload may have been interrupted
-            place.mirror.offer(own.step, state.best_step)
+        if place.mirror and checkpoint:  # its upload may have been interrupted
+            place.mirror.offer(checkpoint.step, state.best_step)
         log.info(f"run folder {place.path}")
         used = None
         if isinstance(self.recipe, ImageRecipe):
             from onecurve.telemetry.flops import utilisation
 
-            used = utilisation(self.recipe, len(self.classes), about["devices"], about["mixed_precision"])
+            used = utilisation(
+                self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
+            )
             self._warn_of_export()
         final: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
         run = self.accelerator, self.recipe, self.batch
@@ -294,33 +317,37 @@ class Opening:
             log.info(lines)
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
-        """Reports the first step to launch.py, and if all hosts see the run's folder. Collective."""
+        """Report to launch.py the first step, and whether all hosts see the run's folder. Collective."""
         if EVENTS_FILE not in os.environ:
             return
         file = self.place.path.resolve() / "recipe.json" if self.place else None
-        mains = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
-        is_shared = all(exchange.poll.gather(_holds(*mains)))
+        main_file = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
+        is_shared = all(exchange.poll.gather(_holds(*main_file)))
         if file:
             facts = {"folder": str(file.parent), "in_s3": bool(self.recipe.s3), "is_shared": is_shared}
             report("began", step=step, processes=self.batch.processes, **facts)
 
 
 def _holds(file: Path, content: bytes) -> bool:
+    """Return True if the file exists with this content."""
     with contextlib.suppress(OSError):
         return file.read_bytes() == content
     return False
 
 
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
-    """False when the optimizer differs from the checkpoint's and --allow_changed permits it."""
+    """Return True if the checkpoint's optimizer is restored.
+
+    Returns False if it does not match and --allow_changed permits this. Otherwise raises ValueError.
+    """
     try:
         training.optimizer.check(checkpoint, state.scalars(), training.moved_rows(checkpoint))
     except ValueError as problem:
         if "optimizer" not in recipe.allow_changed:
             raise ValueError(
-                f"{problem}: give that optimizer, or --allow_changed optimizer to start its state afresh"
+                f"{problem}. Give that optimizer, or --allow_changed optimizer to reset its state"
             ) from None
-        log.info(f"the optimizer's state starts afresh: {problem}")
+        log.info(f"the optimizer's state is reset: {problem}")
         return False
     return True
 
@@ -328,74 +355,74 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
 def _changes(
     checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe, per_epoch: int
 ) -> Iterator[str]:
-    """Yields a remark for each change that the flags permit, and that changes numbers."""
+    """Yield a message for each permitted change that affects numbers."""
     writer = checkpoint.manifest.get("written_by", {})
     if types := changed_types(writer, vars(training.accelerator.precision)):
-        yield f"the checkpoint was computed with other types: from here on {types}; losses differ by rounding"
+        yield f"the checkpoint was computed with other types. From now on: {types}. Losses differ by rounding"
     if packages := changed_packages(writer.get("versions"), job.versions(training.accelerator)):
-        yield f"from here on the run uses {packages}; losses differ by rounding"
+        yield f"from now on, the run uses {packages}. Losses differ by rounding"
     if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
-        now = "deterministic, but" if recipe.deterministic else "not deterministic:"
-        yield f"from here on the run is {now} it cannot be reproduced bit for bit"
+        now = "deterministic" if recipe.deterministic else "not deterministic"
+        yield f"from now on, the run is {now}. It can't be reproduced bit for bit"
     size, unit = recipe.batch_size, recipe.unit
     old_size = checkpoint.manifest["recipe"].get("batch_size", size)
     if old_size != size and state.epoch:
-        # Steps keep their numbers. state.epoch is the step divided by the checkpoint's steps per epoch.
+        # Step numbers continue. state.epoch is the step divided by the checkpoint's steps per epoch.
         old_epoch, old_step = divmod(state.step, round(state.step / state.epoch))
         epoch, step = divmod(state.step, per_epoch)
         old, new = old_step * old_size, step * size
         between = f"{abs(old - new):,} {unit}" if epoch == old_epoch else f"the {unit} between"
         yield (
             f"--batch_size {size} (it was {old_size}): step {state.step:,} came after {old:,} {unit} of epoch"
-            f" {old_epoch + 1}, and comes after {new:,} of epoch {epoch + 1} now: {between} are"
-            f" {'trained twice' if (epoch, new) < (old_epoch, old) else 'not trained'}"
+            f" {old_epoch + 1}, and now comes after {new:,} of epoch {epoch + 1}. As a result,"
+            f" {between} are {'trained twice' if (epoch, new) < (old_epoch, old) else 'not trained'}"
         )
 
 
 def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
-    """The types of the computation that differ from the checkpoint's, whose weights are always fp32."""
+    """Return the types of the computation that differ from the checkpoint's. Weights are always fp32."""
     changed = (name for name, now in types.items() if writer.get(name, now) != now)
     return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
 
 
 def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
-    """The packages that differ from the checkpoint's, and the attention kernel. before: None if unknown."""
+    """Return the packages, and the attention kernel, that differ. before: None if unknown."""
     before = now if before is None else before
     pairs = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
     return ", ".join(f"{name} {new} (it was {old})" for name, (old, new) in pairs.items() if old != new)
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """The script's default recipe; fields that others decide have the values of this recipe."""
-    own = type(recipe)()
+    """Return the script's default recipe. Defaults that depend on other flags follow this recipe."""
+    default = type(recipe)()
     deciding = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
     with_derived = dataclasses.asdict(type(recipe)(**deciding).resolved())
-    return with_derived | {name: getattr(own, name) for name in deciding}
+    return with_derived | {name: getattr(default, name) for name in deciding}
 
 
 def _command() -> list[str]:
-    """The command as typed: that of the outermost launcher of this script, else this process's.
+    """Return the command as typed: the outermost launcher's command, else this process's command.
 
-    Words before the launcher (sudo, env, a shell) are left out: pages show the command, and they may be
-    secret.
+    Words before the launcher (sudo, env, a shell) are left out. They may contain secrets, and pages show the
+    command.
     """
-    own = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
-    command = ["python", sys.argv[0], *own]
+    flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+    command = ["python", sys.argv[0], *flags]
     for parent in parents():
         words = parent.words[1:]
         names_script = any(Path(word).name == Path(sys.argv[0]).name for word in words)
-        if names_script and words[len(words) - len(own) :] == own and parent.launcher(within=3):
+        if names_script and words[len(words) - len(flags) :] == flags and parent.launcher(within=3):
             is_program = parent.launcher(within=2) not in ("", "launch.py")
             command = [Path(words[0]).name, *words[1:]] if is_program else ["python", *words]
     return command
 
 
 def _git_commit() -> str | None:
-    """The commit of the code, followed by + if files differ from it; None outside of a repository."""
+    """Return the commit of the code, followed by + if files were changed; None outside a repository."""
     try:
         git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
         commit = git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout
-        changed = git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
+        status = git(["git", "-C", ROOT, "status", "--porcelain"]).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.strip() + ("+" if changed.strip() else "")
+    return commit.strip() + ("+" if status.strip() else "")

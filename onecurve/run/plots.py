@@ -1,4 +1,4 @@
-"""Draws figures: curves, bars, confusion matrices, sheets of images. PNG with a light background."""
+"""Figures: curves, bars, confusion matrices and sheets of images, as PNG with a white background."""
 
 import io
 import textwrap
@@ -14,19 +14,19 @@ from onecurve.system.files import write_bytes
 from onecurve.system.text import ending, printable, printable_lines
 
 DPI = 100
-NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # most classes with readable names and counts
+NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # maximum number of classes with readable names and counts
 NAMED_CURVES = 16
-NAME = 28  # characters in a line of a class's name
-# A sheet of images: characters in a caption's line and in an inch of the title; height of a line, edge of an
-# image, width of a column, and the least width of the sheet, in inches
+NAME = 28  # characters per line of a class's name
+# Sheets of images: characters per line of a caption and per inch of the title; height of a line, edge of an
+# image, width of a column, and minimum width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-POINTS = 500  # in a curve; longer curves are averaged
+POINTS = 500  # maximum points of a curve; longer curves are averaged
 
 
 @dataclass
 class Panel:
-    """Curves and points {name: ([x], [y])}, or bars {name: value} along x."""
+    """A panel with curves {name: ([x], [y])} or with horizontal bars {name: value}."""
 
     x: str
     y: str
@@ -37,7 +37,7 @@ class Panel:
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
-    """Curves of the named values in the lines of a log, against their value `x`."""
+    """Return a panel with curves of the named values in a log's lines, against the value `x`."""
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for name in names:
         points = [(line[x], line[name]) for line in lines if name in line]
@@ -47,10 +47,10 @@ def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str])
 
 
 def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
-    """Draws loss and, where there is one, accuracy against epochs. lines: of metrics.jsonl."""
+    """Draw the loss and, for models with classes, the accuracy against epochs. lines: of metrics.jsonl."""
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
     row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
-    row[0].is_log = best is None  # without classes: the loss falls over several orders of magnitude
+    row[0].is_log = best is None  # without classes, the loss falls by several orders of magnitude
     if best is not None:
         row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
         title = f"{title}: best accuracy {best:.4f}"
@@ -58,7 +58,7 @@ def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
 
 
 def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
-    """A figure of rows of panels; all rows have the same number."""
+    """Draw rows of panels. All rows must have the same number of panels."""
     columns = max(map(len, rows))
     with _figure(path, (4.5 * columns, 0.4 + 2.7 * len(rows))) as figure:
         grid = figure.subplots(len(rows), columns, squeeze=False)
@@ -81,25 +81,26 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
             axes.grid(alpha=0.3)
 
 
-def confusion(path: Path, found: dict[str, Any], title: str) -> None:
+def confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
     """Draw the `confusion` matrix of `classes`, or bars of the most frequent `mistakes`."""
-    classes = found["classes"]
-    if "confusion" in found:
-        confusion_matrix(path, found["confusion"], classes, title)
+    classes = mistakes["classes"]
+    if "confusion" in mistakes:
+        confusion_matrix(path, mistakes["confusion"], classes, title)
     else:
         bars = {
-            f"{printable(classes[k])}, taken for {classes[guess]}": n for k, guess, n in found["mistakes"]
+            f"{printable(classes[label])}, predicted {classes[guess]}": count
+            for label, guess, count in mistakes["mistakes"]
         }
-        panels(path, [[Panel("images", "", bars=bars)]], f"{title}: the most frequent mistakes")
+        panels(path, [[Panel("images", "", bars=bars)]], f"{title}: most frequent mistakes")
 
 
 def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
-    """Draws counts, a row per true class; the shade is the share of the row. 2 to 1,000 classes."""
+    """Draw counts with a row per true class, shaded by the share of the row. 2 to 1,000 classes."""
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    few = len(classes) <= NUMBERED_CLASSES
+    is_numbered = len(classes) <= NUMBERED_CLASSES
     edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
-    # Names are not cut: long ones are small, and wrapped to the height of a row.
+    # Names are not cut. Long names are small, and wrapped to the height of a row.
     longest = max(map(len, classes))
     size = 10 if longest <= NAME else 6
     line = max(NAME, longest // max(1, int(edge_in / LINE_IN / len(classes))) + 8)
@@ -113,7 +114,7 @@ def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str]
             upright = 90 if max(map(len, names)) > 2 else 0
             axes.set_xticks(range(len(names)), names, rotation=upright, fontsize=size)
             axes.set_yticks(range(len(names)), names, fontsize=size)
-        if few:
+        if is_numbered:
             for (row, column), count in np.ndenumerate(counts):
                 color = "white" if shares[row, column] > 0.5 else "black"
                 axes.text(column, row, str(count), ha="center", va="center", fontsize=7, color=color)
@@ -121,19 +122,19 @@ def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str]
 
 
 def prediction_caption(label: str, guess: str, probability: float) -> str:
-    """Return the caption of an evaluated image: its class, the predicted one if it is another, how sure."""
+    """Return an image's caption: true class, predicted class if different, and probability."""
     return "\n".join([label, *([f"not {guess}"] if guess != label else []), f"{probability:.3f}"])
 
 
 def image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
 ) -> None:
-    """Draws images, uint8 [n, H, W, 3], with captions below; captions of `wrong` ones are red."""
+    """Draw images, uint8 [n, H, W, 3], with captions below. Captions of `wrong` images are red."""
     columns = min(8, max(1, len(images)))
     wrapped = [_wrapped(caption, CAPTION) for caption in captions]
     width_in = max(MIN_SHEET_IN, CELL_IN * columns)
     title = _wrapped(title, int(TITLE_PER_IN * width_in))
-    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # of each row of images
+    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # top of each row of images
     for row in range(0, len(images), columns):
         tops_in.append(end_in)
         lines = max(caption.count("\n") + 1 for caption in wrapped[row : row + columns])
@@ -141,7 +142,9 @@ def image_sheet(
     height_in, breadth_in = (EDGE_IN * n / max(images.shape[1:3]) for n in images.shape[1:3])
     with _figure(path, (width_in, end_in), layout=None) as figure:
         figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
-        axes = figure.add_axes((0, 0, 1, 1))  # one for all images: each costs more than its image
+        axes = figure.add_axes(
+            (0, 0, 1, 1)
+        )  # one Axes for all images, because an Axes costs more than an image
         for i, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
             x_in, bottom_in = (i % columns + 0.5) * CELL_IN, end_in - tops_in[i // columns] - EDGE_IN
             y_in = bottom_in + EDGE_IN / 2
@@ -157,12 +160,12 @@ def image_sheet(
 def _figure(
     path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
-    """A figure that is written to `path` at the end. It does not use pyplot's global state."""
+    """Yield a figure that is written to `path` at the end, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
-    if engine := figure.get_layout_engine():  # once: savefig would draw everything before, for its sake
+    if engine := figure.get_layout_engine():  # run the layout once; savefig would draw everything twice
         engine.execute(figure)
         figure.set_layout_engine(None)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +175,7 @@ def _figure(
 
 
 def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Averages a long curve over parts with equal numbers of points."""
+    """Average a long curve over parts with equal numbers of points."""
     if len(x) <= 2 * POINTS:
         return list(x), list(y)
     means_x, means_y = (
@@ -182,31 +185,31 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
 
 
 def file_caption(name: str) -> str:
-    """Return a file's name for two lines of a caption: of a long name the end, which tells most."""
+    """Return a file's name for two lines of a caption. A long name keeps its end, which is most specific."""
     return ending(_drawable(name), 2 * CAPTION)
 
 
 def _drawable(text: str) -> str:
-    """Return the text in characters that matplotlib's font has, with \\u732b for others."""
+    """Return the text with characters that matplotlib's font lacks escaped, for example \\u732b."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    known = get_font(findfont(FontProperties())).get_charmap()
-    shown = (c if ord(c) in known or c in "\n\t" else f"\\u{ord(c):04x}" for c in printable_lines(text))
+    charmap = get_font(findfont(FontProperties())).get_charmap()
+    shown = (c if ord(c) in charmap or c in "\n\t" else f"\\u{ord(c):04x}" for c in printable_lines(text))
     return "".join(shown)
 
 
 def _plain(text: str) -> str:
-    """Return the text in drawable characters, with dollar signs escaped: they begin formulas."""
+    """Return the text in drawable characters, with dollar signs escaped because they begin formulas."""
     return _drawable(text).replace("$", r"\$")
 
 
 def _wrapped(text: str, width: int) -> str:
-    """The whole text in lines of so many characters at most."""
+    """Return the whole text in lines of at most `width` characters."""
     lines = _drawable(text).splitlines()
     return _plain("\n".join(part for line in lines for part in textwrap.wrap(line, width)))
 
 
 def _short(name: str, length: int = 28) -> str:
-    """A name for legends and bars; the page has it in full."""
+    """Return a shortened name for legends and bars. Pages show it in full."""
     name = printable(name)
     return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

@@ -13,33 +13,36 @@ if TYPE_CHECKING:  # imported where they are needed
 
 
 class Predictions:
-    """The newest evaluation's predictions: keep() holds them, accept() takes them when metrics are logged.
+    """Predictions of the newest evaluation.
 
-    With an EMA two evaluations precede a log line; the last one, of the averaged weights, counts.
+    keep() holds them, and accept() takes them over when the metrics are logged. With an EMA, two evaluations
+    precede a log line. The second one, with the averaged weights, is used.
     """
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
         self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
-        self.what = ""  # what was evaluated, for a title
-        # int64 [classes, classes], a row per true class; of many classes the most frequent mistakes
+        self.subject = ""  # what was evaluated, for titles
+        # int64 [classes, classes] with a row per true class; for many classes, the most frequent mistakes
         self.confusion: Tensor | list[Mistake] | None = None
-        self.examples: list[Predicted] = []  # this process's; after gather() all processes'
+        self.examples: list[Predicted] = []  # of this process; after gather(), of all processes
 
     def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
+        """Hold an evaluation's predictions until accept()."""
         self.kept = (confusion, examples)
 
-    def accept(self, what: str) -> None:
-        self.what = what
+    def accept(self, subject: str) -> None:
+        """Use the held predictions. subject: what was evaluated, for titles."""
+        self.subject = subject
         self.confusion, self.examples = self.kept
 
     def gather(self, poll: Poll) -> None:
-        """Gathers all processes' examples on the CPU of each. Collective."""
-        everyones = poll.gather([part.to("cpu") for part in self.examples])
-        self.examples = [part for parts in everyones for part in parts]
+        """Gather the examples of all processes in CPU memory. Collective."""
+        examples_by_rank = poll.gather([part.to("cpu") for part in self.examples])
+        self.examples = [part for parts in examples_by_rank for part in parts]
 
     def as_json(self) -> dict[str, Any]:
-        """Return `classes` with `confusion`, or of many classes with `mistakes`; empty without classes."""
+        """Return `classes` and `confusion`, or `mistakes` for many classes; empty without classes."""
         if self.confusion is None:
             return {}
         if isinstance(self.confusion, Tensor):
@@ -47,14 +50,16 @@ class Predictions:
         return {"classes": self.classes, "mistakes": self.confusion}
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write confusion.png and predictions.png, and return them. Nothing is drawn without classes, or
-        without an evaluation in this process."""
+        """Write confusion.png and predictions.png, and return their paths.
+
+        Nothing is drawn for a model without classes, or without an evaluation in this process.
+        """
         if self.confusion is None:
             return []
         from onecurve.run import plots
 
         classes, files = self.classes, [folder / "confusion.png", folder / "predictions.png"]
-        plots.confusion(files[0], self.as_json(), self.what)
+        plots.confusion(files[0], self.as_json(), self.subject)
         names = ("pixels", "labels", "logits")
         pixels, labels, logits = (torch.cat([getattr(p, name) for p in self.examples]) for name in names)
         probabilities, predicted = logits.softmax(1).max(1)
@@ -62,6 +67,6 @@ class Predictions:
             plots.prediction_caption(classes[label], classes[guess], float(probability))
             for label, guess, probability in zip(labels, predicted, probabilities, strict=True)
         ]
-        title = f"{self.what}: the true class, another predicted one, and the prediction's probability"
+        title = f"{self.subject}: true class, predicted class if different, probability of the prediction"
         plots.image_sheet(files[1], pixels.numpy(), captions, title, (labels != predicted).tolist())
         return files

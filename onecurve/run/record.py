@@ -1,4 +1,4 @@
-"""What the main process records of a run: folder, log, result.json, plots/."""
+"""Record of a run on the main process: folder, log, result.json and plots/."""
 
 import contextlib
 import resource
@@ -36,13 +36,13 @@ if TYPE_CHECKING:  # imported where they are needed
     from onecurve.telemetry.flops import Utilisation
     from onecurve.telemetry.sampling import Telemetry
 
-UPLOAD_GRACE_S = 15  # how long a preempted run waits for S3: launchers kill 30 s after SIGTERM
-WRITING_GRACE_S = 8  # for a checkpoint in flight in a failed run; the other processes wait 10 s
+UPLOAD_GRACE_S = 15  # time that a preempted run waits for S3; launchers kill 30 s after SIGTERM
+WRITING_GRACE_S = 8  # time that a failed run waits for a checkpoint in flight; other processes wait 10 s
 
 
 @dataclass
 class MainRecord:
-    """What the main process alone has of a run: folder, lease, log, result, plots."""
+    """Parts of a run that exist only on the main process: folder, lease, log, result and plots."""
 
     accelerator: JobAccelerator
     recipe: Recipe
@@ -53,71 +53,78 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    final: ResultEnd  # parts of result.json that are known from the beginning, or at the end
-    best: Checkpoint | None = None  # after find_best()
+    final: ResultEnd  # parts of result.json that are known at the start, extended at the end
+    best: Checkpoint | None = None  # set by find_best()
 
     @property
     def folder(self) -> Path:
+        """The run's folder."""
         return self.place.path
 
     def problem(self) -> str | None:
-        """The first error that ends the run: a lost folder, a checkpoint or a line that can't be written."""
+        """Return the first error that ends the run: a lost folder or a failed write."""
         return self.place.lost() or self.saver.problem or self.log.problem
 
     def find_best(self, heartbeat: Heartbeat) -> bool:
-        """Finds and verifies the checkpoint of the best evaluation, here or in S3; False if it is gone."""
+        """Find and verify the best evaluation's checkpoint, locally or in S3. Return False if it is gone."""
         self._wait_for_save(heartbeat)
         step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.place.mirror
         assert step
-        gone: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
+        errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
             if mirror and step not in checkpoints.steps_in(parent):
                 from onecurve.checkpoint.mirror import committed, fetch
                 from onecurve.system.s3 import WrongSize
 
-                gone = (checkpoints.DamagedCheckpoint, WrongSize)
+                errors = (checkpoints.DamagedCheckpoint, WrongSize)
                 if step in committed(mirror.store):
                     fetch(mirror.store, step, parent, heartbeat)
             self.best = checkpoints.verify(parent / step_name(step), heartbeat)
             return True
-        except gone as error:
-            log.info(f"no test accuracy: the best weights, of step {step:,}, are gone: {error}")
+        except errors as error:
+            log.info(f"no test accuracy: the best weights (step {step:,}) are gone: {error}")
             return False
 
     def write_end(
         self, facts: ResultEnd, predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
     ) -> None:
-        """Completes the run on this disk. A kill or a full disk at any point loses no training.
+        """Complete the run on the local disk. A kill or a full disk at any point loses no training.
 
-        facts: parts of result.json about the end. The steps:
+        The run ends in these steps:
 
-        1. The last checkpoint is committed, and index.json names it.
-        2. Pictures are drawn into plots/.
-        3. The trackers are closed.
-        4. result.json says `finished`, and with a mirror `uploaded` false.
-        5. upload() sends the checkpoint and the run's files to S3, result.json last.
-        6. result.json says `uploaded` true.
+        1. Commit the last checkpoint, and list it in index.json.
+        2. Draw pictures into plots/.
+        3. Close the trackers.
+        4. Write `finished` into result.json and, with a mirror, `uploaded` false.
+        5. In upload(), send the checkpoint and the run's files to S3, with result.json last.
+        6. Write `uploaded` true into result.json.
 
-        After an interruption the same command restores the last checkpoint, repeats its evaluation, which
-        the pictures show, and then all steps. Once result.json says `finished` and, with a mirror, `uploaded`
-        true, the same command begins another run.
+        After an interruption, the same command restores the last checkpoint, repeats the evaluation that the
+        pictures show, and repeats all steps. Once result.json contains `finished` and, with a mirror,
+        `uploaded` true, the same command starts a new run.
+
+        Args:
+            facts: Parts of result.json that are known at the end.
+            predictions: Predictions of the last evaluation.
+            telemetry: The run's telemetry.
+            heartbeat: Function to call during long operations.
         """
         folder, mirror, state = self.folder, self.place.mirror, self.state
         self.final.update(facts)
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
         if self.utilisation:
-            found = self.result("finished")
-            is_of_all = len({devices for _, devices in where_trained(folder, found)}) == 1
-            mfu_pct = self.utilisation.pct(found["images_per_s"] or 0.0) if is_of_all else None
+            measured = self.result("finished")
+            is_one_setting = len({devices for _, devices in where_trained(folder, measured)}) == 1
+            mfu_pct = self.utilisation.pct(measured["images_per_s"] or 0.0) if is_one_setting else None
             self.final["flops_per_image"] = self.utilisation.flops_per_image
             self.final["peak_flops"] = self.utilisation.peak_flops
             self.final["mfu_pct"] = mfu_pct
         with writing("the end of the run", folder):
-            # After an interruption an evaluation may come after its checkpoint.
+            # After an interruption, an evaluation may be newer than its checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
-            # After a day they take seconds, for which a launcher does not wait when it stops a run; the page
-            # of an unfinished one makes them.
+            # After a day of samples, summaries take seconds. A launcher that stops a run does not wait for
+            # them, so the page of an unfinished run computes its summaries itself.
             from onecurve.telemetry.summary import energy_wh
 
             summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
@@ -131,38 +138,38 @@ class MainRecord:
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
             write_json(folder / "result.json", {**content, **self._times()})
-        counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # by class
+        counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # images of each class
         print_result(folder, max(counts) / sum(counts) if counts else None)
 
     def _draw(self, content: Result, predictions: Predictions) -> None:
-        """Draws the pictures, for the trackers, too. Raises OSError. content: of result.json."""
+        """Draw the pictures, and send them to the trackers. Raises OSError. content: of result.json."""
         from onecurve.run.plots import plot_curves
 
         plots = self.folder / "plots"
         try:
             lines = read_lines(self.folder / "metrics.jsonl")
-            place = f"{Path(content['data']).name}, {where_in_words(self.folder, content)}"
-            plot_curves(self.folder, lines, f"{content['script']} on {place}")
+            setting = f"{Path(content['data']).name}, {where_in_words(self.folder, content)}"
+            plot_curves(self.folder, lines, f"{content['script']} on {setting}")
             pictures = predictions.draw(plots)
             if self.log.trackers:
                 self.log.trackers.show(pictures, self.state.step)
         except OSError:
             raise
-        except Exception as error:  # libraries raise many kinds
-            log.info(f"not all pictures are in {plots}: {type(error).__name__}: {error}")
+        except Exception as error:  # libraries raise many types
+            log.info(f"some pictures are missing in {plots}: {type(error).__name__}: {error}")
 
     def _wait_for_save(self, heartbeat: Heartbeat) -> None:
-        """Waits until the checkpoint in flight is written. ValueError when it could not be."""
+        """Wait until the checkpoint in flight is written. Raises ValueError if a write failed."""
         self.saver.wait(heartbeat)
         if problem := self.problem():
             raise ValueError(problem)
 
     def _times(self) -> ResultEnd:
-        """Return the time of the run up to now, and its parts."""
+        """Return the duration of the run until now, and its parts."""
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
     def upload(self, heartbeat: Heartbeat) -> None:
-        """Waits until the mirror has sent everything, and writes into result.json if it succeeded."""
+        """Wait until the mirror has sent everything, and record in result.json whether it succeeded."""
         mirror, file = self.place.mirror, self.folder / "result.json"
         if mirror is None:
             return
@@ -176,16 +183,17 @@ class MainRecord:
         if content["uploaded"]:
             try:
                 run_with_heartbeat(partial(mirror.send_last_files, content), heartbeat)
-            except (OSError, ValueError) as error:  # StoreError is one
+            except (OSError, ValueError) as error:  # StoreError is a ValueError
                 content["uploaded"] = False
                 log.info(
-                    f"the result is not in {mirror.store.url} ({error}): run the same command to send it"
+                    f"the result was not sent to {mirror.store.url} ({error})."
+                    " Run the same command to send it"
                 )
         with writing("result.json", file.parent):
             write_json(file, content)
 
     def result(self, status: str, error: str | None = None) -> Result:
-        """The content of result.json. error: of a failed run."""
+        """Return the content of result.json. error: message of a failed run."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
@@ -197,19 +205,21 @@ class MainRecord:
         return result(self.accelerator, self.recipe, self.batch, status, state, final)
 
     def write_best(self) -> None:
-        """Starts to write a held snapshot, unless a device error may have spoilt it."""
+        """Start writing a held snapshot, unless a device error may have corrupted it."""
         if self.saver.training.is_copied():
             self.saver.write_held()
 
     def close_failed(self, error: str) -> None:
-        """Closes the run, also where another rank has failed. Waits WRITING_GRACE_S for a checkpoint."""
+        """Close the run after a failure of any rank. Waits up to WRITING_GRACE_S for a checkpoint."""
         self.write_best()
         self.saver.done(WRITING_GRACE_S)
         self.close("failed", error)
 
     def close(self, status: str, error: str | None = None) -> None:
-        """Closes files and trackers, releases the folder, and prints the command that makes the run's page.
-        Ignores a full disk."""
+        """Close files and trackers, release the folder, and print the command that creates the run's page.
+
+        Ignores a full disk.
+        """
         self.log.progress.stop()
         report("step", step=self.state.step)
         with contextlib.suppress(OSError):
@@ -228,11 +238,17 @@ def result(
 ) -> Result:
     """Return the content of result.json. Main process only.
 
-    status: `finished`, `preempted` or `failed`. final: what is known of a run that has begun.
+    Args:
+        accelerator: The job's accelerator.
+        recipe: The run's recipe.
+        batch: Batch arithmetic.
+        status: `finished`, `preempted` or `failed`.
+        state: Progress of the run.
+        final: Additional values of a run that has begun.
     """
     measure = recipe.best_by if "accuracy" in state.best else "loss"
     scores = {f"best_{measure}": state.best.get(measure), f"final_{measure}": state.last.get(measure)}
-    measured = cast(ResultEnd, scores)  # mypy knows no computed keys
+    metrics = cast(ResultEnd, scores)  # mypy does not support computed keys
     memory = final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
@@ -265,7 +281,7 @@ def result(
         "best_step": state.best_step,
         "final_accuracy": state.last.get("accuracy"),
         "final_loss": state.last.get("loss"),
-        **measured,
+        **metrics,
         "val_images": int(state.last["images"]) if "images" in state.last else None,
         "bad_images": len(state.bad_images),
         "train_s": state.train_s,
@@ -280,11 +296,22 @@ def result(
 
 
 def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[str, float]:
-    """Memory of this process in GiB. `peak`: torch's peak allocation on a GPU, the peak resident set on CPU.
+    """Return the memory of this process, in GiB.
 
-    On a GPU also `reserved`, the peak of torch's allocator. is_healthy: the GPU can be asked, which adds
-    `other`, the memory in use outside of torch now (CUDA context, NCCL, other processes), and `device`, its
-    size. On CPU also `data`, the writable memory requested so far, which RLIMIT_DATA limits.
+    Args:
+        accelerator: The job's accelerator.
+        is_healthy: True if the GPU responds, so that `other` and `device` can be read.
+
+    Returns:
+        On a GPU:
+        - `peak`: torch's peak allocation.
+        - `reserved`: the peak of torch's allocator.
+        - `other`: memory in use outside of torch (CUDA context, NCCL, other processes), if is_healthy.
+        - `device`: the size of the GPU's memory, if is_healthy.
+
+        On a CPU:
+        - `peak`: the peak resident set.
+        - `data`: the writable memory requested so far, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":
         sizes = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

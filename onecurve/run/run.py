@@ -1,4 +1,4 @@
-"""A training run as a train script uses it: its start, log, checkpoints and end."""
+"""Interface of a training run for train scripts: start, log, checkpoints and end."""
 
 import contextlib
 import importlib.util
@@ -33,20 +33,22 @@ Item = TypeVar("Item")
 
 
 class Run:
-    """A context manager around a training. All processes call it; the main process writes and prints.
+    """Context manager of a training run. All processes call it; the main process writes and prints.
 
-    Raises ValueError when the folder holds another run or can't be written, or when
-    memory runs out, with the size to try. Raises Preempted, after saving, when a process was told to stop.
+    Raises:
+        ValueError: The folder holds another run or can't be written, or memory ran out. In the latter case,
+            the message names a batch size to try.
+        Preempted: A process received a signal. The run was saved.
     """
 
     def __init__(self, accelerator: Accelerator, recipe: Recipe, batch: Batch):
         if "trackio" in recipe.trackers and importlib.util.find_spec("trackio") is None:
-            raise ValueError("--trackers trackio: the package is not installed: pip install trackio")
+            raise ValueError("--trackers trackio: the package is not installed. Run `pip install trackio`")
         self.accelerator, self.recipe, self.batch = accelerator, recipe, batch
         self.tested: ResultEnd = {}  # parts of result.json about the test split
-        self.begun: Ranks | None = None  # after begin()
+        self.begun: Ranks | None = None  # set by begin()
         self._preprocessing: DataConfig | None = None
-        self.profile: Profile | None = None  # of the main process, with --profile
+        self.profile: Profile | None = None  # with --profile, on the main process
         self.ended = self.finished = False
         self.feeding: Generator[Any, None, None] | None = None  # the script's micro-batches
 
@@ -60,11 +62,22 @@ class Run:
         ema: "EMA | None" = None,
         preprocessing: "DataConfig | None" = None,
     ) -> Steps:
-        """Opens the run's folder and restores the newest checkpoint. Returns the steps left. Collective.
+        """Open the run's folder and restore the newest checkpoint. Collective.
 
-        Call it after prepare() and before the first forward. data: a name that changes with its content, the
-        names of the classes, and of images if they are cropped. preprocessing: the model's own;
-        run.preprocessing is that of the run's beginning, which a resumed run keeps.
+        Call it after prepare() and before the first forward pass.
+
+        Args:
+            model: The prepared model.
+            optimizer: The prepared optimizer.
+            steps: All steps of the run.
+            data: Identity of the data, which changes with its content; names of the classes; and for images,
+                True if they are cropped.
+            ema: The averaged weights, if the script has them.
+            preprocessing: Preprocessing of the model. A resumed run keeps the preprocessing with which it
+                began, which run.preprocessing returns.
+
+        Returns:
+            The remaining steps.
         """
         from onecurve.checkpoint.training import TrainingState
         from onecurve.run.opening import Opening
@@ -87,19 +100,19 @@ class Run:
 
     @property
     def ranks(self) -> "Ranks":
-        """What all ranks do together. After begin()."""
-        assert self.begun, "run.begin() comes first"
+        """The shared state of all ranks. Available after begin()."""
+        assert self.begun, "call run.begin() first"
         return self.begun
 
     @property
     def preprocessing(self) -> "DataConfig":
-        """How images become inputs in this run. After begin(), where that was given the model's own."""
-        assert self._preprocessing, "run.begin() comes first, with preprocessing"
+        """The run's preprocessing of images. Available after begin() with `preprocessing`."""
+        assert self._preprocessing, "call run.begin() with preprocessing first"
         return self._preprocessing
 
     @property
     def main_record(self) -> "MainRecord":
-        """Main process only."""
+        """The record of the run. Main process only."""
         assert self.ranks.record
         return self.ranks.record
 
@@ -109,7 +122,7 @@ class Run:
         return self.main_record.folder
 
     def __enter__(self) -> "Run":
-        import onecurve.run.ending  # noqa: F401  # now, as after a failure it may not be possible
+        import onecurve.run.ending  # noqa: F401  # imported now, because it may be impossible after a failure
 
         return self
 
@@ -128,26 +141,32 @@ class Run:
         elif error is not None:
             end_failed(error, *job, ranks)
         elif ranks and not self.finished:
-            left = ValueError("the script left its run without run.finish(): end the loop by `break`")
-            end_failed(left, *job, ranks)
-            raise left
+            not_finished = ValueError(
+                "the script left its run without run.finish(). End the loop with `break`"
+            )
+            end_failed(not_finished, *job, ranks)
+            raise not_finished
         elif ranks and ranks.record:
             ranks.record.close("finished")
 
     def should_evaluate(self, step: int) -> bool:
-        """True when an epoch or the run ends after `step` steps and is not evaluated yet."""
+        """Return True if an epoch or the run ends after `step` steps and is not evaluated yet."""
         ranks = self.ranks
-        ends = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
-        due = step > 0 and ends and not ranks.state.evaluated
-        is_first = due and not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
-        now.enter(FIRST_EVALUATION if is_first else EVALUATION if due else TRAINING, EVALUATION * due)
-        return due
+        is_end = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
+        is_due = step > 0 and is_end and not ranks.state.evaluated
+        is_first = is_due and not {EVALUATION, FIRST_EVALUATION} & now.past_s.keys()
+        now.enter(FIRST_EVALUATION if is_first else EVALUATION if is_due else TRAINING, EVALUATION * is_due)
+        return is_due
 
     def checkpoint(self, step: int) -> None:
-        """Saves if a checkpoint is due after `step` steps. Collective.
+        """Save a checkpoint if one is due after `step` steps. Collective.
 
-        A snapshot of a new best evaluation that is not due stays in memory until --checkpoint_s after the
-        last write. Raises Preempted when any process was told to stop, ValueError when a write failed.
+        If no checkpoint is due, a snapshot of a new best evaluation stays in memory until --checkpoint_s
+        after the last write.
+
+        Raises:
+            Preempted: A process received a signal.
+            ValueError: A write failed.
         """
         self.ranks.exchange.listen_after(step)
         if self.is_last(step):
@@ -156,25 +175,25 @@ class Run:
             self.ranks.save_if_due(step)
 
     def is_last(self, step: int) -> bool:
-        """True when the run ends after `step` steps: the last, or an evaluated one once the run is over."""
+        """Return True if the run ends after `step` steps, or is over and has evaluated this step."""
         ranks = self.ranks
         return step == ranks.steps.last or (ranks.state.evaluated and ranks.is_over())
 
     def stop(self) -> None:
-        """Ends the run as a finished one, at this step if it is evaluated, else at the next, which will be.
+        """End the run as finished, at this step if it is evaluated, else at the next step.
 
-        All processes call it at the same step. Schedules stay those of all epochs.
+        All processes must call it at the same step. Schedules still span all epochs.
         """
         self.ranks.state.stopped = True
 
     def _end(self) -> None:
-        """Writes the checkpoints that are not on the disk yet, and prints why an end is early. Collective."""
+        """Write pending checkpoints, and print the reason of an early end. Collective."""
         from onecurve.run.end_tables import early_end
 
         ranks = self.ranks
         now.enter(ENDING)
         if self.feeding:
-            self.feeding.close()  # decoders would go on with the next steps
+            self.feeding.close()  # otherwise decoders would continue with the next steps
         if ranks.state.step < ranks.steps.last and not ranks.is_over():
             ranks.state.stopped = True  # the script has left its loop
         ranks.flush()
@@ -182,12 +201,12 @@ class Run:
             log.info(early)
         self.ended = True
         if not ranks.state.best:
-            raise ValueError("the script left its loop before the first evaluation: there is no result")
+            raise ValueError("the script left its loop before the first evaluation, so there is no result")
 
     def restore_best(self) -> bool:
-        """Gives the model the weights of the best evaluation, or their EMA if there is one. Collective.
+        """Load the weights of the best evaluation (their EMA, if there is one) into the model. Collective.
 
-        Call it after the loop. Returns False if those weights are gone.
+        Call it after the loop. Returns False if the weights are gone.
         """
         self._end()
         find, ranks = lambda heartbeat: self.main_record.find_best(heartbeat), self.ranks
@@ -198,20 +217,22 @@ class Run:
         return exists
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
-        """Logs the best weights' metrics on the data's own held-out split, by which nothing was chosen.
+        """Log the metrics of the best weights on the data's held-out split, which selected nothing.
 
-        metrics: of evaluate(), after restore_best().
+        Args:
+            metrics: Metrics of evaluate(), after restore_best().
+            split: Name of the split.
         """
         now.enter(ENDING)
-        measured = {f"test_{name}": value for name, value in metrics.items()}
-        self.tested = cast("ResultEnd", measured | {"test_name": split})
+        test_metrics = {f"test_{name}": value for name, value in metrics.items()}
+        self.tested = cast("ResultEnd", test_metrics | {"test_name": split})
         self.ranks.predictions.accept(f"{split} split, best weights")
         if record := self.ranks.record:
             best = record.state.best_step
             record.log.write_metrics("test", metrics, self.ranks.predictions, step=best, split=split)
 
     def finish(self, val_name: str) -> None:
-        """Waits for the last checkpoint, writes plots/ and result.json, and prints the table. Collective."""
+        """Wait for the last checkpoint, write plots/ and result.json, and print the result. Collective."""
         from onecurve.run.record import memory_gib
 
         self._end()
@@ -226,13 +247,13 @@ class Run:
         once(self.accelerator, "report", lambda beat: self.main_record.write_end(*parts, beat), timeout_s)
         once(self.accelerator, "last upload", lambda beat: self.main_record.upload(beat), timeout_s)
         watch.begin_exit()
-        self.accelerator.wait_for_everyone()  # under deepspeed rank 0 hosts the store that the others use
+        self.accelerator.wait_for_everyone()  # under deepspeed, rank 0 hosts the store of all ranks
         if self.ranks.record:
             report("finished")
         self.finished = True
 
     def feed(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Yields the micro-batches. The clock starts at the first one, as decoders take time to start."""
+        """Yield the micro-batches. The clock starts at the first one, because decoders take time to start."""
         self.feeding = self._feed(batches)
         return self.feeding
 
@@ -240,7 +261,7 @@ class Run:
         now.enter(STARTING, READING)
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
-                stack.callback(batches.close)  # its decoders end with this generator
+                stack.callback(batches.close)  # ends the decoders together with this generator
             for number, item in enumerate(batches):
                 if number == 0:
                     self.ranks.meter.start_clock()
@@ -249,19 +270,22 @@ class Run:
                 now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """Adds a micro-batch. Its loss stays on the device until the next line of the log."""
+        """Add a micro-batch. Its loss stays on the device until the next line of the log."""
         self.ranks.meter.add(loss, ids)
         if record := self.ranks.record:
             steps = self.ranks.meter.micro_batches // self.batch.accumulations
             record.log.progress.advance(record.steps.first + steps)
 
     def log_training(self, step: int, lr: float) -> None:
-        """Ends a step. Every --log_every steps, and at the end of an epoch, it waits for the device and logs
-        mean loss, learning rate and speed since the last line. Collective.
+        """End a step. Collective.
 
-        Raises FloatingPointError on all processes when the loss is not finite.
+        Every --log_every steps and at the end of each epoch, this call waits for the device and logs the mean
+        loss, the learning rate and the speed since the last line.
+
+        Raises:
+            FloatingPointError: The loss is not finite. Raised on all processes.
         """
-        assert not self.ended, "the loop must end where run.is_last(step) is true"
+        assert not self.ended, "the loop must end when run.is_last(step) is true"
         ranks, meter = self.ranks, self.ranks.meter
         state, steps, record = ranks.state, ranks.steps, ranks.record
         if self.profile:
@@ -290,29 +314,34 @@ class Run:
             record.log.write(values, ranks.exchange.telemetry.means())
 
     def show_progress(self, text: str) -> None:
-        """Shows an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
+        """Show an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
         if record := self.ranks.record:
             record.log.progress.tell(text)
         self.ranks.exchange.listen()
 
     def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
-        """Holds an evaluation's predictions until its metrics are logged."""
+        """Hold an evaluation's predictions until its metrics are logged."""
         self.ranks.predictions.keep(confusion, examples)
 
     def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
-        """Adds the main process's values to the next line of the log, of the training or of an evaluation.
+        """Add values of the main process to the next line of the log, for training or evaluation.
 
-        Of a name given twice the last value counts. A tensor stays on its device until then.
+        If a name is given twice, the last value is logged. A tensor stays on its device until then.
         """
-        if wrong := [name for name in values if "/" not in name]:
-            raise ValueError(f"log_scalars: {wrong[0]}: give it a group, as train/{wrong[0]}")
+        if invalid := [name for name in values if "/" not in name]:
+            raise ValueError(f"log_scalars: {invalid[0]} needs a group, for example train/{invalid[0]}")
         if record := self.ranks.record:
             record.log.scalars.update(values)
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs an evaluation. metrics: loss, images and, with classes, accuracy; with an EMA raw_accuracy.
+        """Log an evaluation.
 
-        Raises FloatingPointError on all processes when the loss is not finite.
+        Args:
+            step: Number of trained steps.
+            metrics: `loss`, `images`, `accuracy` for models with classes, and `raw_accuracy` with an EMA.
+
+        Raises:
+            FloatingPointError: The loss is not finite. Raised on all processes.
         """
         now.enter(TRAINING)
         self.ranks.meter.start_clock()

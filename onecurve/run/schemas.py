@@ -1,8 +1,8 @@
 """Schemas of the files that a run, its tools and find_batch_size.py write and that other programs read.
 
-Writers build these types, so that mypy checks their keys and values. Readers pass kinds(schema) to
-onecurve.system.files.fitting: they ignore values of another type, and any key may be missing, as in files of
-earlier versions. In Python the metrics of result.json are those of onecurve.flags.recipe.METRICS.
+Writers build these types, so that mypy checks keys and values. Readers pass kinds(schema) to
+onecurve.system.files.typed_values. They ignore values of another type, and accept missing keys, because
+files of earlier versions lack some. The metrics of result.json are declared in onecurve.flags.recipe.METRICS.
 """
 
 import types
@@ -14,7 +14,7 @@ from onecurve.telemetry.summary import HostSummary
 
 
 class RecipeFile(TypedDict):
-    """recipe.json: what a run trains, where and by which code."""
+    """Content of recipe.json: the recipe of a run, its hosts and devices, and the versions of its code."""
 
     script: str
     strategy: str
@@ -45,7 +45,7 @@ class RecipeFile(TypedDict):
 
 
 class StartLine(RecipeFile):
-    """A line of starts.jsonl, see starts.py. `argv` and `defaults` are left out."""
+    """A line of starts.jsonl, without `argv` and `defaults`. See starts.py."""
 
     at: float
     step: int
@@ -55,12 +55,12 @@ class StartLine(RecipeFile):
     cropped: bool | None
     has_optimizer: bool
     changed: NotRequired[dict[str, Any]]
-    processes: NotRequired[int]  # of a line about what an earlier version trained
+    processes: NotRequired[int]  # only in a line about the training by an earlier version
     wall_s: NotRequired[float]
 
 
 class ResultEnd(TypedDict, total=False):
-    """The part of result.json that the end of a run adds."""
+    """Keys that the end of a run adds to result.json."""
 
     parameters: int
     total_steps: int
@@ -77,7 +77,7 @@ class ResultEnd(TypedDict, total=False):
     telemetry: list[HostSummary]
     energy_wh: float | None
     uploaded: bool
-    # The following replace a value that result.json has at any time.
+    # The following keys replace values that result.json always contains.
     steps: int
     val_name: str | None
     epoch_s: float | None
@@ -97,7 +97,7 @@ class ResultEnd(TypedDict, total=False):
 
 
 class Result(ResultEnd):
-    """result.json: how far a run came, how well, how fast."""
+    """Content of result.json: progress, metrics and speed of a run."""
 
     script: str
     status: str
@@ -130,7 +130,7 @@ class Result(ResultEnd):
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl. Metrics and scripts' scalars add floats, as `val/loss`."""
+    """A line of metrics.jsonl. Metrics and scalars of scripts add floats, for example `val/loss`."""
 
     step: int
     epoch: float
@@ -145,7 +145,7 @@ class MetricsLine(TypedDict):
 
 
 class Mark(TypedDict, total=False):
-    """The part of a line of metrics.jsonl that records an event."""
+    """Keys of a line of metrics.jsonl that records an event."""
 
     interrupted_at: float
     resumed_at: float
@@ -157,7 +157,7 @@ class Mark(TypedDict, total=False):
 
 
 class GpuSample(TypedDict, total=False):
-    """The values of a GPU in a line of telemetry-<host>.jsonl."""
+    """Values of one GPU in a line of telemetry-<host>.jsonl."""
 
     index: int
     utilisation_pct: float | None
@@ -170,11 +170,11 @@ class GpuSample(TypedDict, total=False):
 
 
 class TelemetryLine(TypedDict, total=False):
-    """A line of telemetry-<host>.jsonl. Headers have `host`, samples have `step`."""
+    """A line of telemetry-<host>.jsonl. Headers contain `host`, samples contain `step`."""
 
     t: float
     host: str
-    before_s: float  # of the main process's host, as age_s
+    before_s: float  # only on the main process's host, like age_s
     age_s: float
     cpus: float
     step: int
@@ -184,7 +184,7 @@ class TelemetryLine(TypedDict, total=False):
 
 
 class Confusion(TypedDict, total=False):
-    """confusion.json. split, val_images: with the matrix of the best weights on the test split."""
+    """Content of confusion.json. `split` and `val_images` appear only for the test split."""
 
     step: int
     classes: list[str]
@@ -195,7 +195,7 @@ class Confusion(TypedDict, total=False):
 
 
 class Report(TypedDict, total=False):
-    """report.json of validate.py."""
+    """Content of report.json, written by validate.py."""
 
     step: int
     classes: list[str]
@@ -216,7 +216,7 @@ class Report(TypedDict, total=False):
 
 
 class Stamp(TypedDict, total=False):
-    """A replay in verified.json of verify.py. files: the SHA-256 of each file."""
+    """A replay recorded in verified.json. `files` contains the SHA-256 of each file."""
 
     date: str
     commit: str | None
@@ -236,7 +236,7 @@ class Stamp(TypedDict, total=False):
 
 
 class Verified(TypedDict):
-    """verified.json of verify.py."""
+    """Content of verified.json, written by verify.py."""
 
     stamps: list[Stamp]
 
@@ -252,7 +252,7 @@ class TrialRow(TypedDict, total=False):
 
 
 class SearchResult(TypedDict, total=False):
-    """The result of find_batch_size.py."""
+    """Result of find_batch_size.py."""
 
     script: str
     strategy: str
@@ -272,7 +272,7 @@ class SearchResult(TypedDict, total=False):
 
 
 def kinds(schema: Any) -> dict[str, Kind]:
-    """Return the kind of each value of a schema, without None, for onecurve.system.files.fitting."""
+    """Return the type of each value of a schema, without None, for onecurve.system.files.typed_values."""
     return {name: _kind(hint) for name, hint in typing.get_type_hints(schema).items()}
 
 

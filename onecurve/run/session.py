@@ -1,4 +1,4 @@
-"""What all ranks of a run do together: steps, messages, checkpoints, the loss between lines of the log."""
+"""Shared work of all ranks of a run: messages, checkpoints, and the loss between lines of the log."""
 
 import math
 import time
@@ -28,17 +28,23 @@ if TYPE_CHECKING:  # imported where it is needed
     from onecurve.telemetry.sampling import Telemetry
 
 Ids = Callable[[], list[int]]
-# A message costs the host some 0.1 ms, so several short steps share one. A signal then takes effect
-# 2 * AGREEMENT_S later, or after 2 * MOST_STEPS steps if steps suddenly become slow.
+# A message costs the host about 0.1 ms, so several short steps share one message. A signal then takes effect
+# after 2 * AGREEMENT_S, or after 2 * MOST_STEPS steps if steps suddenly become slow.
 SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
 MOST_STEPS = 32
 UNKNOWN_US = 2**31 - 1
 
 
 class Exchange:
-    """Messages over gloo, beside the training's collectives. The constructor and most methods are collective.
+    """Messages over gloo, independent of the training's collectives.
 
-    record: on the main process. skipped: the ids of this process's skipped images.
+    The constructor and most methods are collective.
+
+    Args:
+        record: The run's record on the main process, None elsewhere.
+        telemetry: This process's telemetry.
+        timeout_s: Seconds after which a silent process ends the job.
+        skipped: Function that returns the ids of this process's skipped images.
     """
 
     def __init__(
@@ -46,17 +52,17 @@ class Exchange:
     ):
         self.poll = Poll(timeout_s)
         self.record, self.telemetry, self.skipped = record, telemetry, skipped
-        self.step_us = UNKNOWN_US  # of this process, between its last two messages after a step
-        self.slowest_us = UNKNOWN_US  # of all processes, the same on each
+        self.step_us = UNKNOWN_US  # time per step of this process, between its last two messages
+        self.slowest_us = UNKNOWN_US  # longest time per step of all processes, equal on all of them
         self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
 
     def listen_after(self, step: int) -> None:
-        """Calls listen() after the step, or if steps are short, only after every few of them.
+        """Call listen() after the step or, if steps are short, after every few steps.
 
-        All processes use the same number of steps, because each sends the others its time per step.
+        All processes skip the same number of steps, because they exchange their times per step.
         """
         if step < self.next_step:
-            watch.wanted()  # resets the watchdog: a step has ended
+            watch.wanted()  # resets the watchdog, because a step has ended
             return
         now = time.perf_counter()
         if self.sent_step >= 0:
@@ -65,31 +71,33 @@ class Exchange:
         self.sent_at, self.sent_step = now, step
         self.listen()
         step_s = max(self.slowest_us / 1e6, 1e-6)
-        is_alone = self.poll.group is None  # then it costs nothing
+        is_alone = self.poll.group is None  # a single process exchanges no messages
         few = min(MOST_STEPS, int(AGREEMENT_S / step_s))
         self.next_step = step + (1 if is_alone or step_s >= SHORT_STEP_S else few)
 
     def listen(self) -> None:
-        """Sends this process's signal or problem to the others, and receives theirs from the last call.
+        """Send this process's signal or problem to the other processes, and receive their last ones.
 
-        On all processes it raises Preempted after a signal, or ValueError with a problem's message.
+        Raises, on all processes:
+            Preempted: A process received a signal.
+            ValueError: The main process has a problem, which the message describes.
         """
         problem = self.record and self.record.problem()
-        mine = Reason.PROBLEM if problem else Reason.STOP if watch.wanted() else Reason.NONE
-        received, self.slowest_us = self.poll(mine, self.step_us) or (Reason.NONE, UNKNOWN_US)
+        reason = Reason.PROBLEM if problem else Reason.STOP if watch.wanted() else Reason.NONE
+        received, self.slowest_us = self.poll(reason, self.step_us) or (Reason.NONE, UNKNOWN_US)
         if received == Reason.PROBLEM:
             raise ValueError(broadcast_object_list([problem])[0])
         if received == Reason.STOP:
             raise Preempted
 
-    def gather(self, own: Any) -> list[Any]:
-        """The value of each process. The main process also gets telemetry and the ids of skipped images."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of each process. The main process also receives telemetry and skipped images."""
         reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
             self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
             state = self.record.state
             state.bad_images = sorted({*state.bad_images, *(i for _, ids in reports for i in ids)})
-        return self.poll.gather(own)
+        return self.poll.gather(value)
 
 
 class Meter:
@@ -98,88 +106,97 @@ class Meter:
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
         dtype = torch.float64 if accelerator.deterministic else torch.float32
-        # Over the micro-batches of all steps since the last line
+        # Sum over the micro-batches of all steps since the last line
         self.loss = torch.zeros((), device=accelerator.device, dtype=dtype)
-        self.step_loss = torch.zeros_like(self.loss)  # over those of the current step
-        self.ids: list[int] = []  # of the samples since the last line, for --log_samples
+        self.step_loss = torch.zeros_like(self.loss)  # sum over the current step
+        self.ids: list[int] = []  # samples since the last line, for --log_samples
         self.micro_batches = 0  # since this process started
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
-        """Restores the sum of losses, on rank 0 where the number of ranks has changed, and scaled to the
-        current number of micro-batches to keep the mean."""
+        """Restore the sum of losses.
+
+        If the number of ranks has changed, rank 0 receives the whole sum. The sum is scaled to the current
+        number of micro-batches, which preserves the mean.
+        """
         if losses := state.losses:
             now, before = self.batch.processes * self.batch.accumulations, len(losses) * state.accumulations
-            own = losses[rank] if len(losses) == self.batch.processes else sum(losses) * (rank == 0)
-            self.loss.fill_(own * (now / before))
+            share = losses[rank] if len(losses) == self.batch.processes else sum(losses) * (rank == 0)
+            self.loss.fill_(share * (now / before))
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
+        """Add the loss and the sample ids of a micro-batch."""
         self.step_loss += exact_sum(loss.detach()) if self.accelerator.deterministic else loss.detach()
         self.micro_batches += 1
         if self.keeps_ids:
             self.ids.extend(ids.tolist())
 
     def end_step(self) -> None:
+        """Add the losses of the current step to the sum since the last line."""
         self.loss += self.step_loss
         self.step_loss.zero_()
 
     def check(self, step: int) -> None:
-        """FloatingPointError on all processes if --deterministic could not add a gradient. Collective."""
+        """Raise FloatingPointError on all ranks if --deterministic could not sum a gradient. Collective."""
         if self.accelerator.exact_sum:
             self.accelerator.exact_sum.check(step)
 
     def mean_loss(self, steps: int) -> float:
-        """The mean loss of the last `steps` steps over all processes. Collective; waits for the device."""
+        """Return the mean loss of the last `steps` steps over all ranks. Collective; waits for the device."""
         micro_batches = steps * self.batch.accumulations * self.batch.processes
         mean = self.accelerator.reduce(self.loss, "sum").item() / micro_batches
         self.loss.zero_()
         return mean
 
     def start_clock(self) -> float:
-        """Restarts the clock. Returns the seconds since its last start."""
+        """Restart the clock, and return the seconds since its last start."""
         elapsed_s = self.elapsed_s()
         self.started += elapsed_s
         return elapsed_s
 
     def elapsed_s(self) -> float:
+        """Return the seconds since the last start of the clock."""
         return time.perf_counter() - self.started
 
 
 @dataclass
 class Ranks:
-    """What all ranks of a run do together, from its opening on: steps, messages, checkpoints.
+    """Shared state and work of all ranks of an open run.
 
-    A checkpoint is due at the first step, the best and the last, at multiples of --keep_every, and every
-    --checkpoint_every steps or after each epoch. After short epochs only one in --checkpoint_s is due.
+    A checkpoint is due at the first, best and last step, at multiples of --keep_every, and every
+    --checkpoint_every steps or after each epoch. If epochs are short, at most one checkpoint per
+    --checkpoint_s seconds is due.
     """
 
     recipe: Recipe
-    steps: Steps  # from the first of this process on
+    steps: Steps  # begins with the first step of this process
     state: RunState
     meter: Meter
     predictions: Predictions
     saver: Saver
     exchange: Exchange
-    record: MainRecord | None  # on the main process
-    newest: int  # step of the newest snapshot, or of the checkpoint in the run's own folder, or 0
+    record: MainRecord | None  # None except on the main process
+    newest: int  # step of the newest snapshot, else of the checkpoint in the run's folder, else 0
     epoch_began: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
-        """True when the run ends at the next evaluation, or at the one of this step."""
+        """Return True if the run ends at the evaluation of this step or at the next one."""
         return self.state.is_over(self.recipe.patience)
 
     def end_facts(self) -> ResultEnd:
-        """The parts of result.json about the end. stopped_by: None after the last step of all epochs."""
-        step, steps, by = self.state.step, self.steps, None
+        """Return the parts of result.json about the end. `stopped_by` is None if no epoch is missing."""
+        step, steps, stopped_by = self.state.step, self.steps, None
         if step == steps.last != steps.total:
-            by = f"--max_steps {step}"
+            stopped_by = f"--max_steps {step}"
         elif step != steps.total:
-            by = "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
-        return {"steps": step, "total_steps": steps.total, "stopped_by": by}
+            stopped_by = "the script" if self.state.stopped else f"--patience {self.recipe.patience}"
+        return {"steps": step, "total_steps": steps.total, "stopped_by": stopped_by}
 
     def save_if_due(self, step: int) -> None:
-        """Saves if a checkpoint is due after `step` steps, and holds the snapshot of a new best evaluation
-        until --checkpoint_s after the last write. Collective. Raises as take() does."""
+        """Save a checkpoint if one is due after `step` steps. Collective. Raises the errors of take().
+
+        The snapshot of a new best evaluation is held until --checkpoint_s after the last write.
+        """
         if step > self.newest:
             if self._is_due(step) or step == self.steps.first:
                 self.take()
@@ -188,36 +205,41 @@ class Ranks:
         self.saver.write_held(self.recipe.checkpoint_s)
 
     def flush(self) -> None:
-        """Writes what is not on the disk yet: this step's snapshot, or one that is held. As take()."""
+        """Write this step's snapshot or a held snapshot, if it is not on disk yet. Collective; see take()."""
         if self.state.step > self.newest:
             self.take()
         else:
             self.saver.write_held()
 
     def take(self, hold: bool = False) -> None:
-        """Takes a snapshot, and writes it in the background or holds it in memory. Collective.
+        """Take a snapshot, and write it in the background. Collective.
 
-        Raises FloatingPointError if the loss is not finite, ValueError if the last save failed.
+        Args:
+            hold: Keep the snapshot in memory instead of writing it.
+
+        Raises:
+            FloatingPointError: The loss is not finite.
+            ValueError: The last save failed.
         """
         with spending(SAVING):
             state, saver, meter, exchange = self.state, self.saver, self.meter, self.exchange
             step, best = state.step, state.best_step
             if best != step:
-                saver.write_held()  # the best evaluation's
+                saver.write_held()  # snapshot of the best evaluation
             exchange.poll.wait_for_main(self.record is not None, saver.done)
             meter.check(step)
-            everyones = exchange.gather((meter.loss.item(), self.record and self.record.problem()))
-            losses, problems = zip(*everyones, strict=True)
+            loss_and_problem = meter.loss.item(), self.record and self.record.problem()
+            losses, problems = zip(*exchange.gather(loss_and_problem), strict=True)
             if problem := next(filter(None, problems), None):
                 raise ValueError(problem)
             if not all(math.isfinite(loss) for loss in losses):
-                raise FloatingPointError(f"the loss is {sum(losses)} before step {step}: nothing was saved")
+                raise FloatingPointError(f"the loss is {sum(losses)} before step {step}. Nothing was saved")
             self.write_samples()
             content = state.at_save(
                 losses=[*losses],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,
-                train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),  # else evaluating
+                train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),  # excludes evaluation
                 **saver.training.scalars(),
                 **(self.record.log.tracker_ids() if self.record else {}),
             ).to_json()
@@ -225,7 +247,7 @@ class Ranks:
             self.newest = step
 
     def write_samples(self) -> None:
-        """Logs the sample ids since the last call, of each step in the order of its batch. Collective."""
+        """Log the sample ids of each step since the last call, in the order of its batch. Collective."""
         if not self.meter.keeps_ids:
             return
         batch, per_rank = self.meter.batch, self.exchange.poll.gather([*self.meter.ids])
@@ -234,9 +256,10 @@ class Ranks:
             self.record.log.write_samples(per_rank, batch.per_device * batch.accumulations)
 
     def _is_due(self, step: int) -> bool:
-        """True if a checkpoint is due after `step` steps. Collective at an epoch's end, as clocks differ.
+        """Return True if a checkpoint is due after `step` steps.
 
-        At an epoch's end it is due if the next epoch would end more than --checkpoint_s after the last write.
+        At the end of an epoch, it is due if the next epoch would end more than --checkpoint_s after the last
+        write. This call is then collective, because clocks differ.
         """
         recipe = self.recipe
         is_to_keep = recipe.keep_every is not None and step % recipe.keep_every == 0

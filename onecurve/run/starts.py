@@ -1,15 +1,16 @@
-"""starts.jsonl: a line for each start of a run's main process. A start appends a line and changes no other.
+"""Lines of starts.jsonl, one for each start of a run's main process.
 
-A line has the content of recipe.json at that start (without `argv` and `defaults`), and:
+A start appends a line and does not change earlier lines. A line contains recipe.json at that start (without
+`argv` and `defaults`), and:
 
     at                     time.time() of the start
-    step                   the step at which it began
-    changed                what differs from the checkpoint that it continues: {"lr": [0.01, 0.001], ...}
-    has_optimizer          the state of the optimizer was restored from that checkpoint
+    step                   step at which the start began
+    changed                differences from the checkpoint that it continues: {"lr": [0.01, 0.001], ...}
+    has_optimizer          true if the optimizer's state was restored from that checkpoint
     per_device_batch_size, accumulation_steps, steps_per_epoch, cropped
 
-Where an earlier version trained before the first recorded start, the first line is made from the checkpoint's
-manifest, and has no `step`.
+If an earlier version trained before the first recorded start, the first line is created from the checkpoint's
+manifest and has no `step`.
 """
 
 import json
@@ -24,36 +25,39 @@ from onecurve.run.schemas import Result, StartLine, kinds
 from onecurve.system.files import open_to_append, read_lines, typed_values
 
 STARTS = "starts.jsonl"
-# Keys of `changed` with which the images of evaluations changed
+# Keys of `changed` that indicate different evaluation images
 CONTENT, CROPPED = "content of the data", "cropped images"
 LEFT_OUT = ("argv", "defaults")
-MOST_IN_TURN = 4  # values that in_turn() names
+MOST_IN_TURN = 4  # number of values that in_turn() lists
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run. The run's result includes its steps first + 1 ... last; none if both are equal."""
+    """A start of a run. The run's result includes its steps first + 1 ... last, or none if both are equal."""
 
-    about: dict[str, Any]  # its line
+    about: dict[str, Any]  # line of starts.jsonl
     first: int
     last: int
 
     @property
     def is_recorded(self) -> bool:
-        """False for the line about what an earlier version trained."""
+        """False for the line about the training by an earlier version."""
         return "step" in self.about
 
 
 def add_start(
     folder: Path, start: StartLine, continued: dict[str, Any] | None, paths: Collection[str]
 ) -> None:
-    """Appends a start. OSError if it can't be written.
+    """Append a start to starts.jsonl. Raises OSError if it can't be written.
 
-    continued: the manifest of the run's own checkpoint from which it resumes. paths: the flags that may be
-    local paths.
+    Args:
+        folder: The run's folder.
+        start: The new line, without `changed`.
+        continued: Manifest of the checkpoint from which the run resumes; None for a new run.
+        paths: Names of the flags that may be local paths.
     """
     file, line = folder / STARTS, {name: value for name, value in start.items() if name not in LEFT_OUT}
-    if file.is_symlink():  # to a file that is not the run's
+    if file.is_symlink():  # its target may not belong to the run
         file.unlink()
     changed = changes(continued, start, paths) if continued else {}
     lines = [line | {"changed": changed}]
@@ -63,14 +67,16 @@ def add_start(
     with open_to_append(file) as opened:
         if opened.seek(0, os.SEEK_END):
             opened.seek(-1, os.SEEK_END)
-            opened.write(b"" if opened.read(1) == b"\n" else b"\n")  # a kill may have cut the last line
-        opened.write("".join(json.dumps(one) + "\n" for one in lines).encode())
+            opened.write(
+                b"" if opened.read(1) == b"\n" else b"\n"
+            )  # a killed process may have left a partial line
+        opened.write("".join(json.dumps(line) + "\n" for line in lines).encode())
         opened.flush()
         os.fsync(opened.fileno())
 
 
 def changes(manifest: dict[str, Any], start: StartLine, paths: Collection[str]) -> dict[str, list[Any]]:
-    """Return how a start's recipe differs from that of its checkpoint: {name: [before, now]}."""
+    """Return the differences between a start's recipe and its checkpoint's: {name: [before, now]}."""
     before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
     pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
     pairs = {
@@ -85,16 +91,16 @@ def changes(manifest: dict[str, Any], start: StartLine, paths: Collection[str]) 
 
 
 def comparable(value: Any, is_path: bool) -> Any:
-    """Return a local path as an absolute, normalised one; other values, names and addresses as they are.
+    """Return a local path as a normalised absolute path, and any other value unchanged.
 
-    is_path: the value of a flag that may be a local path.
+    is_path: True for a flag whose value may be a local path.
     """
     is_local = is_path and isinstance(value, str) and ":" not in value
     return os.path.abspath(os.path.expanduser(value)) if is_local else value
 
 
 def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
-    """The starts, with the steps of each that the result includes. last_step: of the run."""
+    """Return the starts with their steps in the result. last_step: last step of the run."""
     begins = [line.get("step", 0) for line in lines]
     return [
         Start(line, begins[k], max(begins[k], min([*begins[k + 1 :], last_step])))
@@ -103,30 +109,30 @@ def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
 
 
 def kept(starts: Sequence[Start]) -> list[Start]:
-    """The starts with steps in the run's result; before the first of these steps the last start."""
+    """Return the starts with steps in the run's result, or the last start if there are no such steps yet."""
     return [start for start in starts if start.last > start.first] or [*starts[-1:]]
 
 
 def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ...]]]:
     """Return the strategy and the devices of each start with steps in the result.
 
-    result: the content of result.json, which tells of the last start alone.
+    result: content of result.json, which describes only the last start.
     """
     lines = [typed_values(line, kinds(StartLine))[0] for line in read_lines(folder / STARTS)]
     starts = [start.about for start in kept(in_order(lines, result["steps"]))]
-    found = [(about.get("strategy", "?"), tuple(about.get("devices") or "?")) for about in starts]
-    return found or [(result["strategy"], (result["device"],) * result["processes"])]
+    jobs = [(line.get("strategy", "?"), tuple(line.get("devices") or "?")) for line in starts]
+    return jobs or [(result["strategy"], (result["device"],) * result["processes"])]
 
 
 def where_in_words(folder: Path, result: Result) -> str:
-    """Return `ddp on 2 x CPU, then single on 1 x CPU`."""
+    """Return where a run was trained, for example `ddp on 2 x CPU, then single on 1 x CPU`."""
     jobs = where_trained(folder, result)
     return in_turn(f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in jobs)
 
 
 def in_turn(values: Iterable[str]) -> str:
-    """`a`, or of values that change `a, then b, then c`."""
-    found = [value for value, _ in groupby(values)]
-    if len(found) > MOST_IN_TURN:
-        found = [*found[: MOST_IN_TURN - 2], f"{len(found) - MOST_IN_TURN + 1} others", found[-1]]
-    return ", then ".join(found)
+    """Return successive values without repetitions, for example `a, then b, then c`."""
+    distinct = [value for value, _ in groupby(values)]
+    if len(distinct) > MOST_IN_TURN:
+        distinct = [*distinct[: MOST_IN_TURN - 2], f"{len(distinct) - MOST_IN_TURN + 1} others", distinct[-1]]
+    return ", then ".join(distinct)

@@ -1,4 +1,4 @@
-"""The progress of a run, in memory and as state.json in each checkpoint."""
+"""Progress of a run, in memory and in state.json of each checkpoint."""
 
 import dataclasses
 import typing
@@ -14,24 +14,24 @@ from onecurve.system.processes import own_age_s
 
 @dataclass
 class RunState:
-    """The state after `step` optimizer steps. Without arguments: before the run begins.
+    """State of a run after `step` optimizer steps. Without arguments, the state before the first step.
 
-    In memory `wall_s` and `spent_s` are the times of earlier processes, and the fields from `losses` on have
-    the values with which this process began; at_save() fills in the current ones.
+    In memory, `wall_s` and `spent_s` are the times of earlier processes. The fields from `losses` onwards
+    have the values at the start of this process. at_save() fills in current values.
     """
 
     step: int = 0
-    evaluated: bool = False  # True when the weights of this step were evaluated
-    best: dict[str, float] = field(default_factory=dict)  # of the best evaluation: its metrics and its step
-    last: dict[str, float] = field(default_factory=dict)  # of the last evaluation: its metrics
-    logged_step: int = 0  # step of the last line with a training loss in metrics.jsonl
+    evaluated: bool = False  # True if the weights of this step were evaluated
+    best: dict[str, float] = field(default_factory=dict)  # metrics and step of the best evaluation
+    last: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
+    logged_step: int = 0  # step of the last training loss in metrics.jsonl
     train_s: float = 0.0
     wall_s: float = 0.0
-    spent_s: dict[str, float] | None = None  # the parts of wall_s; absent in older files
-    bad_images: list[int] = field(default_factory=list)  # samples that were skipped; absent in older files
-    stale: int = 0  # evaluations since the best one; absent in older files
-    stopped: bool = False  # True when the script ends the run before its last step; absent in older files
-    losses: list[float] = field(default_factory=list)  # of each process, summed since the last line
+    spent_s: dict[str, float] | None = None  # parts of wall_s; missing in older files
+    bad_images: list[int] = field(default_factory=list)  # skipped samples; missing in older files
+    stale: int = 0  # evaluations since the best; missing in older files
+    stopped: bool = False  # True if the script ends the run before its last step; missing in older files
+    losses: list[float] = field(default_factory=list)  # for each process, the sum since the last line
     accumulations: int = 1
     epoch: float = 0.0
     optimizer: OptimizerScalars | None = None
@@ -41,65 +41,68 @@ class RunState:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Self:
-        """The checkpoint's state. ValueError for a file that no run has written."""
+        """Read a checkpoint's state. Raises ValueError for an invalid file."""
         file = checkpoint.folder / STATE_FILE
         try:
             state = cls.from_json(read_json(file))
             if state.step != checkpoint.step:
-                raise ValueError(f"it is of step {state.step}")
+                raise ValueError(f"it belongs to step {state.step}")
         except (OSError, ValueError) as error:
-            raise ValueError(f"{file} is no state of step {checkpoint.step}: {error}") from None
+            raise ValueError(f"{file} is not a state of step {checkpoint.step}: {error}") from None
         return state
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """ValueError names the fields that are missing or wrong."""
-        kept, wrong = typed_values(content, typing.get_type_hints(cls))
-        wrong += [name for name in NEEDED if name not in kept and name not in wrong]
-        if not kept.get("losses") or kept.get("accumulations", 0) < 1:
+        """Create a state from the content of state.json. A ValueError names missing and wrong fields."""
+        fields, wrong = typed_values(content, typing.get_type_hints(cls))
+        wrong += [name for name in NEEDED if name not in fields and name not in wrong]
+        if not fields.get("losses") or fields.get("accumulations", 0) < 1:
             wrong += ["losses or accumulations"]
         if wrong:
             raise ValueError(f"missing or wrong: {', '.join(wrong)}")
-        return cls(**kept)
+        return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of state.json."""
         return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:
-        """A copy for state.json, with the fields whose values are taken at the save."""
-        restored = {"wandb_id": None, "wandb_url": None}  # not of this process
+        """Return a copy for state.json, with current times and the given values of other fields."""
+        reset = {"wandb_id": None, "wandb_url": None}  # ids of an earlier process
         times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
-        return dataclasses.replace(self, **times | restored | filled)
+        return dataclasses.replace(self, **times | reset | filled)
 
     def scalars(self) -> dict[str, Any]:
-        """The state of the optimizer and the loss scale, for TrainingState."""
+        """Return the optimizer's scalars and the loss scale, for TrainingState."""
         return {name: v for name, v in self.to_json().items() if name in ("optimizer", "loss_scale")}
 
     def wall_now_s(self) -> float:
-        """Seconds since the run's first process began, imports included, without pauses between processes."""
+        """Return the run's seconds over all starts, including imports but not pauses between starts."""
         return self.wall_s + own_age_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """The parts of wall_now_s(): `starting`, `training`, `evaluation`, ... (onecurve/system/phase.py)."""
-        before, mine = self.spent_s or {}, now.spent_s()
-        return {part: before.get(part, 0.0) + mine.get(part, 0.0) for part in before | mine}
+        """Return the parts of wall_now_s(): `starting`, `training`, ... (see onecurve/system/phase.py)."""
+        before, current = self.spent_s or {}, now.spent_s()
+        return {part: before.get(part, 0.0) + current.get(part, 0.0) for part in before | current}
 
     def end_step(self, step: int) -> None:
+        """Set the step, whose weights are not evaluated yet."""
         self.step, self.evaluated = step, False
 
     def add_evaluation(self, step: int, metrics: dict[str, float], by: str = "accuracy") -> None:
-        """Adds an evaluation. The best is the first with the highest `by`, or without one the lowest loss."""
+        """Add an evaluation. The best has the highest metric `by`, or the lowest loss without that metric."""
         self.last, self.evaluated = metrics, True
         self.stale += 1
         if not self.best or score(metrics, by) > score(self.best, by):
             self.best, self.stale = metrics | {"step": step}, 0
 
     def is_over(self, patience: int | None) -> bool:
-        """True when the run ends at the next evaluation, or at the one of this step. patience: --patience."""
+        """Return True if the run ends at the evaluation of this step or at the next one."""
         return self.stopped or (patience is not None and self.stale >= patience)
 
     @property
     def best_step(self) -> int | None:
+        """Step of the best evaluation."""
         return int(self.best["step"]) if "step" in self.best else None
 
 

@@ -1,4 +1,4 @@
-"""Metrics in TensorBoard, Weights & Biases and trackio, with Accelerate's trackers."""
+"""Logging to TensorBoard, Weights & Biases and trackio, based on Accelerate's trackers."""
 
 import hashlib
 import os
@@ -19,81 +19,94 @@ from onecurve.system.text import printable
 from onecurve.upstream.packages_ import is_tensorboard_writer
 
 HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
-INIT_S, FINISH_S = 10, 60  # how long a run waits for a W&B server, at its beginning and at its end
+INIT_S, FINISH_S = 10, 60  # seconds that a run waits for a W&B server at its start and at its end
 
 
 class Trackers:
-    """The trackers that --trackers names, in the run's folder. Of the main process only.
+    """The trackers in --trackers, which write into the run's folder. Main process only.
 
-    The recipe, the strategy and the number of processes are the hyper-parameters. about: of recipe.json.
+    The recipe, the strategy and the number of processes are the hyper-parameters.
+
+    Args:
+        names: Names of the trackers.
+        folder: The run's folder.
+        recipe_file: Content of recipe.json.
+        state: State at which the run starts or resumes.
     """
 
-    def __init__(self, names: tuple[str, ...], folder: Path, about: RecipeFile, state: RunState):
+    def __init__(self, names: tuple[str, ...], folder: Path, recipe_file: RecipeFile, state: RunState):
         self.started: list[GeneralTracker] = []
         if "tensorboard" in names:
             threading.excepthook = _without_full_disks
             self.started.append(_TensorBoard("tensorboard", folder, purge_step=state.step + 1))
             self.started[-1].start()
-        if "wandb" in names and (wandb := _start_wandb(folder, about["script"], state.wandb_id)):
+        if "wandb" in names and (wandb := _start_wandb(folder, recipe_file["script"], state.wandb_id)):
             self.started.append(wandb)
         if "trackio" in names:
-            # Runs of one name may be of different folders.
+            # Runs in different folders may have the same name.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
             options = {"name": name, "resume": "allow", "embed": False}
-            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # telemetry-<host>.jsonl has them
-            self.started.append(_Trackio(about["script"], **options, **measured))
+            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # recorded in telemetry-<host>.jsonl
+            self.started.append(_Trackio(recipe_file["script"], **options, **measured))
             self.started[-1].start()
-            log.info(f"trackio run {name}: trackio show --project {about['script']}")
-        values = about["recipe"] | {"strategy": about["strategy"], "processes": len(about["devices"])}
+            log.info(f"trackio run {name}: trackio show --project {recipe_file['script']}")
+        values = recipe_file["recipe"] | {
+            "strategy": recipe_file["strategy"],
+            "processes": len(recipe_file["devices"]),
+        }
         for key, value in values.items():
             values[key] = value if isinstance(value, (bool, int, float)) else printable(value)
         for tracker in self.started:
             tracker.store_init_configuration(values)
 
     def ids(self) -> dict[str, str]:
-        """The W&B run's id and address, for recipe.json; empty without W&B."""
+        """Return the W&B run's id and address, for recipe.json; empty without W&B."""
         runs = [tracker.run for tracker in self.started if isinstance(tracker, _WandB)]
         ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
         return {name: value for name, value in ids.items() if value}  # an offline run has no address
 
     def log(self, values: dict[str, float], step: int) -> None:
+        """Send metrics to all trackers."""
         for tracker in self.started:
             tracker.log(values, step=step)
 
     def show(self, files: list[Path], step: int) -> None:
-        """Sends PNG files as `plots/<name>`. An error is printed, and does not end the training."""
+        """Send PNG files as `plots/<name>`. An error is logged and does not end the training."""
         from PIL import Image
 
         for tracker in self.started:
-            # TensorBoard needs the layout, [1, H, W, 3]; the others take the images one by one.
+            # TensorBoard needs the layout [1, H, W, 3]. The other trackers take single images.
             layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
                 for file in files:
                     with Image.open(file) as image:
                         pixels = np.asarray(image.convert("RGB"))[None]
                     tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
-            except Exception as error:  # libraries and disks raise many kinds
-                log.info(f"{tracker.name} does not have the pictures ({error}); they are in plots/")
+            except Exception as error:  # libraries and disks raise many types
+                log.info(f"{tracker.name} does not have the pictures ({error}). They are in plots/")
 
     def finish(self, failed: bool) -> None:
+        """Close all trackers. failed: True marks the run as failed."""
         for tracker in self.started:
             tracker.finish(failed)
 
 
 def _without_full_disks(args: threading.ExceptHookArgs) -> None:
-    """Hides the traceback of TensorBoard's thread, whose error is raised again in the main thread."""
+    """Hide tracebacks of TensorBoard's thread. Its error is raised again in the main thread."""
     if not isinstance(args.exc_value, OSError) or not is_tensorboard_writer(args.thread):
         threading.__excepthook__(args)
 
 
 class _TensorBoard(TensorBoardTracker):
-    """TensorBoard with the hyper-parameters in the run itself: Accelerate's tracker adds a second run, by
-    torch's add_hparams (pytorch/pytorch#32651)."""
+    """TensorBoard tracker that stores hyper-parameters in the run itself.
+
+    Accelerate's tracker adds a second run through torch's add_hparams (pytorch/pytorch#32651).
+    """
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # TensorBoard shows the values of the curves with these names.
+        # TensorBoard shows the last values of the curves with these names.
         *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
         for summary in start:
             self.writer.file_writer.add_summary(summary)
@@ -106,7 +119,7 @@ class _TensorBoard(TensorBoardTracker):
 
 
 class _Trackio(TrackioTracker):
-    """trackio, whose own errors are warnings. It has no hook for the end of a failed run."""
+    """trackio tracker. trackio reports errors as warnings, and can't mark a run as failed."""
 
     def log_images(self, values: dict[str, np.ndarray], step: int) -> None:
         import trackio
@@ -118,9 +131,10 @@ class _Trackio(TrackioTracker):
 
 
 class _WandB(WandBTracker):
-    """W&B with the optimizer step as the axis of all curves: its own counter accepts no step twice.
+    """W&B tracker with the optimizer step as the axis of all curves.
 
-    An error is printed once and ends the logging to W&B, not the training.
+    W&B's own counter does not accept a step twice. An error is logged once, and ends logging to W&B but not
+    the training.
     """
 
     ended = False
@@ -137,25 +151,26 @@ class _WandB(WandBTracker):
             super().log(values | {"step": step})
         except Exception as error:
             self.ended = True
-            log.info(f"W&B has stopped ({error}); metrics.jsonl has everything")
+            log.info(f"W&B has stopped ({error}). metrics.jsonl contains all metrics")
 
     def finish(self, failed: bool) -> None:
         if self.ended:
             return
         if not self.run.offline:
-            log.info(f"sending what is left to W&B, {FINISH_S} s at most")
+            log.info(f"sending the remaining data to W&B, for at most {FINISH_S} s")
         try:
             self.run.finish(exit_code=int(failed))
         except Exception as error:
-            log.info(f"W&B does not have everything ({error}); {_send_later(Path(self.run.dir).parents[2])}")
+            log.info(f"W&B does not have all data ({error}). {_send_later(Path(self.run.dir).parents[2])}")
 
 
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
-    """Starts or continues a run; offline without a key, or if no server accepts it. None: it is disabled.
+    """Start or continue a W&B run. Returns None if W&B is disabled.
 
-    W&B's variables win over the names of run and project; docs/launching.md lists some.
+    The run is offline without a key, or if no server accepts it. W&B's environment variables override the
+    names of run and project. docs/launching.md lists some of them.
     """
-    # Otherwise W&B's error reports would wait for the same server at the end.
+    # Otherwise W&B's error reports would wait for the same unavailable server at the end.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -180,14 +195,14 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
     tracker = _WandB(os.environ.get("WANDB_PROJECT", project), **options)
     offline = _WandB(tracker.run_name, **options | {"mode": "offline"})
     try:
-        # Without a key wandb.init would prompt for one.
+        # Without a key, wandb.init would prompt for one.
         if wandb.setup(settings).settings.mode in ("online", "run") and wandb.api.api_key is None:
-            log.info(f"W&B has no key (wandb login): the run is logged offline; {_send_later(folder)}")
+            log.info(f"W&B has no key (wandb login): the run is logged offline. {_send_later(folder)}")
             tracker = offline
         tracker.start()
-    except Exception as error:  # as for a wrong key, no server, no service process
-        log.info(f"W&B does not take the run ({error}): it is logged offline; {_send_later(folder)}")
-        wandb.teardown()  # otherwise the offline start would wait for the same server
+    except Exception as error:  # for example a wrong key, no server, no service process
+        log.info(f"W&B does not accept the run ({error}). It is logged offline. {_send_later(folder)}")
+        wandb.teardown()  # otherwise the offline run would wait for the same server
         tracker = offline
         tracker.start()
     log.info(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}")
@@ -195,10 +210,10 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
 
 
 def _save_and_stop() -> None:
-    """Stop as after SIGTERM, with a checkpoint. W&B's own way is SIGINT, which saves nothing."""
+    """Stop the run with a checkpoint, as after SIGTERM. W&B itself would send SIGINT, which saves nothing."""
     log.info("W&B's Stop button was pressed: saving a checkpoint")
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _send_later(folder: Path | str) -> str:
-    return f"send it later by: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
+    return f"Send it later with: wandb sync {shlex.quote(str(folder))}/wandb/*run-*"

@@ -1,4 +1,4 @@
-"""Measurements on each host during a training: devices, profiles and FLOPs.
+"""Measurements during a training: use of hosts and GPUs, profiles and FLOPs.
 
-Start with sampling.py, the thread that reads the counters.
+Start with sampling.py, whose thread reads the counters of each host.
 """

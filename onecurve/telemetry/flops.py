@@ -1,8 +1,8 @@
-"""Model FLOPs and their utilisation (MFU): the share of the devices' peak that the model's own operations
-take (arXiv 2204.02311, appendix B).
+"""Model FLOPs and their utilisation (MFU), the share of the devices' peak that a model's operations use.
 
-An operation is one addition or multiplication, so that a fused one counts twice. What activation
-checkpointing computes again does not count. A GPU's peak stands in devices.yaml; a CPU has none.
+The definition is that of arXiv 2204.02311, appendix B. An operation is one addition or multiplication, so a
+fused multiply-add is two operations. Recomputation by activation checkpointing is excluded. The peaks of GPUs
+are listed in devices.yaml. A CPU has no peak.
 """
 
 import copy
@@ -29,7 +29,7 @@ TABLE = Path(__file__).with_name("devices.yaml")
 
 @dataclass(frozen=True)
 class Device:
-    """A row of devices.yaml: peaks in 10^12 FLOP/s by type, memory and links in 10^9 bytes (a second)."""
+    """A row of devices.yaml: peaks in 10^12 FLOP/s by type, memory in GB, links in GB/s (10^9 bytes)."""
 
     name: str
     peaks: dict[str, float]
@@ -38,26 +38,27 @@ class Device:
     link: str
     link_gb_s: float
     source: str
-    network_gb_s: float = 12.5  # of a host, in one direction
+    network_gb_s: float = 12.5  # per host, in one direction
 
 
 @functools.cache
 def known_devices() -> tuple[Device, ...]:
+    """Return the rows of devices.yaml."""
     import yaml
 
     return tuple(Device(name, **row) for name, row in yaml.safe_load(TABLE.read_text()).items())
 
 
 def find_device(name: str) -> Device | None:
-    """The row of the device that torch calls so; None for a device that is not in the table."""
+    """Return the row for torch's name of a device, or None if the table does not contain the device."""
     rows = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
     return max(rows, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
-    """Operations of a forward and a backward pass for one image of size x size, counted on no device.
+    """Return the number of operations of a forward and backward pass for one image of size x size pixels.
 
-    build(): the model. Under torch.device("meta") it has no weights.
+    build: function that returns the model. It runs on the meta device, without weights or computation.
     """
     with torch.device("meta"):
         model, images = build(), torch.zeros(2, 3, size, size)
@@ -68,40 +69,45 @@ def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What the MFU of a training is computed from, as result.json has it."""
+    """Values from which the MFU of a training is computed, as in result.json."""
 
     flops_per_image: float
-    peak_flops: float | None  # of all processes' devices; None where one is not known
+    peak_flops: float | None  # sum over all processes' devices; None if one is unknown
 
     def pct(self, images_per_s: float) -> float | None:
-        """The share of the peak; None where that is not known."""
+        """Return the MFU in percent, or None if the peak is unknown."""
         return 100 * images_per_s * self.flops_per_image / self.peak_flops if self.peak_flops else None
 
 
 def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
-    """That of the running train script's model. None without images or build_model, or if the image size
-    changes in training.
+    """Return the values for the MFU of the running train script's model.
 
-    devices: of all processes, as torch names them.
+    Returns None for scripts without images or build_model, and if the image size changes during training.
+
+    Args:
+        recipe: The run's recipe.
+        classes: Number of classes.
+        devices: torch's names of all processes' devices.
+        precision: Value of --mixed_precision.
     """
     build: Any = getattr(sys.modules["__main__"], "build_model", None)
     if build is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
         return None
     fresh = copy.copy(recipe)  # replace() would refuse --freeze without weights
-    choosing = flags_where(type(recipe), "initial_weights")
+    weight_flags = flags_where(type(recipe), "initial_weights")
     for field in dataclasses.fields(recipe):
-        if field.name in choosing:
+        if field.name in weight_flags:
             object.__setattr__(fresh, field.name, switched_off(field))
     try:
-        counted = flops_per_image(partial(build, fresh, classes), recipe.image_size)
-    except Exception as error:  # a model may raise many kinds
+        flops = flops_per_image(partial(build, fresh, classes), recipe.image_size)
+    except Exception as error:  # a model may raise many types
         log.info(f"the model's operations can't be counted: {type(error).__name__}: {error}")
         return None
-    return Utilisation(counted, total_peak(devices, precision))
+    return Utilisation(flops, total_peak(devices, precision))
 
 
 def total_peak(devices: list[str], precision: str) -> float | None:
-    """The sum of the devices' peaks; None where one is not known, which is printed for GPUs."""
+    """Return the sum of the devices' peaks, or None if one is unknown. An unknown GPU is logged."""
     peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
     if unknown := [name for name, peak in peaks.items() if peak is None]:
         if not unknown[0].startswith("CPU"):
@@ -111,13 +117,15 @@ def total_peak(devices: list[str], precision: str) -> float | None:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Operations a second of a device at its best; None where the table does not have it.
+    """Return the peak operations per second of a device, or None if the table does not contain it.
 
-    name: as torch has it. precision: of --mixed_precision.
+    Args:
+        name: torch's name of the device.
+        precision: Value of --mixed_precision.
     """
     device = find_device(name)
     fp32 = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
-    kind = fp32 if precision == "no" else precision
-    # A device without units for TF32 computes it as fp32.
+    dtype = fp32 if precision == "no" else precision
+    # A device without TF32 units computes in fp32 instead.
     peaks = {} if device is None else {"tf32": device.peaks["fp32"]} | device.peaks
-    return 1e12 * peaks[kind] if kind in peaks else None
+    return 1e12 * peaks[dtype] if dtype in peaks else None

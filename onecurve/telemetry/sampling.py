@@ -1,14 +1,14 @@
-"""Samples of each host during a training: processor, memory, network, disk, and the GPUs of the job.
+"""Samples of CPU, memory, network, disk and GPUs of each host during a training.
 
-A thread in the first process of each host takes a sample every --telemetry_s seconds. In the run's folder:
+A thread in the first process of each host takes a sample every --telemetry_s seconds. It writes:
 
-    telemetry-<host>.jsonl     a header at each start of the run, then the samples, an object a line; the
-                               main process's headers also have its age_s, and the run's wall_s before it
-    nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, where there is one
+    telemetry-<host>.jsonl     a header at each start of the run, then one sample per line; the main process's
+                               headers also contain its age_s, and the run's wall_s before it
+    nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, if it is installed
 
-The main process alone writes. Samples of its own host are written at once; those of other hosts come to it
-with each checkpoint and at the end, so a lost host loses its samples since the last checkpoint. All samples
-count, also those of steps that a restart repeated. An error here is printed once and ends no training.
+Only the main process writes. Samples of its host are written immediately. Samples of other hosts arrive with
+each checkpoint and at the end, so a lost host loses its samples since the last checkpoint. Samples of steps
+that a restart repeats are kept. An error is logged once, and does not end the training.
 """
 
 import json
@@ -40,11 +40,11 @@ from onecurve.system.threads import lower_priority
 from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, HostSummary, summarize
 
 Item = TypeVar("Item")
-STOP_S = 2  # how long a run waits at its end for a sampler that is busy
-NVIDIA_SMI_S = 30  # how long nvidia-smi may take
-SHORTEST_S = 0.1  # a share of the processor's time over less is meaningless
+STOP_S = 2  # time that a run waits at its end for a busy sampler
+NVIDIA_SMI_S = 30  # timeout of nvidia-smi
+SHORTEST_S = 0.1  # minimum interval for a meaningful CPU utilisation
 MIB, GIB = 2**20, 2**30
-# nvidia-smi's names; an idle GPU's reason is left out
+# nvidia-smi's names of throttle reasons, without the reason of an idle GPU
 THROTTLE = (
     "applications_clocks_setting",
     "sw_power_cap",
@@ -67,6 +67,7 @@ class ProcessInfo:
 
 
 def this_process(accelerator: Accelerator) -> ProcessInfo:
+    """Return the host and device of this process."""
     on_gpu = accelerator.device.type == "cuda"
     uuid = str(torch.cuda.get_device_properties(accelerator.device).uuid) if on_gpu else None
     return ProcessInfo(socket.gethostname(), local_rank(), device_name(accelerator), uuid)
@@ -74,29 +75,37 @@ def this_process(accelerator: Accelerator) -> ProcessInfo:
 
 @dataclass
 class SampledHost:
+    """A host of the job, sampled by its first process."""
+
     name: str  # unique, and safe in file names
     first_rank: int
-    gpus: dict[str, str] = field(default_factory=dict)  # UUID -> name; only GPUs that the job uses
+    gpus: dict[str, str] = field(default_factory=dict)  # {UUID: name} of the GPUs that the job uses
 
 
 def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
-    """The hosts in the order of the ranks. Each local rank 0 begins a host, whatever its name is."""
+    """Return the hosts in the order of ranks. Each local rank 0 begins a host, regardless of its name."""
     hosts: list[SampledHost] = []
     for rank, process in enumerate(processes):
         if process.local_rank == 0:
-            taken = {host.name for host in hosts}
+            used_names = {host.name for host in hosts}
             names = numbered(re.sub(r"[^A-Za-z0-9._-]", "_", process.host))
-            hosts.append(SampledHost(next(name for name in names if name not in taken), rank))
+            hosts.append(SampledHost(next(name for name in names if name not in used_names), rank))
         if process.gpu_uuid:
             hosts[-1].gpus[process.gpu_uuid] = process.device
     return hosts
 
 
 class Telemetry:
-    """Telemetry of one process: the first process of each host samples in a thread, the main process writes.
+    """Telemetry of one process. The first process of each host samples in a thread; the main process writes.
 
-    processes: of all ranks. folder: the run's on the main process, None elsewhere. step: returns the current
-    step of the training. steps: of the whole run. before_s: its wall_s before this process.
+    Args:
+        processes: Host and device of each rank.
+        rank: Rank of this process.
+        folder: The run's folder on the main process, None elsewhere.
+        interval_s: Seconds between samples; 0 disables sampling.
+        step: Function that returns the current step of the training.
+        steps: Number of steps of the whole run.
+        before_s: The run's wall_s before this process.
     """
 
     def __init__(
@@ -112,8 +121,8 @@ class Telemetry:
         self.folder, self.interval_s, self.step, self.before_s = folder, interval_s, step, before_s
         self.middle = steps // 2
         self.reported: set[str] = set()
-        self.unsent: deque[tuple[str, str]] = deque()  # not on the main process: file name and text
-        self.unlogged: deque[dict[str, Any]] = deque()  # on the main process: for the trackers
+        self.unsent: deque[tuple[str, str]] = deque()  # file name and text; not on the main process
+        self.unlogged: deque[dict[str, Any]] = deque()  # samples for the trackers; only on the main process
         self.stopped, self.thread = threading.Event(), None
         host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
         if host and interval_s:
@@ -121,17 +130,17 @@ class Telemetry:
             self.thread.start()
 
     def stop(self) -> None:
-        """Takes a last sample and ends the thread."""
+        """Take a last sample and end the thread."""
         self.stopped.set()
         if self.thread:
             self.thread.join(STOP_S)
 
     def take(self) -> list[tuple[str, str]]:
-        """The text since the last call for the main process to write, as (file name, text)."""
+        """Return the text since the last call as (file name, text), for the main process to write."""
         return _drained(self.unsent)
 
     def append(self, pieces: list[tuple[str, str]]) -> None:
-        """Writes what the other processes took. Called by the main process."""
+        """Write the text of other processes. Main process only."""
         try:
             for name, text in pieces:
                 self._keep(name, text)
@@ -139,7 +148,7 @@ class Telemetry:
             self._complain(str(error))
 
     def means(self) -> dict[str, float]:
-        """Means over the main process's host since the last call: `telemetry/<name>`."""
+        """Return means for the main process's host since the last call: {`telemetry/<name>`: value}."""
         values: defaultdict[str, list[float]] = defaultdict(list)
         for sample in _drained(self.unlogged):
             parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
@@ -148,10 +157,10 @@ class Telemetry:
                 for name in names:
                     if part[name] is not None:
                         values[f"telemetry/{prefix}{name}"].append(part[name])
-        return {name: fmean(measured) for name, measured in values.items()}
+        return {name: fmean(series) for name, series in values.items()}
 
     def summaries(self) -> list[HostSummary]:
-        """A summary for each host that the run has had. Called by the main process."""
+        """Return a summary for each host of all starts of the run. Main process only."""
         assert self.folder
         summaries = list[HostSummary]()
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
@@ -162,23 +171,23 @@ class Telemetry:
         return summaries
 
     def _work(self, host: SampledHost) -> None:
-        """The thread: a header, a sample each interval_s, and a last one."""
+        """Write a header, a sample every interval_s, and a last sample. Runs in a thread."""
         lower_priority()
         try:
             meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._complain)
             self._write_header(host)
-            self._ask_nvidia_smi(host)
-            asked_again = self.step() >= self.middle
+            self._log_nvidia_smi(host)
+            is_past_middle = self.step() >= self.middle
             while not (last := self.stopped.wait(self.interval_s)) or meter.age_s() > SHORTEST_S:
                 sample = {"t": round(time.time(), 3), "step": self.step(), **meter.sample()}
                 self._write(host, sample | ({"gpus": [gpu.sample() for gpu in gpus]} if gpus else {}))
                 if last:
                     break
-                if not asked_again and self.step() >= self.middle:
-                    asked_again = True
-                    self._ask_nvidia_smi(host)
-        except Exception as error:  # of any kind: no training ends because its telemetry does
-            self._complain(f"no more samples of host {host.name} ({error})")
+                if not is_past_middle and self.step() >= self.middle:
+                    is_past_middle = True
+                    self._log_nvidia_smi(host)
+        except Exception as error:  # an error of telemetry must not end the training
+            self._complain(f"host {host.name} is no longer sampled ({error})")
 
     def _write_header(self, host: SampledHost) -> None:
         header = {
@@ -193,7 +202,7 @@ class Telemetry:
             header |= {"before_s": round(self.before_s, 3), "age_s": round(own_age_s(), 3)}
         self._write(host, header)
 
-    def _ask_nvidia_smi(self, host: SampledHost) -> None:
+    def _log_nvidia_smi(self, host: SampledHost) -> None:
         if shutil.which("nvidia-smi") is None:
             return
         step, when = self.step(), time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
@@ -213,14 +222,14 @@ class Telemetry:
             self.unlogged.append(line)
 
     def _keep(self, name: str, text: str) -> None:
-        """Writes the text into the run's folder, or keeps it for the main process."""
+        """Write the text into the run's folder, or keep it for the main process."""
         if not self.folder:
             self.unsent.append((name, text))
             return
         with open_to_append(self.folder / name) as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a full disk has cut it
+                if file.read(1) != b"\n":  # a full disk has truncated the last line
                     file.write(b"\n")
             file.write(text.encode())
 
@@ -231,26 +240,27 @@ class Telemetry:
 
 
 def _drained(queue: deque[Item]) -> list[Item]:
-    """Empties the queue, to which another thread may append meanwhile."""
+    """Empty a queue to which another thread may append, and return its items."""
     return [queue.popleft() for _ in range(len(queue))]
 
 
 class HostMeter:
-    """Use of the whole host by all processes; rates are means since the last sample."""
+    """Utilisation of the whole host by all processes. Rates are means since the last sample."""
 
     def __init__(self) -> None:
-        psutil.cpu_percent()  # the first answer in a thread is meaningless
+        psutil.cpu_percent()  # the first value in a thread is meaningless
         self.sampled_at, self.totals = time.monotonic(), _totals_mib()
 
     def age_s(self) -> float:
-        """Seconds since the last sample."""
+        """Return the seconds since the last sample."""
         return time.monotonic() - self.sampled_at
 
     def sample(self) -> dict[str, float | None]:
+        """Return the utilisation since the last sample."""
         elapsed_s, totals, memory = self.age_s(), _totals_mib(), psutil.virtual_memory()
         rates = {
-            f"{name}_mib_s": now and round(max(0, now - (self.totals[name] or 0)) / elapsed_s, 3)
-            for name, now in totals.items()
+            f"{name}_mib_s": total and round(max(0, total - (self.totals[name] or 0)) / elapsed_s, 3)
+            for name, total in totals.items()
         }
         self.sampled_at, self.totals = self.sampled_at + elapsed_s, totals
         used_gib = round((memory.total - memory.available) / GIB, 3)
@@ -258,28 +268,28 @@ class HostMeter:
 
 
 def _totals_mib() -> dict[str, float | None]:
-    """Totals since the host's start, over all network interfaces but the loopback. RDMA is not counted."""
-    network = [counted for name, counted in psutil.net_io_counters(pernic=True).items() if name != "lo"]
+    """Return totals since the host's start, in MiB. Loopback interfaces and RDMA are excluded."""
+    counters = [counter for name, counter in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     try:
         disk = psutil.disk_io_counters()
-    except NotImplementedError:  # some containers have no /proc/diskstats
+    except NotImplementedError:  # some containers lack /proc/diskstats
         disk = None
     return {
-        "net_sent": sum(counted.bytes_sent for counted in network) / MIB,
-        "net_received": sum(counted.bytes_recv for counted in network) / MIB,
+        "net_sent": sum(counter.bytes_sent for counter in counters) / MIB,
+        "net_received": sum(counter.bytes_recv for counter in counters) / MIB,
         "disk_read": disk and disk.read_bytes / MIB,
         "disk_written": disk and disk.write_bytes / MIB,
     }
 
 
 def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
-    """The job's GPUs; an empty list without NVML, or where it does not know one of them."""
+    """Return the job's GPUs, or an empty list if NVML is missing or does not know one of them."""
     if not uuids:
         return []
     try:
         import pynvml
     except ImportError:
-        complain("nvidia-ml-py is not installed: the GPUs are not in the telemetry")
+        complain("nvidia-ml-py is not installed, so the telemetry does not include GPUs")
         return []
     try:
         pynvml.nvmlInit()
@@ -290,9 +300,13 @@ def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
 
 
 class Gpu:
-    """A GPU, or a part of one (MIG). A value that it does not support is None. Not yet measured on a GPU.
+    """A GPU or a part of a GPU (MIG). Unsupported values are None. Not yet measured on a GPU.
 
-    index: among the job's GPUs of this host. complain: takes errors, but not values that are not supported.
+    Args:
+        nvml: The module pynvml.
+        index: Index among the job's GPUs on this host.
+        uuid: UUID of the GPU, as torch reports it.
+        complain: Function that receives messages about errors, but not about unsupported values.
     """
 
     def __init__(self, nvml: Any, index: int, uuid: str, complain: Callable[[str], None]):
@@ -306,11 +320,11 @@ class Gpu:
         self.first_mj = self._get("TotalEnergyConsumption")
 
     def sample(self) -> dict[str, Any]:
-        """energy_wh: since this object was made, by the GPU's own counter."""
+        """Return a sample. `energy_wh` is measured by the GPU's counter since this object was created."""
         get = self._get
         rates, memory, power_mw = map(get, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
         energy_mj, reasons = map(get, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))
-        counted = energy_mj is not None and self.first_mj is not None
+        has_energy = energy_mj is not None and self.first_mj is not None
         return {
             "index": self.index,
             "utilisation_pct": rates and rates.gpu,
@@ -319,7 +333,7 @@ class Gpu:
             "temperature_c": get("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
             "sm_clock_mhz": get("ClockInfo", self.nvml.NVML_CLOCK_SM),
             "throttle": None if reasons is None else [n for n, bit in self.reasons.items() if reasons & bit],
-            "energy_wh": round((energy_mj - self.first_mj) / 3.6e6, 4) if counted else None,
+            "energy_wh": round((energy_mj - self.first_mj) / 3.6e6, 4) if has_energy else None,
         }
 
     def _get(self, name: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sums up the telemetry of a host: means, maxima, energy."""
+"""Summaries of a host's telemetry: means, maxima and energy."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_
 
 
 class HostSummary(TypedDict):
-    """The telemetry of one host over all starts of a run, as in result.json."""
+    """Telemetry of one host over all starts of a run, as in result.json."""
 
     host: str
     samples: int
@@ -42,29 +42,31 @@ class HostSummary(TypedDict):
 
 @dataclass
 class Numbers:
-    """The mean and the maximum of numbers that are not kept, as a run of weeks has many; None is none."""
+    """Mean and maximum of a stream of numbers, which are not stored. None values are ignored."""
 
     count: int = 0
     total: float = 0.0
     largest: float | None = None
 
     def add(self, value: float | None) -> None:
+        """Add a number; None is ignored."""
         if value is not None:
             self.count, self.total = self.count + 1, self.total + value
             self.largest = value if self.largest is None else max(self.largest, value)
 
     @property
     def mean(self) -> float | None:
+        """Mean of the numbers; None without numbers."""
         return self.total / self.count if self.count else None
 
 
 @dataclass
 class Energy:
-    """The energy of one GPU in one start: by its counter, else as the integral of its power."""
+    """Energy of one GPU in one start, from its counter or else from the integral of its power."""
 
     counted_wh: float | None = None
     joules: float = 0.0
-    last: tuple[float, float] | None = None  # time in s, and power in W
+    last: tuple[float, float] | None = None  # time in s and power in W
 
     def add(self, t: float, counted_wh: float | None, power_w: float | None) -> None:
         self.counted_wh = self.counted_wh if counted_wh is None else counted_wh
@@ -75,15 +77,23 @@ class Energy:
 
     @property
     def wh(self) -> float | None:
+        """Energy in Wh; None if it is unknown."""
         return self.counted_wh if self.counted_wh is not None else self.last and self.joules / 3600
 
 
 def summarize(file: Path) -> HostSummary:
-    """Sums up one telemetry-<host>.jsonl over all starts: means, but maxima of memory and temperature.
+    """Summarize one telemetry-<host>.jsonl over all starts.
 
-    A value that was never measured is None. energy_wh: over all GPUs and starts; None unless each of them
-    reported energy or power. throttled_pct: share of a GPU's samples with a throttle reason; throttle: the
-    reasons. ValueError for a file with lines that are no telemetry.
+    Values are means, except for the maxima of GPU memory and temperature and of host memory. Values that were
+    never measured are None.
+
+    Returns:
+        The summary. `energy_wh` is the sum over all GPUs and starts, or None unless each of them reported
+        energy or power. `throttled_pct` is the percentage of GPU samples with a throttle reason, and `throttle`
+        lists the reasons.
+
+    Raises:
+        ValueError: The file contains lines that are not telemetry.
     """
     samples, gpus, starts = 0, 0, 0
     values: dict[str, Numbers] = defaultdict(Numbers)
@@ -104,7 +114,7 @@ def summarize(file: Path) -> HostSummary:
                 reasons.update(gpu["throttle"] or ())
                 energies[starts, gpu["index"]].add(line["t"], gpu["energy_wh"], gpu["power_w"])
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} has lines that are no telemetry") from None
+        raise ValueError(f"{file} has lines that are not telemetry") from None
     return {
         "host": file.stem.removeprefix("telemetry-"),
         "samples": samples,
@@ -127,11 +137,11 @@ def summarize(file: Path) -> HostSummary:
 
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
-    """The energy over all hosts; None without GPUs, or where those of a host did not report it."""
+    """Return the energy over all hosts, or None without GPUs or if a host's GPUs did not report it."""
     return _total([host["energy_wh"] for host in summaries if host["gpus"]])
 
 
 def _total(numbers: list[float | None]) -> float | None:
-    """The sum; None for an empty list or one with a None."""
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known and len(known) == len(numbers) else None
+    """Return the sum, or None for an empty list or a list with a None."""
+    measured = [number for number in numbers if number is not None]
+    return sum(measured) if measured and len(measured) == len(numbers) else None

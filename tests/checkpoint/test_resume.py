@@ -242,7 +242,7 @@ def test_another_metric_resets_the_best_result(tmp_path, cache):
     words = [*CNN, *FLAGS, *cache, "--output_dir", tmp_path / "run", "--max_steps"]
     run([*words, "14"])
     output = run([*words, "15", "--best_by", "macro_f1", "--allow_changed", "best_by"])
-    assert "the best evaluation counts anew" in output
+    assert "the best result is reset" in output
     final = result(tmp_path / "run")
     assert final["best_macro_f1"] > 0
     assert [line["step"] for line in metrics(tmp_path / "run") if "val/macro_f1" in line] == [14, 15]

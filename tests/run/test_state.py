@@ -23,7 +23,7 @@ def test_a_state_comes_back_through_its_file(tmp_path):
     assert found.wall_s > state.wall_s
     assert found.wall_s - state.wall_s == pytest.approx(sum(found.spent_s.values()), abs=0.1)
     assert found.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
-    with pytest.raises(ValueError, match="is no state of step 5: it is of step 4"):
+    with pytest.raises(ValueError, match="is not a state of step 5: it belongs to step 4"):
         RunState.read(Checkpoint(tmp_path, {"step": 5}))
 
 

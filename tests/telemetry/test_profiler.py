@@ -48,7 +48,7 @@ def test_one_process_of_two_is_profiled(script, strategy, cache, tmp_path):
 
 
 def test_a_step_that_does_not_come_is_refused_or_said(tmp_path, capsys):
-    refusal = "--profile 11: 3 steps from step 11 on, and the run ends at step 12: choose at most 10"
+    refusal = "--profile 11 needs 3 steps from step 11, but the run ends at step 12. Choose at most 10"
     with pytest.raises(ValueError, match=refusal):
         begin_profile(torch.device("cpu"), 11, Steps(14, 28, 12), None)
     assert begin_profile(torch.device("cpu"), 8, Steps(14, 28, 14, first=12), tmp_path) is None

@@ -283,7 +283,7 @@ def test_a_line_that_was_cut_is_left_out(tmp_path):
 
 
 def test_a_file_of_something_else_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"telemetry-a\.jsonl has lines that are no telemetry"):
+    with pytest.raises(ValueError, match=r"telemetry-a\.jsonl has lines that are not telemetry"):
         summarize(written(tmp_path / "telemetry-a.jsonl", {"loss": 1}))
 
 
