@@ -121,7 +121,7 @@ def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]
     sign = 1 if METRICS[measure].is_share else -1
     candidates = [row for row in rows if row[0].parent == rows[0][0].parent]
     to_use = max(candidates, key=lambda row: -math.inf if row[1] is None else sign * row[1])[0]
-    table = Table(title="weight files")
+    table = Table(title="weights: which file to use")
     table.add_column("file in checkpoints/", no_wrap=True)
     table.add_column(measure, justify="right")
     table.add_column("contents")

@@ -164,8 +164,8 @@ class RunLog:
 
     def _set_problem(self, file: str, error: OSError) -> None:
         self.problem = self.problem or (
-            f"{file} can't be written: {error.strerror or error}. Make room, then run the same command to"
-            " resume from the newest checkpoint"
+            f"{file} can't be written: {error.strerror or error}. Make room: the same command continues with"
+            " the newest checkpoint"
         )
 
 

@@ -89,7 +89,7 @@ def summarize(file: Path) -> HostSummary:
 
     Returns:
         The summary. `energy_wh` is the sum over all GPUs and starts, or None unless each of them reported
-        energy or power. `throttled_pct` is the percentage of GPU samples with a throttle reason, and `throttle`
+        energy or power. `throttled_pct` is the percentage of GPU samples with a throttle reason. `throttle`
         lists the reasons.
 
     Raises:

@@ -191,7 +191,7 @@ def test_wandb_that_is_disabled(tmp_path, cache):
 
 def test_a_tracker_that_is_not_installed(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--trackers trackio: the package is not installed. Run `pip"):
+    with pytest.raises(ValueError, match=r"--trackers trackio: the package is not installed\. Run `pip"):
         Run(None, Recipe(trackers=("trackio",)), None)
 
 
