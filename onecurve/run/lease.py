@@ -186,7 +186,7 @@ def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
         if is_running(record.get("pid", 0), record.get("start_ticks")):
             raise refusal
     elif record.get("job") != job or record.get("round") not in range(number):
-        log.info(f"{store.name} is leased by {owner}. Waiting {WATCH_S} s for its next heartbeat")
+        log.info(f"{store.name} is leased by {owner}: waiting {WATCH_S} s for its next heartbeat")
         until = time.monotonic() + WATCH_S
         while time.monotonic() < until:
             heartbeat()

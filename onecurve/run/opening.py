@@ -62,7 +62,7 @@ class Opening:
     cropped: bool | None = None  # True if images stay encoded and are cropped
     # The model's preprocessing, and after open() the run's; None if the script decides
     preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
-    place: RunFolder | None = None  # main process only
+    run_folder: RunFolder | None = None  # main process only
     record: MainRecord | None = None  # main process only
 
     def open(self) -> Ranks:
@@ -75,15 +75,20 @@ class Opening:
             resume_point = once(accelerator, "run folder", self._find_resume_point, recipe.timeout_s)
             content, saved_step, has_optimizer, folder, saved_steps, preprocessing = resume_point
             self._refuse_older(folder, saved_steps, [process.host for process in processes])
-            place, state = self.place, RunState(**content)
+            run_folder, state = self.run_folder, RunState(**content)
             self.preprocessing = preprocessing and data_config(preprocessing)
-            path, mirror = (place.path, place.mirror) if place else (None, None)
+            path, mirror = (run_folder.path, run_folder.mirror) if run_folder else (None, None)
             steps = dataclasses.replace(self.steps, first=state.step)
             if state.step:  # resumed from a checkpoint
-                training.restore(place.checkpoint if place else None, state.scalars(), has_optimizer)
+                training.restore(
+                    run_folder.checkpoint if run_folder else None, state.scalars(), has_optimizer
+                )
             hosts = list(dict.fromkeys(process.host for process in processes))
             recipe_file = self._recipe_file(hosts, [process.device for process in processes])
-            manifest, lost = self._manifest(recipe_file), place.leases[0].check if place else lambda: None
+            manifest, lost = (
+                self._manifest(recipe_file),
+                run_folder.leases[0].check if run_folder else lambda: None,
+            )
             saver = Saver(training, path, manifest, recipe.keep_every, mirror, saved_step or None, lost)
             start = self._start_line(recipe_file, steps, state, has_optimizer)
             begin_log = partial(self._start_log, recipe_file, start, steps, state, saver)
@@ -100,8 +105,8 @@ class Opening:
             parts = meter, Predictions(self.classes), saver, exchange
             return Ranks(recipe, steps, state, *parts, self.record, saved_step)
         except BaseException:
-            if self.place:
-                self.place.release()
+            if self.run_folder:
+                self.run_folder.release()
             raise
 
     def _find_resume_point(self, heartbeat: Heartbeat) -> list[Any]:
@@ -116,16 +121,16 @@ class Opening:
                 run's last. Also raised after too many restarts without a new checkpoint.
         """
         name = run_name(self.accelerator, self.recipe, self.batch)
-        self.place = place = RunFolder(self.recipe, name, self.steps.last, heartbeat)
-        state, has_optimizer, checkpoint = RunState(), False, place.checkpoint
+        self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
+        state, has_optimizer, checkpoint = RunState(), False, run_folder.checkpoint
         if checkpoint:
-            state, has_optimizer = self._from_checkpoint(checkpoint, place.is_new)
-        count_restarts(place.path, state.step)
+            state, has_optimizer = self._from_checkpoint(checkpoint, run_folder.is_new)
+        count_restarts(run_folder.path, state.step)
         if checkpoint:
             log.info(f"continuing at step {checkpoint.step:,} with {checkpoint.folder}")
         preprocessing = self._preprocessing(checkpoint.manifest if checkpoint else None)
-        own_step, steps = 0 if place.is_new else state.step, steps_in(place.path / "checkpoints")
-        return [state.to_json(), own_step, has_optimizer, str(place.path), steps, preprocessing]
+        own_step, steps = 0 if run_folder.is_new else state.step, steps_in(run_folder.path / "checkpoints")
+        return [state.to_json(), own_step, has_optimizer, str(run_folder.path), steps, preprocessing]
 
     def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the preprocessing of images: the checkpoint's, changed by flags, else the model's.
@@ -226,7 +231,7 @@ class Opening:
             "source": self.source,
             "unit": recipe.unit,
             "val_chosen": VAL_CHOSEN,
-            "resumed_from": self.place.began_at if self.place else None,
+            "resumed_from": self.run_folder.began_at if self.run_folder else None,
             "command": _command(),
             "argv": sys.argv,
             "version": __version__,
@@ -277,50 +282,49 @@ class Opening:
 
         start: line for starts.jsonl.
         """
-        place = self.place
-        assert place
-        checkpoint = None if place.is_new else place.checkpoint
-        with writing("the log", place.path):
-            remove_temporary(place.path / "checkpoints")  # a download from another run
+        run_folder = self.run_folder
+        assert run_folder
+        checkpoint = None if run_folder.is_new else run_folder.checkpoint
+        with writing("the log", run_folder.path):
+            remove_temporary(run_folder.path / "checkpoints")  # a download from another run
             paths = flags_where(type(self.recipe), "is_path")
-            add_start(place.path, start, checkpoint.manifest if checkpoint else None, paths)
-            (place.path / "result.json").unlink(missing_ok=True)
-            run_log = RunLog(place.path, self.recipe, recipe_file, state, steps)
+            add_start(run_folder.path, start, checkpoint.manifest if checkpoint else None, paths)
+            (run_folder.path / "result.json").unlink(missing_ok=True)
+            run_log = RunLog(run_folder.path, self.recipe, recipe_file, state, steps)
             writer = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
             if change := change_of_hosts(writer, recipe_file):
                 run_log.write_mark(change)
-        if place.mirror and checkpoint:  # its upload may have been interrupted
-            place.mirror.offer(checkpoint.step, state.best_step)
-        log.info(f"run folder {place.path}")
-        used = None
+        if run_folder.mirror and checkpoint:  # its upload may have been interrupted
+            run_folder.mirror.offer(checkpoint.step, state.best_step)
+        log.info(f"run folder {run_folder.path}")
+        utilisation_values = None
         if isinstance(self.recipe, ImageRecipe):
             from onecurve.telemetry.flops import utilisation
 
-            used = utilisation(
+            utilisation_values = utilisation(
                 self.recipe, len(self.classes), recipe_file["devices"], recipe_file["mixed_precision"]
             )
             self._warn_of_export()
         final: ResultEnd = {"parameters": sum(map(math.prod, self.training.gathering.shapes.values()))}
         run = self.accelerator, self.recipe, self.batch
-        self.record = MainRecord(*run, steps, state, place, saver, run_log, used, final)
+        self.record = MainRecord(*run, steps, state, run_folder, saver, run_log, utilisation_values, final)
 
     def _warn_of_export(self) -> None:
-        """Prints what export.py would refuse after the training: code of the model that is outside of it."""
+        """Warn if export.py would refuse the trained model because its code is outside the Model section."""
         from onecurve.models.script import MOVE, model_section, names_from_above
 
         file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # none in a notebook
-        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm builds it again
+        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm can rebuild it
             return
         section = model_section(Path(file).read_text())
         if section and (names := names_from_above(section)):
-            lines = f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}"
-            log.info(lines)
+            log.info(f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}")
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
         """Report to launch.py the first step, and whether all hosts see the run's folder. Collective."""
         if EVENTS_FILE not in os.environ:
             return
-        file = self.place.path.resolve() / "recipe.json" if self.place else None
+        file = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
         main_file = exchange.poll.gather((file, file.read_bytes()) if file else None)[0]
         is_shared = all(exchange.poll.gather(_holds(*main_file)))
         if file:

@@ -49,7 +49,7 @@ class MainRecord:
     batch: Batch
     steps: Steps
     state: RunState
-    place: RunFolder
+    run_folder: RunFolder
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
@@ -59,16 +59,16 @@ class MainRecord:
     @property
     def folder(self) -> Path:
         """The run's folder."""
-        return self.place.path
+        return self.run_folder.path
 
     def problem(self) -> str | None:
         """Return the first error that ends the run: a lost folder or a failed write."""
-        return self.place.lost() or self.saver.problem or self.log.problem
+        return self.run_folder.lost() or self.saver.problem or self.log.problem
 
     def find_best(self, heartbeat: Heartbeat) -> bool:
         """Find and verify the best evaluation's checkpoint, locally or in S3. Return False if it is gone."""
         self._wait_for_save(heartbeat)
-        step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.place.mirror
+        step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.run_folder.mirror
         assert step
         errors: tuple[type[ValueError], ...] = (checkpoints.DamagedCheckpoint,)
         try:
@@ -109,7 +109,7 @@ class MainRecord:
             telemetry: The run's telemetry.
             heartbeat: Function to call during long operations.
         """
-        folder, mirror, state = self.folder, self.place.mirror, self.state
+        folder, mirror, state = self.folder, self.run_folder.mirror, self.state
         self.final.update(facts)
         self.log.progress.stop()
         self._wait_for_save(heartbeat)
@@ -170,7 +170,7 @@ class MainRecord:
 
     def upload(self, heartbeat: Heartbeat) -> None:
         """Wait until the mirror has sent everything, and record in result.json whether it succeeded."""
-        mirror, file = self.place.mirror, self.folder / "result.json"
+        mirror, file = self.run_folder.mirror, self.folder / "result.json"
         if mirror is None:
             return
         mirror.offer(self.state.step, self.state.best_step)
@@ -225,12 +225,12 @@ class MainRecord:
         with contextlib.suppress(OSError):
             if status != "finished":
                 write_json(self.folder / "result.json", self.result(status, error))
-        if status == "preempted" and self.place.mirror:
-            self.place.mirror.wait(UPLOAD_GRACE_S)
+        if status == "preempted" and self.run_folder.mirror:
+            self.run_folder.mirror.wait(UPLOAD_GRACE_S)
         self.log.close(failed=status == "failed")
         if self.state.step:
             log.info(python_command(shortest(ROOT / "logbook.py"), "add", self.folder))
-        self.place.release()
+        self.run_folder.release()
 
 
 def result(

@@ -203,7 +203,7 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
 
 def test_never_is_refused_where_the_launcher_starts_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ValueError, match="--resume never: the launcher may start the job again"):
+    with pytest.raises(ValueError, match="--resume never would start a new run each time"):
         place(tmp_path, resume="never")
     place(tmp_path).release()
 
@@ -230,7 +230,7 @@ def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
     place(tmp_path).release()
     file = tmp_path / script_name() / "named" / "recipe.json"
     file.write_text(content)
-    with pytest.raises(ValueError, match=f"{file} can't be read .*remove that file") as error:
+    with pytest.raises(ValueError, match=f"{file} can't be read .*Remove that file") as error:
         place(tmp_path)
     assert "\n" not in str(error.value)
     assert [path.name for path in file.parent.parent.iterdir()] == ["named"]
