@@ -261,7 +261,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
     """
     help = help_of(field).replace("%", "%%").replace("images", unit)
     if default := shown_default(field):
-        help += f" Default: {default}."
+        help = f"{help.removesuffix('.')}. Default: {default}."
     if _base_type(field) is bool:
         # Sweeps write --padding=True. `const` is the value of a flag without a value.
         parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="true|false", help=help)
