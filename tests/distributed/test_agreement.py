@@ -95,7 +95,7 @@ def test_a_checkpoint_on_the_other_hosts_disk_is_refused(tmp_path, cache):
     words, output_flags = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]
     jobs = two_hosts(tmp_path, cache, words, (tmp_path / "a", tmp_path / "b"), (output_flags, output_flags))
     assert all(status != 0 for status, _ in jobs)
-    assert "has the run's checkpoint of step 9 in run, and " in jobs[0][1] + jobs[1][1]
+    assert "has the run's checkpoint of step 9 in run, but " in jobs[0][1] + jobs[1][1]
 
 
 def test_other_code_on_one_host(project_copy, tmp_path, cache):
