@@ -1,4 +1,4 @@
-"""The table of docs/models.md: each model trains everywhere, resumes, is exported, has the same bits."""
+"""The models of docs/models.md: each one trains everywhere, resumes, exports and gives the same bits."""
 
 import json
 import re
@@ -16,18 +16,19 @@ from tests.support.compare import assert_same_training
 
 SECTION = (ROOT / "docs" / "models.md").read_text().partition("## Models to train\n")[2]
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", SECTION.partition("\n## ")[0], re.MULTILINE)
-QUICK = ("test_efficientnet",)  # with BatchNorm and three kinds of blocks
-# BatchNorm over few values enlarges rounding beyond what is compared: these train with --deterministic.
+QUICK = ("test_efficientnet",)  # contains BatchNorm and three classes of blocks
+# BatchNorm over few values amplifies rounding beyond the tolerance, so these models use --deterministic.
 ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
 FLAGS += ["--max_steps", "4", "--max_val_images", "64"]
 WHOLE = "has no blocks, so it is gathered or compiled as a whole"
 
-# Convolutions of them have inputs or weights of one pixel or one image, whose memory format is ambiguous.
+# Convolutions in these models have inputs or weights of one pixel or one image, so the memory format is
+# ambiguous.
 AMBIGUOUS = ("test_resnet", "test_efficientnet", "test_coatnet")
 AMBIGUOUS += ("pvt_v2_b0", "mobilevit_xxs", "efficientvit_m0")
-OURS = [
+PROJECT_MODELS = [
     [*RESNET, "--image_size", "8", "--per_device_batch_size", "4"],
     [*RESNET, "--stem", "imagenet", "--per_device_batch_size", "4"],
     [*RESNET, "--per_device_batch_size", "1"],
@@ -35,16 +36,16 @@ OURS = [
 ]
 
 
-def timms(models: Iterable[str], *sizes: str) -> list[list[str]]:
-    words = ["train_vit.py", "--per_device_batch_size", "2", "--model"]
-    return [[*words, model, "--image_size", size] for model in models for size in sizes]
+def timm_commands(models: Iterable[str], *sizes: str) -> list[list[str]]:
+    command = ["train_vit.py", "--per_device_batch_size", "2", "--model"]
+    return [[*command, model, "--image_size", size] for model in models for size in sizes]
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [OURS[0], *timms(AMBIGUOUS[1:2], "32")],
-        full([*OURS, *timms([model for model, _ in TABLE], "32", "64")]),
+        [PROJECT_MODELS[0], *timm_commands(AMBIGUOUS[1:2], "32")],
+        full([*PROJECT_MODELS, *timm_commands([model for model, _ in TABLE], "32", "64")]),
     ],
     ids=["some", "all"],
 )
@@ -53,15 +54,15 @@ def test_the_bits_of_one_process(rows, tmp_path):
     (tmp_path / "rows").write_text(json.dumps(rows))
 
     def bits(launcher: list) -> list[str]:
-        words = [*launcher, ROOT / "tests" / "support" / "same_bits.py", tmp_path / "rows"]
-        status, output = Job(words, env={"PYTHONPATH": str(ROOT)}).wait(timeout_s=1800)
+        command = [*launcher, ROOT / "tests" / "support" / "same_bits.py", tmp_path / "rows"]
+        status, output = Job(command, env={"PYTHONPATH": str(ROOT)}).wait(timeout_s=1800)
         assert status == 0, output
         return [line for line in output.splitlines() if line.startswith('["train_')]
 
-    one = bits(python())
-    assert len(set(one)) == len(rows)
-    assert bits(torchrun(3)) == one
-    assert bits(STRATEGIES["fsdp"]) == one
+    one_process = bits(python())
+    assert len(set(one_process)) == len(rows)
+    assert bits(torchrun(3)) == one_process
+    assert bits(STRATEGIES["fsdp"]) == one_process
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,12 @@ def test_a_model_trains_the_same_everywhere_and_is_exported(model, blocks, tmp_p
     """FSDP2's run is stopped after 2 steps, and DDP resumes it."""
 
     def train(strategy: str, folder: str, stop_at: str = "-1") -> str:
-        words = ["train_vit.py", "--model", model, *FLAGS, *cache, "--output_dir", tmp_path / folder]
-        words += ["--deterministic"] if model in ROUGH else []
+        command = ["train_vit.py", "--model", model, *FLAGS, *cache, "--output_dir", tmp_path / folder]
+        command += ["--deterministic"] if model in ROUGH else []
         env = {"STOP_AT": stop_at} | (HALF_THE_CORES if strategy == "single" else {})
-        _, output = Job([*STRATEGIES[strategy], *words], cwd=stoppable, env=env).wait()
-        ended = "finished" if stop_at == "-1" else "preempted"
-        assert result(tmp_path / folder)["status"] == ended, output
+        _, output = Job([*STRATEGIES[strategy], *command], cwd=stoppable, env=env).wait()
+        expected_status = "finished" if stop_at == "-1" else "preempted"
+        assert result(tmp_path / folder)["status"] == expected_status, output
         return output
 
     train("single", "single")
@@ -91,5 +92,5 @@ def test_the_table_has_the_blocks_of_at_least_20_models():
     assert len(TABLE) >= 20
     for model, blocks in TABLE:
         with torch.device("meta"):
-            found = block_classes(timm.create_model(model))
-        assert blocks == (", ".join(found) or "the whole model"), model
+            classes = block_classes(timm.create_model(model))
+        assert blocks == (", ".join(classes) or "the whole model"), model

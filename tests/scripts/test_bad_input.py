@@ -1,4 +1,4 @@
-"""Bad input: one clear error, an exit status other than 0, no hang, no half-made run folder."""
+"""Bad input gives one clear error, a nonzero exit status, no hang and no partial run folder."""
 
 import resource
 
@@ -10,7 +10,7 @@ from tests.support.data_sets import data_set, encode, picture
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
 ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json"]
-CASES = {  # launcher, script and flags, message; others are in test_mistakes.py and tests/test_messages.py
+CASES = {  # launcher, script and flags, message; see also test_mistakes.py and tests/test_messages.py
     "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "needs a launcher"),
     "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "give one of them"),
     "an interface that is not there": (torchrun(2), ON_DIGITS, "GLOO_SOCKET_IFNAME=eth99 matches no inter"),
@@ -25,15 +25,15 @@ def test_one_clear_error(name, tmp_path, cache):
     assert status != 0
     assert output.count("error: ") == 1, output
     assert message in output
-    assert "Traceback" not in output.split(message)[0], output  # the launcher prints its own, afterwards
+    assert "Traceback" not in output.split(message)[0], output  # the launcher prints a traceback afterwards
     assert not (tmp_path / "run").exists()
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """A batch needs 96 GiB in each process; the address space is limited to 64 GiB."""
+    """Need 96 GiB per batch in each process, with an address space of 64 GiB."""
     flags = ["--data", "digits", "--image_size", "4096", "--batch_size", "1024", "--trackers", "none"]
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # the processes of the job inherit it
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # the job's processes inherit the limit
     try:
         job = Job([*torchrun(2), *RESNET, *flags, *cache, "--output_dir", tmp_path / "run"])
     finally:
@@ -50,21 +50,21 @@ def test_batch_norm_with_one_value_says_which_flags(tmp_path, cache):
     words = [*RESNET, *SMALL, "--image_size", "8", "--per_device_batch_size", "1", *cache]
     status, output = Job([*python(), *words, "--output_dir", tmp_path / "run"]).wait()
     assert status == 1
-    said = "error: BatchNorm: Expected more than 1 value per channel when training, got input size "
-    assert output.count(said) == 1, output
+    message = "error: BatchNorm: Expected more than 1 value per channel when training, got input size "
+    assert output.count(message) == 1, output
     assert ". Give a larger --per_device_batch_size or --image_size\n" in output
 
 
 def test_mixup_of_one_image_is_said(tmp_path, cache):
     words = [*torchrun(2), *VIT, *SMALL, "--max_val_images", "8", *cache, "--output_dir", tmp_path / "run"]
-    said = "--mixup and --cutmix have no effect: each micro-batch is one image"
-    assert run([*words, "--per_device_batch_size", "1", "--mixup", "0.5"]).count(said) == 1
+    message = "--mixup and --cutmix have no effect: each micro-batch is one image"
+    assert run([*words, "--per_device_batch_size", "1", "--mixup", "0.5"]).count(message) == 1
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("is_searched", "workers"), [(True, "0"), (False, "0"), (False, "2")])
 def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp_path, cache):
-    """Images of several sizes are decoded when they are needed, and once before, but of much data."""
+    """Name the file at startup, where all images are decoded, or during training if there is much data."""
     if not is_searched:
         mutate(project_copy, "onecurve/data/cache.py", "SEARCHED_BYTES = 4 * 2**30", "SEARCHED_BYTES = 0")
     data = data_set(tmp_path / "images", train=[encode(picture(k)) for k in range(12)], val=4)
@@ -75,14 +75,14 @@ def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp
     words = [*torchrun(2), *CNN, *flags, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait(90)
     assert status != 0
-    said = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, output
     if is_searched:
-        assert "1 of 16 images can't be decoded" in said[0]
+        assert "1 of 16 images can't be decoded" in errors[0]
         assert f"  {broken}: " in output
         assert not (tmp_path / "run").exists()
     else:
-        assert broken.name in said[0]
+        assert broken.name in errors[0]
         assert broken.name in result(tmp_path / "run")["error"], "it was training"
         assert not list((tmp_path / "run").glob("checkpoints/*"))
 

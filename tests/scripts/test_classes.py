@@ -1,4 +1,4 @@
-"""A trained model on data whose classes are others, or in another order: matched by name everywhere."""
+"""Trained models on data with other classes or another class order: classes are matched by name."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def digits(cache):
 
 @pytest.fixture(scope="module")
 def data(digits, tmp_path_factory) -> dict[str, Path]:
-    """The digits' held-out images, and some of them, in other forms. `reversed` has the training images."""
+    """Write the digits' held-out images in several forms. `reversed` also has the training images."""
     root, files = tmp_path_factory.mktemp("data"), {}
     held_out = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.val)]
     training = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.train)]
@@ -54,7 +54,7 @@ def pairs(split) -> zip:
 
 @pytest.fixture(scope="module")
 def logits(trained, digits) -> torch.Tensor:
-    """The model's logits of the held-out images, computed here: [360, 10]."""
+    """Compute the model's logits of the held-out images: [360, 10]."""
     script = __import__("train_cnn_a")
     model = build_model(CnnA(widths=(4, 8, 32)), 10)
     load_trained(model, latest(trained) / "model.safetensors")
@@ -66,7 +66,7 @@ def logits(trained, digits) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(trained, cache, tmp_path_factory) -> dict[str, list]:
-    """The words of validate.py for each form of the model."""
+    """Return the arguments of validate.py for each form of the model."""
     folder, lone = tmp_path_factory.mktemp("models") / "exported", ["--script", *CNN]
     assert call(export.main, trained, folder, *cache)[0] == 0
     file = tmp_path_factory.mktemp("lone") / "lone.safetensors"
@@ -80,7 +80,7 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
 
 
 OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent classes."
-CASES = [  # the model, the data, flags, which of the model's classes are counted, what is said
+CASES = [  # model, data, flags, classes that the accuracy includes, message
     ("run", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
     ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy covers the 2 of 10 classes that have"),
@@ -93,7 +93,7 @@ CASES = [  # the model, the data, flags, which of the model's classes are counte
 
 
 def expected(logits: torch.Tensor, labels: np.ndarray, name: str, predicted) -> float:
-    """The accuracy on the data of this name, when only some classes are predicted."""
+    """Return the expected accuracy on the named data when only the given classes are predicted."""
     digits = {"few": (3, 8), "one": (8,)}.get(name, range(10))
     rows = np.isin(labels, digits)
     masked = torch.full_like(logits, -torch.inf)
@@ -101,14 +101,14 @@ def expected(logits: torch.Tensor, labels: np.ndarray, name: str, predicted) -> 
     return float((masked.argmax(1).numpy() == labels)[rows].mean())
 
 
-@pytest.mark.parametrize(("model", "name", "flags", "predicted", "said"), CASES)
+@pytest.mark.parametrize(("model", "name", "flags", "predicted", "message"), CASES)
 @pytest.mark.parametrize("processes", [1, full(2)])
 def test_validate(
-    processes, model, name, flags, predicted, said, models, data, digits, logits, cache, tmp_path
+    processes, model, name, flags, predicted, message, models, data, digits, logits, cache, tmp_path
 ):
     launcher = python() if processes == 1 else torchrun(processes)
     command = [*launcher, "validate.py", *models[model], "--data", data[name], *flags, *cache, *FP32]
-    assert said in run([*command, "--output_dir", tmp_path])
+    assert message in run([*command, "--output_dir", tmp_path])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["processes"] == processes
     assert report["top1"] == pytest.approx(expected(logits, digits.val.labels, name, predicted))
@@ -152,7 +152,7 @@ def vit(tmp_path_factory, cache) -> Path:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", *map(full, ("ddp", "zero2", "zero3"))])
 def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path):
-    """Its rows in the model, the EMA and AdamW's moments. No step is trained, so the bits are equal."""
+    """Check the head's rows in the model, the EMA and AdamW's moments. No step trains, so bits are equal."""
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
     assert "in another order. They are matched by name. The head's rows and their state follow" in output
@@ -160,7 +160,7 @@ def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path
     manifest = json.loads((latest(tmp_path) / "manifest.json").read_text())
     assert manifest["classes"] == list(REVERSED)
     for name in ("model", "ema", "optimizer"):
-        before, after = (load_file(latest(run_) / f"{name}.safetensors") for run_ in (vit, tmp_path))
+        before, after = (load_file(latest(folder) / f"{name}.safetensors") for folder in (vit, tmp_path))
         assert before.keys() == after.keys()
         for key, tensor in before.items():
             assert torch.equal(after[key], tensor.flip(0) if key.startswith("head.") else tensor), key
@@ -168,7 +168,7 @@ def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path
 
 @pytest.mark.full
 def test_an_optimizer_state_that_cannot_follow_the_classes_is_refused(data, cache, project_copy, tmp_path):
-    """Adafactor keeps sums over rows and columns of a matrix, not moments of its shape."""
+    """Use Adafactor, whose state holds sums over a matrix's rows and columns instead of moments."""
     adamw = "torch.optim.AdamW(groups, lr=recipe.lr, fused=True)"
     mutate(project_copy, "train_vit.py", adamw, "torch.optim.Adafactor(groups, lr=recipe.lr)")
     command = [*python(), *VIT, *QUICK, *cache, "--max_steps", 1]

@@ -1,4 +1,4 @@
-"""doctor.py finds faults on real hosts. They have no GPUs: findings about GPUs come from given facts."""
+"""doctor.py finds faults on real hosts. They have no GPUs, so findings about GPUs use given facts."""
 
 import contextlib
 import copy
@@ -23,21 +23,22 @@ from tools.launch.hosts import Host
 
 
 def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[str, str]]]:
-    """Runs doctor.py on node1, which has two slots, and further hosts.
+    """Run doctor.py on node1, which has two slots, and on further hosts.
 
-    Returns exit status, output, and codes and hosts of the findings that fail.
+    Returns:
+        The exit status, the output, and the code and host of each finding that fails.
     """
     others = "".join(f"{name} slots=1\n" for name in hosts.names()[1:count])
     (tmp_path / "hostfile").write_text(f"node1 slots=2\n{others}")
     words = [sys.executable, "doctor.py", "--hostfile", tmp_path / "hostfile"]
     words += ["--json", tmp_path / "out.json", *flags]
     status, output = Job(hosts.inside("node1", words, ROOT), env=env).wait()
-    found = json.loads((tmp_path / "out.json").read_text())["findings"]
-    return status, output, [(finding["code"], finding["host"]) for finding in found if finding["fails"]]
+    findings = json.loads((tmp_path / "out.json").read_text())["findings"]
+    return status, output, [(finding["code"], finding["host"]) for finding in findings if finding["fails"]]
 
 
 def test_sound_hosts(cluster, tmp_path):
-    """Three processes in the all-reduce. A dangling link in --data is no fault."""
+    """Run the all-reduce on three processes. A dangling link in --data is not a fault."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gone").symlink_to("nowhere")
     folder = tmp_path / "runs"
@@ -47,7 +48,7 @@ def test_sound_hosts(cluster, tmp_path):
     assert f"{folder} is shared" in output
     assert "rehearsal" in output
     assert not [*tmp_path.glob(".doctor*")]
-    # launch.py is not affected by Debian's /etc/hosts.
+    # Debian's /etc/hosts does not affect launch.py.
     assert "warning [own-name] node2: its own name node2 is 127.0.1.1 there" in output
     wait_until(lambda: "python" not in "".join(run(hosts.inside(n, ["ps", "ax"])) for n in hosts.names()))
 
@@ -60,14 +61,14 @@ def test_hosts_without_sshd_or_with_another_key(cluster, tmp_path):
 
 
 def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
-    """Each fault is found: other code, package and data, a closed port, a folder, and S3 out of reach."""
+    """Find other code, another package, other data, a closed port, an unusable folder and unreachable S3."""
     runs, data = tmp_path / "runs", tmp_path / "data"
     runs.mkdir()
     data.mkdir()
     (data / "a.parquet").write_text("one")
     rule = "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
     rule += " add rule inet wall in tcp dport 29500 reject"
-    faults = [  # a host, the command that breaks it, and the one that repairs it
+    faults = [  # host, command that breaks it, command that repairs it
         ("node2", *OTHER_CODE),
         ("node2", *OTHER_TIMM),
         ("node2", ["mount", "-t", "tmpfs", "tmpfs", data], ["umount", data]),
@@ -101,7 +102,7 @@ def test_a_script_without_a_recipe_is_not_checked(tmp_path):
 
 
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
-    """S3 is read with the host's own credentials. One port is taken, by this process."""
+    """Read S3 with the host's credentials. This process occupies one port."""
     url = upload(write_shards(tmp_path / "tiny"), "doctor-data", s3)
     words = [sys.executable, "doctor.py", "--s3", f"s3://{BUCKET}/doctor", "--data", url]
     words += ["train_cnn_a.py", "--data", "digits", "--batch_size", "1440"]
@@ -118,7 +119,7 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
 
 
 def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
-    """The shipped hostfile, without an sshd, then with one; several hosts also need pdsh."""
+    """Use the shipped hostfile without an sshd, then with one. Several hosts also need pdsh."""
     client = SimpleNamespace(name="localhost")
     checks = Checks([client, client], SimpleNamespace(), {})
     checks.facts = {"localhost": {"versions": {"deepspeed": "0.19.8"}}}
@@ -168,7 +169,7 @@ FACTS |= {"data": {"digest": "a", "problem": None}}
         (lambda b: b["devices"].update(driver_cuda=[12, 2]), [("old-driver", True)]),
         (lambda b: b["devices"].update(problem="version mismatch"), [("driver-broken", True)]),
         (lambda b: b.update(torch_cuda=None), [("unusable-gpu", True)]),
-        # not known is no fault
+        # an unknown value is not a fault
         (lambda b: b["devices"]["gpus"][1].update(memory_gib=None, free_gib=None, capability=None), []),
         (lambda b: b.update(nccl="2.20"), [("driver", True)]),
         (lambda b: b["devices"]["gpus"][1].update(free_gib=40.0, held_by=["7"]), [("device-memory", False)]),
@@ -180,19 +181,19 @@ FACTS |= {"data": {"digest": "a", "problem": None}}
     ],
 )
 def test_a_fault_of_one_host(change, expected):
-    """On two hosts, of which the second is changed."""
+    """Change the second of two hosts."""
     facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
     change(facts["b"])
-    found = [*check_hosts([Host("a", (0, 1)), Host("b", (0, 1))], facts), *compare_hosts(facts)]
-    assert all(finding.host == "b" for finding in found)
-    assert all(finding.remedy for finding in found)
-    assert [(finding.code, finding.fails) for finding in found] == expected
+    findings = [*check_hosts([Host("a", (0, 1)), Host("b", (0, 1))], facts), *compare_hosts(facts)]
+    assert all(finding.host == "b" for finding in findings)
+    assert all(finding.remedy for finding in findings)
+    assert [(finding.code, finding.fails) for finding in findings] == expected
 
 
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
     assert all_reduced(answer) == [("unsupported-gpu", "torch is built")]
-    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch's error on such a GPU
+    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch's message
     assert all_reduced(failed) == [("unsupported-gpu", "torch is built")]
     assert all_reduced(failed | {"capability": None}) == [("all-reduce", "CUDA error: no")]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
@@ -208,9 +209,9 @@ def test_one_gpu_of_a_host_fails():
 
 
 def all_reduced(*ranks: dict) -> list[tuple[str, str]]:
-    """The findings of one host: their codes and first three words."""
-    found = check_all_reduce(Host("a", tuple(range(len(ranks)))), {"ranks": list(ranks)})
-    return [(finding.code, " ".join(finding.what.split()[:3])) for finding in found]
+    """Return the code and first three words of each finding about one host."""
+    findings = check_all_reduce(Host("a", tuple(range(len(ranks)))), {"ranks": list(ranks)})
+    return [(finding.code, " ".join(finding.what.split()[:3])) for finding in findings]
 
 
 @pytest.mark.parametrize(("config", "model", "memory_gib", "expected"), rows_of("wrong tools"))

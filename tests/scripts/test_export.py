@@ -1,4 +1,4 @@
-"""export.py: what it writes is loaded by others, and gives the bits of the model that was trained."""
+"""Models that export.py writes: other libraries load them, and they give the trained model's bits."""
 
 import json
 import os
@@ -35,7 +35,7 @@ SCRIPTS = {"cnn_b": RESNET, "vit": VIT}
 IMAGES = 4
 WITH_BATCH_NORM = ["train_vit.py", "--model", "test_efficientnet", "--image_size", "32", "--mixup", "0"]
 
-# Without this repository: no folder of it is on the path. Prints logits of PNG files.
+# Runs without this repository on the path. Prints the logits of PNG files.
 LOAD = """
 import json, sys, torch
 from PIL import Image
@@ -81,20 +81,20 @@ def runs(trained, tmp_path_factory, cache) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def exported(runs, tmp_path_factory, cache) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("exported")
-    for name, place in runs.items():
-        made(place, folder / f"my_{name}", *cache)
+    for name, run_folder in runs.items():
+        made(run_folder, folder / f"my_{name}", *cache)
     return {name: folder / f"my_{name}" for name in runs}
 
 
 def made(*words, status: int = 0) -> str:
-    """Runs export.py in this process, which must end with this exit status. Returns its output."""
-    found, output = call(export.main, *words)
-    assert found == status, output
+    """Run export.py in this process and check its exit status. Return its output."""
+    exit_status, output = call(export.main, *words)
+    assert exit_status == status, output
     return output
 
 
 def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
-    """The images of the sample as PNG files, before they were normalized."""
+    """Write the sample's images as PNG files, as they were before normalization."""
     mean, std = (np.reshape(values, (3, 1, 1)) for values in trained.preprocessing[:2])
     files = [folder / f"{name}{k}.png" for k in range(IMAGES)]
     for file, image in zip(files, trained.sample.numpy(), strict=True):
@@ -103,13 +103,13 @@ def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path
     return files
 
 
-def open_run(place: Path, scratch: Path, cache: list) -> Exported:
-    return open_trained(str(place), "best", None, [str(word) for word in cache], scratch, IMAGES)
+def open_run(run_folder: Path, scratch: Path, cache: list) -> Exported:
+    return open_trained(str(run_folder), "best", None, [str(word) for word in cache], scratch, IMAGES)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
 def test_an_exported_model_prepares_a_picture_as_predict_does(mode, tmp_path):
-    """Upright by its EXIF tag, transparency on white, 16 bits scaled."""
+    """Rotate by the EXIF tag, put transparency on white, and scale 16 bits."""
     values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
     config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -124,23 +124,25 @@ def test_an_exported_model_prepares_a_picture_as_predict_does(mode, tmp_path):
 
 
 def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache):
-    """From PNG files, in a process that does not know this project. A ViT by timm and by transformers."""
-    models = {name: open_run(place, tmp_path, cache) for name, place in runs.items()}
+    """Read PNG files in a process without this project. timm and transformers both load the ViT."""
+    models = {name: open_run(run_folder, tmp_path, cache) for name, run_folder in runs.items()}
     files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
     request = [[str(exported[name]), *files[name]] for name in models]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [sys.executable, "-B", "-c", LOAD, json.dumps(request)]
     output = subprocess.run(words, cwd=tmp_path, env=env, check=True, capture_output=True, text=True).stdout
-    found = json.loads(output.splitlines()[-1])
+    answers = json.loads(output.splitlines()[-1])
     for name, trained in models.items():
-        logits, classes = found[str(exported[name])]
+        logits, classes = answers[str(exported[name])]
         with torch.inference_mode():
             assert torch.tensor(logits) == pytest.approx(trained.model(trained.sample), abs=1e-5)
         assert classes == list("0123456789")
-    ours = load_file(runs["vit"] / "checkpoints" / best_step(runs["vit"]) / "ema.safetensors")
-    theirs = load_file(exported["vit"] / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours), "an EMA is what is exported"
+    trained_ema = load_file(runs["vit"] / "checkpoints" / best_step(runs["vit"]) / "ema.safetensors")
+    exported_tensors = load_file(exported["vit"] / "model.safetensors")
+    assert trained_ema.keys() == exported_tensors.keys()
+    assert all(torch.equal(trained_ema[name], exported_tensors[name]) for name in trained_ema), (
+        "an EMA is what is exported"
+    )
 
 
 @pytest.mark.parametrize("name", ["cnn_b", full("cnn_a"), full("vit")])
@@ -152,10 +154,10 @@ def test_onnx(name, runs, tmp_path, cache):
     session = onnxruntime.InferenceSession(tmp_path / "out" / "model.onnx")
     (logits,) = session.run(None, {"images": trained.sample.numpy()})
     assert logits == pytest.approx(trained.model(trained.sample).detach().numpy(), abs=1e-4)
-    about = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
-    assert about["label_names"] == list("0123456789")
-    assert (about["mean"], about["std"]) == tuple(map(list, trained.preprocessing[:2]))
-    assert (about["input_size"], about["crop_pct"]) == ([3, 32, 32], 1.0)
+    metadata = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+    assert metadata["label_names"] == list("0123456789")
+    assert (metadata["mean"], metadata["std"]) == tuple(map(list, trained.preprocessing[:2]))
+    assert (metadata["input_size"], metadata["crop_pct"]) == ([3, 32, 32], 1.0)
 
 
 def test_the_card_says_what_the_run_reached(runs, exported):
@@ -171,37 +173,41 @@ def test_the_card_says_what_the_run_reached(runs, exported):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "single", "ddp"])
 def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
-    """Trained, resumed, validated and exported: the same model each time, with its buffers."""
-    place = tmp_path / "run"
+    """Train, resume, validate and export: each gives the same model, including its buffers."""
+    run_folder = tmp_path / "run"
     flags = [*QUICK, "--batch_size", "96", "--lr", "1e-2", "--ema_decay", "0.8", *cache]
     for steps in ("6", "14"):
-        words = ["--max_steps", steps, "--log_every", "1", "--output_dir", place]
+        words = ["--max_steps", steps, "--log_every", "1", "--output_dir", run_folder]
         run([*STRATEGIES[strategy], *WITH_BATCH_NORM, *flags, *words])
-    step = best_step(place)
-    ema_file, raw_file = (place / "checkpoints" / step / f"{name}.safetensors" for name in ("ema", "model"))
+    step = best_step(run_folder)
+    ema_file, raw_file = (
+        run_folder / "checkpoints" / step / f"{name}.safetensors" for name in ("ema", "model")
+    )
     averaged, raw = load_file(ema_file), load_file(raw_file)
     buffers = [name for name in averaged if "running_" in name or "num_batches" in name]
     assert len(buffers) == 39
     assert all(torch.equal(averaged[name], raw[name]) for name in buffers)
     assert not torch.equal(averaged["classifier.weight"], raw["classifier.weight"])
 
-    trained = open_run(place, tmp_path, cache)
+    trained = open_run(run_folder, tmp_path, cache)
     with torch.inference_mode():
         logits = trained.model(trained.sample)
-    run([*python(), "validate.py", place, "--mixed_precision", "no", *cache])
-    report = json.loads((place / "validation" / f"val_{int(step[5:])}" / "report.json").read_text())
-    assert report["top1"] == result(place)["best_accuracy"]
-    of_step = [line for line in metrics(place) if line["step"] == int(step[5:]) and "val/loss" in line]
-    assert report["loss"] == pytest.approx(of_step[0]["val/loss"], abs=1e-6)
+    run([*python(), "validate.py", run_folder, "--mixed_precision", "no", *cache])
+    report = json.loads((run_folder / "validation" / f"val_{int(step[5:])}" / "report.json").read_text())
+    assert report["top1"] == result(run_folder)["best_accuracy"]
+    evaluations = [
+        line for line in metrics(run_folder) if line["step"] == int(step[5:]) and "val/loss" in line
+    ]
+    assert report["loss"] == pytest.approx(evaluations[0]["val/loss"], abs=1e-6)
     assert report["checkpoint"].endswith("ema.safetensors")
     words = [raw_file, "--mixed_precision", "no", *cache, "--output_dir", tmp_path / "raw"]
     run([*python(), "validate.py", *words])
     raw_accuracy = json.loads((tmp_path / "raw" / "report.json").read_text())["top1"]
-    assert raw_accuracy == of_step[0]["val/raw_accuracy"] != of_step[0]["val/accuracy"]
+    assert raw_accuracy == evaluations[0]["val/raw_accuracy"] != evaluations[0]["val/accuracy"]
     made(raw_file, tmp_path / "of_raw", *cache)
     assert f"value: {raw_accuracy}\n" in (tmp_path / "of_raw" / "README.md").read_text()
 
-    made(place, tmp_path / "out", *cache)
+    made(run_folder, tmp_path / "out", *cache)
     exported = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
     with torch.inference_mode():
         assert torch.equal(exported(trained.sample), logits)
@@ -211,8 +217,12 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 def test_the_card_has_no_private_path(data, shown, tmp_path):
     recipe = train_cnn_a.CnnA(data="/moved/since")
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
-    told = vars(recipe) | {"data": data, "weights": weights, "data_root": [data]}  # a flag of version 1.0
-    trained = TrainedModel(weights, "", "", 9, "train_cnn_a", told, ["a", "b"])
+    recipe_values = vars(recipe) | {
+        "data": data,
+        "weights": weights,
+        "data_root": [data],
+    }  # `data_root` was a flag of version 1.0
+    trained = TrainedModel(weights, "", "", 9, "train_cnn_a", recipe_values, ["a", "b"])
     model, ones = torch.nn.Linear(2, 2), DataConfig((1.0,) * 3, (1.0,) * 3)
     exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, False, torch.ones(1))
     text = model_card("mine", exported, {"architecture": "Linear"})
@@ -223,15 +233,15 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     exported = replace(exported, trained=replace(trained, weights=f"{tmp_path}/checkpoints/step_00000009/m"))
     write_json(tmp_path / "result.json", {"best_step": 9, "best_accuracy": 0.5, "val_name": "val"})
-    for most, images in ((None, "val split"), (7, "7 images of the val split")):
-        write_json(tmp_path / "recipe.json", {"recipe": {"max_val_images": most}})
+    for max_images, images in ((None, "val split"), (7, "7 images of the val split")):
+        write_json(tmp_path / "recipe.json", {"recipe": {"max_val_images": max_images}})
         text = model_card("mine", exported, {"architecture": "Linear"})
         assert f"At step 9, on the {images}." in text
-        assert ("model-index" in text, f"name: {shown}\n" in text) == (most is None, most is None)
+        assert ("model-index" in text, f"name: {shown}\n" in text) == (max_images is None, max_images is None)
         assert "The recipe changed" not in text
     write_json(tmp_path / "result.json", {"steps": 20})
     changes = [{"lr": [0.1, 0.01], "data": ["/home/alice/old", "/home/alice/new"]}, {"lr": [0.01, 0.5]}]
-    starts = [{"step": 0}, *({"step": 5 + 10 * k, "changed": one} for k, one in enumerate(changes))]
+    starts = [{"step": 0}, *({"step": 5 + 10 * k, "changed": change} for k, change in enumerate(changes))]
     (tmp_path / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
     text = model_card("mine", exported, {"architecture": "Linear"})
     assert "- step 5: lr was 0.1, now 0.01; data was old, now new\n" in text
@@ -240,7 +250,9 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])
 def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
-    """Of validate.py and predict.py, without its run. No code of the folder runs, and others may read it."""
+    """Use the folder without its run in validate.py and predict.py. No code from the folder is executed, and
+    other users can read its files.
+    """
     folder = shutil.copytree(exported[name], tmp_path / "mine")
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     (folder / "model.py").unlink(missing_ok=True)
@@ -269,14 +281,14 @@ def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache,
     assert list((tmp_path / "new").iterdir()) == []
 
 
-@pytest.mark.parametrize(("words", "said"), rows_of("refused exports"))
-def test_what_is_refused(words, said, runs, tmp_path):
+@pytest.mark.parametrize(("words", "message"), rows_of("refused exports"))
+def test_what_is_refused(words, message, runs, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     save_file({"weight": torch.zeros(1)}, tmp_path / "lone.safetensors")
-    places = {name: str(place) for name, place in runs.items()}
-    words = [word.format(tmp=tmp_path, step=best_step(runs["vit"]), **places) for word in words]
-    assert said in made(*words, status=1)
+    folders = {name: str(run_folder) for name, run_folder in runs.items()}
+    words = [word.format(tmp=tmp_path, step=best_step(runs["vit"]), **folders) for word in words]
+    assert message in made(*words, status=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
 
 
@@ -287,8 +299,10 @@ def test_a_training_says_what_its_export_would_refuse(project_copy, tmp_path, ca
     for name, flags in scripts.items():
         words = [*python(), f"{name}.py", *flags, "--data", "digits", "--max_steps", 1, "--trackers", "none"]
         output = run([*words, *cache, "--output_dir", tmp_path / name], cwd=project_copy)
-        said = "warning: export.py will refuse: the Model section needs reseed. Move its import or definition"
-        assert (said in output, "will refuse" in output) == (name == "train_cnn_c",) * 2, output
+        warning = (
+            "warning: export.py will refuse: the Model section needs reseed. Move its import or definition"
+        )
+        assert (warning in output, "will refuse" in output) == (name == "train_cnn_c",) * 2, output
 
 
 def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
@@ -300,7 +314,7 @@ def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload of small files needs."""
+    """A fake hub that answers what an upload of small files requests."""
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
@@ -308,8 +322,8 @@ class Hub(BaseHTTPRequestHandler):
         self.server.requests.append((self.path, self.headers.get("Authorization"), body))
         base = f"http://127.0.0.1:{self.server.server_port}"
         if self.path.endswith("/preupload/main"):
-            about, files = {"uploadMode": "regular", "shouldIgnore": False}, json.loads(body)["files"]
-            answer: dict = {"files": [about | {"path": file["path"]} for file in files]}
+            upload_mode, files = {"uploadMode": "regular", "shouldIgnore": False}, json.loads(body)["files"]
+            answer: dict = {"files": [upload_mode | {"path": file["path"]} for file in files]}
         elif "/commit/" in self.path:
             answer = {"commitUrl": f"{base}/me/digits/commit/1", "commitOid": "1" * 40}
         else:
@@ -332,7 +346,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def test_push(exported, runs, tmp_path, cache):
-    """The hub's own client sends all files of the folder to a server on loopback."""
+    """Let the hub's client send all files of the folder to a server on loopback."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.requests = []
         Thread(target=server.serve_forever, daemon=True).start()

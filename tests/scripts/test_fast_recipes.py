@@ -1,4 +1,4 @@
-"""The fast recipes of train_cnn_b.py, and its flags for them. test_real_data.py starts that of CIFAR-10."""
+"""The fast recipes of train_cnn_b.py and their flags. test_real_data.py runs the CIFAR-10 recipe."""
 
 from functools import partial
 
@@ -21,14 +21,14 @@ def recipe_of(name: str, *flags: str) -> CnnB:
 
 
 def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache, tmp_path):
-    """8 photographs, batches of 4, so 2 steps an epoch, 4 epochs: one for each size, cut to 32 pixels."""
+    """Train on 8 photographs for 4 epochs of 2 steps: one epoch per image size, scaled down to 32 pixels."""
     for split in ("train", "val"):
         for file in sorted(photographs.iterdir())[:8]:
             folder = tmp_path / "images" / split / file.stem
             folder.mkdir(parents=True)
             (folder / file.name).symlink_to(file)
-    # On an AMD EPYC torch 2.15's oneDNN overruns its memory in the backward of a 1x1 convolution with stride
-    # 2, fewer than 16 channels and images of 64 pixels.
+    # On an AMD EPYC, oneDNN in torch 2.15 writes out of bounds in the backward of a 1x1 convolution with
+    # stride 2, fewer than 16 channels and images of 64 pixels.
     words = ["train_cnn_b.py", "--config", "recipes/cnn_b_imagenet_16epochs.yaml", "--width", "16", *cache]
     words += ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "4", "--workers", "0"]
     words += ["--log_every", "1", "--mixed_precision", "no", "--lr", "0.01", "--output_dir", tmp_path / "run"]
@@ -47,14 +47,14 @@ def test_the_images_are_as_large_as_the_epoch_says():
     batch = share_out(8, None, 1)
     steps = Steps.of(images.train, batch, recipe)
     plan = list(steps.plan(images.train, batch, 0, 0))
-    found = list(training_batches(images, plan, torch.device("cpu"), recipe))
-    assert [len(inputs[0][0]) for inputs, _, _ in found] == [16] * 4 + [24] * 4
-    assert all(np.array_equal(ids, planned) for (_, _, ids), (_, planned) in zip(found, plan, strict=True))
-    # A run that goes on in the third epoch goes on with its size.
+    batches = list(training_batches(images, plan, torch.device("cpu"), recipe))
+    assert [len(inputs[0][0]) for inputs, _, _ in batches] == [16] * 4 + [24] * 4
+    assert all(np.array_equal(ids, planned) for (_, _, ids), (_, planned) in zip(batches, plan, strict=True))
+    # A run that resumes in the third epoch keeps that epoch's size.
     later = list(training_batches(images, plan[5:], torch.device("cpu"), recipe))
     assert [len(inputs[0][0]) for inputs, _, _ in later] == [24] * 3
-    for (ours, *_), (theirs, *_) in zip(later, found[5:], strict=True):
-        assert torch.equal(ours, theirs)
+    for (resumed_images, *_), (images_of_run, *_) in zip(later, batches[5:], strict=True):
+        assert torch.equal(resumed_images, images_of_run)
 
 
 def test_the_rate_falls_linearly():
@@ -72,9 +72,9 @@ def test_blurred_convolutions_are_those_that_skip_pixels_and_checkpoints_keep_th
     blurred = train_cnn_b.build_model(recipe_of("cnn_b_imagenet_16epochs", "--width", "8"), 10)
     names = [name for name, module in blurred.named_modules() if isinstance(module, BlurredConv2d)]
     assert names == [f"stages.{i}.0.{part}" for i in (1, 2, 3) for part in ("conv1", "shortcut.0")]
-    ours, theirs = plain.state_dict(), blurred.state_dict()
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    plain_state, blurred_state = plain.state_dict(), blurred.state_dict()
+    assert list(plain_state) == list(blurred_state)
+    assert all(torch.equal(plain_state[name], blurred_state[name]) for name in plain_state)
     conv = blurred.get_submodule("stages.1.0.conv1")
     x = torch.randn(2, 8, 9, 9)
     weights = torch.tensor([1.0, 2.0, 1.0])

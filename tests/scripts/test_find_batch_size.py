@@ -1,4 +1,4 @@
-"""find_batch_size.py: real launches under a real limit. The answer runs, and the next size does not."""
+"""find_batch_size.py in real launches under a real limit: the answer runs, and the next size does not."""
 
 import itertools
 import json
@@ -21,7 +21,8 @@ from tests.support.commands import call
 from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
 
 LARGEST = "tools.batch_size.largest"
-# Large activations in small networks: 8 images are 0.09 to 0.13 GiB, many times what two launches differ by.
+# Large activations in small networks: 8 images take 0.09 to 0.13 GiB, many times the difference between
+# two launches of the same size.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,4,4", "--image_size=320"]
 RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
 VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "--patch_size=4"]
@@ -33,7 +34,7 @@ def finder(config: str, *words: str) -> list[str]:
 
 
 def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
-    """Runs a search. Returns its result and output; checks that the folder holds nothing else."""
+    """Run a search. Check that it leaves only its result. Return the result and the output."""
     file = tmp_path / "found" / "result.json"
     status, output = Job([*finder(config, f"--output={file}"), *words]).wait(1200)
     assert status == 0, output
@@ -41,24 +42,26 @@ def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
     return json.loads(file.read_text()), output
 
 
-def check(found: dict) -> None:
-    """Checks that the answer ran, and that a quantum more did not."""
-    outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in found["trials"]}
-    assert outcomes[found["answer"]] == "ran"
-    assert outcomes[found["answer"] + found["quantum"]] == "out of memory"
-    assert len(outcomes) == len(found["trials"]), "a size was tried twice"
-    for trial in found["trials"]:
+def check(search_result: dict) -> None:
+    """Check that the answer ran and that the next larger size did not."""
+    outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in search_result["trials"]}
+    assert outcomes[search_result["answer"]] == "ran"
+    assert outcomes[search_result["answer"] + search_result["quantum"]] == "out of memory"
+    assert len(outcomes) == len(search_result["trials"]), "a size was tried twice"
+    for trial in search_result["trials"]:
         if trial["outcome"] == "ran":
-            assert 0.5 < trial["memory_gib"] <= found["limit_gib"] + 1e-5  # Linux may grant a page more
+            assert (
+                0.5 < trial["memory_gib"] <= search_result["limit_gib"] + 1e-5
+            )  # Linux may grant a page more
             assert trial["images_per_s"] > 0
-    assert outcomes[found["knee"]] == "ran"
+    assert outcomes[search_result["knee"]] == "ran"
 
 
 # --- The search
 
 
 def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
-    """The answer and the sizes that were tried. memory(size): GiB."""
+    """Return the answer and the sizes that were tried. `memory(size)` returns GiB."""
     ran, failed, tried = {}, set(), []
     while (size := next_size(ran, failed, limit_gib, quantum)) is not None:
         assert size % quantum == 0
@@ -72,16 +75,16 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
     return max(ran, default=0), tried
 
 
-@pytest.mark.parametrize(("quantum", "most"), [(1, 7), (4, 5), (8, 5), (24, 5)])
-def test_five_trials_suffice_for_linear_memory(quantum, most):
-    """A quantum of 1 and fewer than 32 images that fit need two more trials: there is no line yet."""
+@pytest.mark.parametrize(("quantum", "max_trials"), [(1, 7), (4, 5), (8, 5), (24, 5)])
+def test_five_trials_suffice_for_linear_memory(quantum, max_trials):
+    """With a quantum of 1 and fewer than 32 images that fit, two more trials are needed to fit a line."""
     sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
     for fixed_gib, image_gib, limit_gib in sizes:
         fits = int((limit_gib - fixed_gib) / image_gib + 1e-6) // quantum * quantum
         if fits > 0:
             answer, tried = search(lambda size, a=fixed_gib, b=image_gib: a + b * size, limit_gib, quantum)
             assert answer == fits, (fixed_gib, image_gib, limit_gib)
-            assert len(tried) <= (5 if answer >= 32 else most), (fixed_gib, image_gib, limit_gib, tried)
+            assert len(tried) <= (5 if answer >= 32 else max_trials), (fixed_gib, image_gib, limit_gib, tried)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_five_trials_suffice_for_linear_memory(quantum, most):
         lambda image, size, limit, draw: 1 + image * size + draw.gauss(0, 0.2),  # noise
         lambda image, size, limit, draw: 1 + image * size // 0.5 / 2,  # steps
         lambda image, size, limit, draw: 1 + image * max(0, size - 100),  # flat at first
-        # a cache that fills up what there is
+        # a cache that fills the available memory
         lambda image, size, limit, draw: min(1 + 1.3 * image * size, limit) + (image * size > limit),
     ],
     ids=range(4),
@@ -116,7 +119,7 @@ def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
 
 
 def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
-    """Also ends a process that has left its session and whose parent has ended."""
+    """End also a process that has left its session and whose parent has ended."""
     monkeypatch.chdir(tmp_path)
     sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
     sleeper.write_text("import os, time\nopen('pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(600)")
@@ -137,11 +140,13 @@ def test_what_counts_as_out_of_memory(code, is_out_of_memory, monkeypatch):
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
 
-@pytest.mark.parametrize(("said", "is_out_of_memory"), rows_of("out of memory on a GPU"))
-def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(said, is_out_of_memory, monkeypatch):
-    """Simulated: the process prints what the libraries say on a GPU."""
+@pytest.mark.parametrize(("message", "is_out_of_memory"), rows_of("out of memory on a GPU"))
+def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(message, is_out_of_memory, monkeypatch):
+    """Simulate the message that the libraries print on a GPU."""
     monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
-    ended = launch_limited([sys.executable, "-c", f"print({said!r}); exit(1)"], limit_gib=None, timeout_s=60)
+    ended = launch_limited(
+        [sys.executable, "-c", f"print({message!r}); exit(1)"], limit_gib=None, timeout_s=60
+    )
     assert (ended.status, ended.is_out_of_memory, ended.data_gib) == (1, is_out_of_memory, 0)
 
 
@@ -158,16 +163,16 @@ def test_the_largest_process_is_measured():
 
 @pytest.mark.full
 def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
-    """32 images run, and 64 do not."""
-    found, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)
-    check(found)
-    assert len(found["trials"]) <= 3
+    """Find 32 images, because 64 do not fit."""
+    search_result, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)
+    check(search_result)
+    assert len(search_result["trials"]) <= 3
     expected = ("train_cnn_a", "single", 1, 32, 1.55, "memory")
     names = ("script", "strategy", "processes", "quantum", "limit_gib", "limited_by")
-    assert tuple(found[name] for name in names) == expected
-    assert found["flags"] == CNN[1:]
-    assert found["versions"]["torch"]
-    assert f"Largest: {found['answer']} images" in output
+    assert tuple(search_result[name] for name in names) == expected
+    assert search_result["flags"] == CNN[1:]
+    assert search_result["versions"]["torch"]
+    assert f"Largest: {search_result['answer']} images" in output
     assert "accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py" in output
 
 
@@ -178,21 +183,21 @@ def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
     ids=["resnet, one process", "vit, ddp", "vit, fsdp", "resnet, zero2"],
 )
 def test_scripts_and_strategies(script, config, tmp_path):
-    found, _ = find(tmp_path, config, "--memory_limit_gib=1.7", *script)
-    check(found)
-    assert len(found["trials"]) <= 5 or config in ("fsdp_2gpu", "zero2_2gpu")
-    assert found["processes"] == (1 if config == "single_gpu" else 2)
+    search_result, _ = find(tmp_path, config, "--memory_limit_gib=1.7", *script)
+    check(search_result)
+    assert len(search_result["trials"]) <= 5 or config in ("fsdp_2gpu", "zero2_2gpu")
+    assert search_result["processes"] == (1 if config == "single_gpu" else 2)
 
 
 @pytest.mark.full
 def test_the_data_set_limits_the_size(tmp_path):
-    """Digits have 1,437 images: of the multiples of 1,024 only the first fits."""
+    """Use the 1,437 images of digits: only the first multiple of 1,024 fits."""
     words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]
-    found, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
-    outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in found["trials"]]
+    search_result, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
+    outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in search_result["trials"]]
     assert outcomes[0] == (1024, "ran")
     assert [outcome for _, outcome in outcomes[1:]] == ["more than the images"]
-    assert (found["answer"], found["limited_by"]) == (1024, "data")
+    assert (search_result["answer"], search_result["limited_by"]) == (1024, "data")
     assert "the data set has no more" in output
 
 
@@ -209,14 +214,16 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Returns a search whose trials are simulated: a process needs some GiB, and 0.01 for each image."""
+    """Return a search with simulated trials: a process needs a fixed size plus 0.01 GiB per image."""
     monkeypatch.chdir(ROOT)
     file = tmp_path / "found" / "result.json"
 
     def run_search(fixed_gib: float, *words: str, gpu_gib: float | None = None) -> dict:
         def launched(words, limit_gib, timeout_s):
             flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-            assert not {"learning_rate", "model_folder"} & flags.keys()  # a second name is refused
+            assert (
+                not {"learning_rate", "model_folder"} & flags.keys()
+            )  # a flag given under a second name is refused
             size = int(flags["per_device_batch_size"])
             gib = fixed_gib + size / 100
             if gib > (gpu_gib or limit_gib):
@@ -244,13 +251,13 @@ def simulated(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
 def test_with_randaugment_a_margin_stays_free(layers, answer, simulated, capsys):
-    """A GPU of 1 GiB."""
+    """Search on a GPU of 1 GiB."""
     words = ["--patience=1", "--learning-rate=1", "--model_folder=elsewhere", f"--randaug_layers={layers}"]
-    found = simulated(0.02, *VIT, *words, gpu_gib=1.0)
-    assert (found["answer"], found["margin"]) == (answer, 0.05 if layers == "2" else 0)
-    assert found["limit_gib"] == 1
-    assert found["knee"] <= answer
-    outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in found["trials"]}
+    search_result = simulated(0.02, *VIT, *words, gpu_gib=1.0)
+    assert (search_result["answer"], search_result["margin"]) == (answer, 0.05 if layers == "2" else 0)
+    assert search_result["limit_gib"] == 1
+    assert search_result["knee"] <= answer
+    outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in search_result["trials"]}
     expected = "ran in the margin" if layers == "2" else "out of memory"
     assert outcomes[answer + 8] == expected
     assert ("left less than 5% free" in capsys.readouterr().out) == (layers == "2")
@@ -258,10 +265,10 @@ def test_with_randaugment_a_margin_stays_free(layers, answer, simulated, capsys)
 
 @pytest.mark.parametrize("fixed_gib", [0.4, 1.52])
 def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simulated):
-    """Whatever the data and the libraries need, some images fit, and not all."""
-    found = simulated(fixed_gib, *VIT)
-    assert found["limit_gib"] == pytest.approx(1.25 * (fixed_gib + 0.08))
-    assert 8 < found["answer"] == int((found["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
+    """Check that some images fit, but not all, whatever the data and the libraries need."""
+    search_result = simulated(fixed_gib, *VIT)
+    assert search_result["limit_gib"] == pytest.approx(1.25 * (fixed_gib + 0.08))
+    assert 8 < search_result["answer"] == int((search_result["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
 
 
 NO_STEP = "cannot hold one step, even with one image per process. "
@@ -295,8 +302,8 @@ def test_a_limit_that_holds_no_step_is_told_from_a_batch_that_is_too_large(
 
 
 def test_a_batch_that_is_smaller_than_what_fits_is_named_as_the_limit(simulated, capsys):
-    found = simulated(0.02, "--memory_limit_gib=4", *CNN, "--batch_size=128")
-    assert found["answer"] == 392
+    search_result = simulated(0.02, "--memory_limit_gib=4", *CNN, "--batch_size=128")
+    assert search_result["answer"] == 392
     command = "--per_device_batch_size=128  # limited by --batch_size 128, not by memory, which holds 392\n"
     assert command in capsys.readouterr().out
 

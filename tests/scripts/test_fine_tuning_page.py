@@ -25,17 +25,17 @@ def test_a_command_is_understood(command, monkeypatch):
 
 
 def test_the_readmes_own_images_train_at_the_pages_rate():
-    """The recipe's rate per image, for a smaller batch."""
+    """Scale the recipe's learning rate to a smaller batch, with the same rate per image."""
     [line] = re.findall(r"^python (train_vit.py .*finetune_small.*)$", (ROOT / "README.md").read_text(), re.M)
     recipe = parse(Vit, [*shlex.split(line)[1:], f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
-    own = parse(Vit, [f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
-    assert recipe.lr / recipe.batch_size == pytest.approx(own.lr / own.batch_size, rel=0.1)
+    of_file = parse(Vit, [f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])
+    assert recipe.lr / recipe.batch_size == pytest.approx(of_file.lr / of_file.batch_size, rel=0.1)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_trains(command, tmp_path, cache):
-    """With a small model's weights in place of the hub's, or of a run's."""
+    """Replace the weights of the hub, or of a run, with those of a small model."""
     model = timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=5)
     save_file(model.state_dict(), tmp_path / "small.safetensors")
     small = [*SMALL["train_vit.py"], *cache, "--weights", tmp_path / "small.safetensors"]
@@ -45,7 +45,7 @@ def test_a_command_trains(command, tmp_path, cache):
 
 @pytest.mark.parametrize("name", [full("finetune"), "linear_probe"])
 def test_dinov3(name, tmp_path, cache):
-    """The recipes for its weights, on a small model of that family, with weights in place of the hub's."""
+    """Train the DINOv3 recipes on a small model of that family, with local weights instead of the hub's."""
     model = timm.create_model("vit_small_patch16_dinov3", img_size=32, depth=1, num_classes=0)
     file = tmp_path / "small.safetensors"
     save_file(model.state_dict(), file)

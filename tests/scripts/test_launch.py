@@ -1,4 +1,4 @@
-"""launch.py on hosts with real sshd: it starts, stops and cleans up all of them, and reports failures."""
+"""launch.py on hosts with a real sshd: it starts, stops and cleans up all hosts, and reports failures."""
 
 import contextlib
 import json
@@ -44,16 +44,16 @@ def write_hostfile(tmp_path, slots: Sequence[int]) -> Path:
 
 
 def start(words: list, tmp_path, flags=(), env=None, slots: Sequence[int] = (1, 1)) -> Job:
-    """Starts launch.py on node1, with so many processes on each of the first hosts."""
+    """Start launch.py on node1. `slots` gives the number of processes on each of the first hosts."""
     launcher = ["launch.py", "--hostfile", write_hostfile(tmp_path, slots), "--log_dir", tmp_path / "logs"]
     return Job(hosts.inside("node1", [sys.executable, *launcher, *flags, *words], ROOT), env=env)
 
 
 def left(host: str) -> list[str]:
-    """The command lines of all processes on a host but sshd."""
+    """Return the command lines of all processes on a host except sshd."""
     pids = hosts.processes(host)
-    found = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid in pids]
-    return [line for line in found if line and not line.startswith(("sshd", "/usr/sbin/sshd", "sleep "))]
+    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid in pids]
+    return [line for line in commands if line and not line.startswith(("sshd", "/usr/sbin/sshd", "sleep "))]
 
 
 def wait_until_empty(names, within_s: float) -> None:
@@ -64,55 +64,59 @@ def wait_until_empty(names, within_s: float) -> None:
 
 
 def launcher_of(job: Job) -> psutil.Process:
-    """The process of launch.py, a descendant of nsenter."""
+    """Return the process of launch.py, a descendant of nsenter."""
     for process in psutil.Process(job.process.pid).children(recursive=True):
         if "launch.py" in process.cmdline()[:2]:
             return process
     raise AssertionError("no launch.py")
 
 
-# The commands of docs/launching.md for two hosts with one GPU each, without their script, and two more
+# The commands of docs/launching.md for two hosts with one GPU each, without their script, plus torchrun
+# with the c10d rendezvous
 _, _, PAGE = (ROOT / "docs" / "launching.md").read_text().partition("## Hosts with one GPU each\n")
 COMMANDS = PAGE.split("```")[3].splitlines()[1:]
-ROADS = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMANDS}
+COMMAND_OF = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMANDS}
 C10D = "--rdzv_backend=c10d --rdzv_endpoint=node1:29500 --rdzv_id=1"
-ROADS["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
+COMMAND_OF["c10d"] = f"torchrun --nnodes=2 --nproc_per_node=1 {C10D}"
 OTHER_CONFIGS = [("fsdp_2x4gpu", (2, 2)), ("zero3_2x4gpu", (2, 2)), ("ddp_2x4gpu", (2,) * 4)]
 OTHER_CONFIGS += [("zero2_4gpu", (1,) * 4), ("zero2_4gpu", (2, 1))]
 OTHER_CONFIGS += [("fsdp_4gpu", (1, 2)), ("zero3_4gpu", (1, 2))]
-EACH_ROAD = ((1, 1), (2, 2), (1, 2))
+SLOTS = ((1, 1), (2, 2), (1, 2))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("road", "config", "slots"),
+    ("launcher", "config", "slots"),
     [
         *(("python", *row) for row in OTHER_CONFIGS),
-        *((road, "ddp_2x2gpu", slots) for slots, road in product(EACH_ROAD, ROADS)),
+        *((launcher, "ddp_2x2gpu", slots) for slots, launcher in product(SLOTS, COMMAND_OF)),
         ("c10d", "ddp_2x2gpu", (1,) * 4),
     ],
 )
-def test_hosts_train_as_one_process(road, config, slots, cluster, one_process, tmp_path, cache):
-    """Each command on each host; launch.py and deepspeed on the first, which reaches the others by ssh."""
-    named, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
+def test_hosts_train_as_one_process(launcher, config, slots, cluster, one_process, tmp_path, cache):
+    """Run each command on every host, but launch.py and deepspeed only on the first, which uses ssh."""
+    names, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
     write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
-    line = re.sub("(nodes=|num_machines )2", rf"\g<1>{len(slots)}", ROADS[road].replace("ddp_2x2gpu", config))
+    line = re.sub(
+        "(nodes=|num_machines )2", rf"\g<1>{len(slots)}", COMMAND_OF[launcher].replace("ddp_2x2gpu", config)
+    )
     line = line.replace("IP", "10.77.0.1").replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile")
     line = line.replace("launch.py", f"launch.py --log_dir {tmp_path}/logs")
     jobs = []
-    for rank, name in enumerate(named[:1] if "hostfile" in line else named):
-        own = re.sub("(nproc_per_node=)1", rf"\g<1>{slots[rank]}", re.sub(r"\bR\b", str(rank), line))
-        own = re.sub("(num_processes )2", rf"\g<1>{slots[rank] * len(slots)}", own)  # accelerate divides it
-        jobs.append(Job(hosts.inside(name, [*own.split(), *words], ROOT)))
-    ended = [job.wait() for job in jobs]
-    assert {status for status, _ in ended} == {0}, ended
+    for rank, name in enumerate(names[:1] if "hostfile" in line else names):
+        command = re.sub("(nproc_per_node=)1", rf"\g<1>{slots[rank]}", re.sub(r"\bR\b", str(rank), line))
+        # accelerate divides num_processes by the number of hosts
+        command = re.sub("(num_processes )2", rf"\g<1>{slots[rank] * len(slots)}", command)
+        jobs.append(Job(hosts.inside(name, [*command.split(), *words], ROOT)))
+    endings = [job.wait() for job in jobs]
+    assert {status for status, _ in endings} == {0}, endings
     assert_same_losses(folder, one_process(size))
-    found, record = result(folder), json.loads((folder / "recipe.json").read_text())
-    assert (found["hosts"], found["processes"], record["hosts"]) == (len(slots), sum(slots), named)
+    facts, record = result(folder), json.loads((folder / "recipe.json").read_text())
+    assert (facts["hosts"], facts["processes"], record["hosts"]) == (len(slots), sum(slots), names)
     wait_until_empty(hosts.names(), 5)
-    if road == "python":
-        assert "node1 | run folder" in ended[0][1]
+    if launcher == "python":
+        assert "node1 | run folder" in endings[0][1]
         assert "run folder" in (tmp_path / "logs" / "node1.log").read_text()
         assert (tmp_path / "logs" / "node2.log").exists()
 
@@ -125,7 +129,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", ["single-node", full("multi-node")])
 def test_the_default_script(mode, request, tmp_path):
-    """Without a script it starts train_hello.py, with the flags."""
+    """Start train_hello.py with the given flags if no script is named."""
     words = [sys.executable, "launch.py", "--mode", mode, *MODES[mode], "--log-dir", tmp_path / "logs"]
     words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
     words += ["--output_dir", tmp_path / "run"]
@@ -133,9 +137,9 @@ def test_the_default_script(mode, request, tmp_path):
         request.getfixturevalue("cluster")
         words = hosts.inside("node1", words, ROOT)
     run(words)
-    found = result(tmp_path / "run")
-    assert (found["script"], found["processes"]) == ("train_hello", 2)
-    assert (found["epochs"], found["batch_size"], found["steps"]) == (2, 128, 16)
+    facts = result(tmp_path / "run")
+    assert (facts["script"], facts["processes"]) == ("train_hello", 2)
+    assert (facts["epochs"], facts["batch_size"], facts["steps"]) == (2, 128, 16)
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]["lr"] == 0.02
 
 
@@ -166,19 +170,24 @@ for epoch in range(10_000 if args.fault else 1):
 
 
 def foreign(tmp_path, fault: str = "") -> list:
-    """Such a script in a folder, and its flags. fault: what its last process does after the fourth epoch."""
+    """Write the script above to a folder. Return its path and flags.
+
+    Args:
+        tmp_path: Folder of the script and of its results.
+        fault: Code that the last process runs after the fourth epoch.
+    """
     (tmp_path / "foreign.py").write_text(FOREIGN)
     return [tmp_path / "foreign.py", "--output_dir", tmp_path / "saved", "--fault", fault]
 
 
 @pytest.mark.parametrize(("flags", "jobs"), [(["--dry_run"], 0), full([], 2)])
 def test_a_script_that_knows_nothing_of_ours(flags, jobs, tmp_path):
-    """Without GPUs Accelerate makes each of its processes a job, and what launch.py says makes them one."""
+    """Run it without GPUs: Accelerate makes each process a separate job unless the printed flag is given."""
     words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
     output = run([*words, *flags, *foreign(tmp_path)])
     assert output.count("process 0 of 1") == jobs
-    (said,) = re.findall("^.*foreign.py imports nothing.*$", output, re.M)
-    assert re.findall("([A-Z_]+)=true", said) == re.findall("--env ([A-Z_]+)", said) == ["ACCELERATE_USE_CPU"]
+    (line,) = re.findall("^.*foreign.py imports nothing.*$", output, re.M)
+    assert re.findall("([A-Z_]+)=true", line) == re.findall("--env ([A-Z_]+)", line) == ["ACCELERATE_USE_CPU"]
 
 
 @pytest.mark.full
@@ -193,7 +202,7 @@ def test_a_script_that_knows_nothing_of_ours(flags, jobs, tmp_path):
     ],
 )
 def test_such_a_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):
-    """Each end is named, also that by SIGTERM, and no process is left."""
+    """Check that each end is named, including SIGTERM, and that no process is left."""
     use_cpu, log = "ACCELERATE_USE_CPU", tmp_path / "logs" / "node1.log"
     job = start(foreign(tmp_path, fault), tmp_path, ["--env", use_cpu], {use_cpu: "true"}, slots=(2, 1))
     if fault == "pass":
@@ -217,7 +226,7 @@ def test_a_dry_run_needs_no_network(tmp_path):
 
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
-    """The command that it prints for each host starts that host's part by hand."""
+    """Start each host's part by hand with the command that the dry run prints for it."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
     flags = ["--dry_run", "--master_addr", "10.77.0.1"]
     status, output = start(words, tmp_path, flags, slots=(2, 2)).wait(30)
@@ -236,7 +245,7 @@ def test_a_dry_run_starts_nothing(cluster, tmp_path):
 
 
 class Training:
-    """A long training on two hosts, which the same command continues."""
+    """A long training job on two hosts, which the same command resumes."""
 
     def __init__(self, tmp_path: Path, *flags, **options):
         self.tmp_path, self.folder = tmp_path, tmp_path / "run"
@@ -245,14 +254,14 @@ class Training:
         self.start()
 
     def start(self) -> None:
-        """Starts the job, and waits for three lines of its log."""
+        """Start the job and wait for three lines of its log."""
         self.job = start(self.words, self.tmp_path, **self.options)
         log = self.folder / "metrics.jsonl"
         before = log.read_text().count("\n") if log.exists() else 0
         wait_until(lambda: log.exists() and log.read_text().count("\n") >= before + 3, self.job, 240)
 
     def continues(self) -> None:
-        """Trains 10 more steps, from the last checkpoint."""
+        """Resume from the last checkpoint and train 10 more steps."""
         saved = max(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
         job = start([*self.words, "--max_steps", saved + 10], self.tmp_path)
         status, output = job.wait()
@@ -269,7 +278,7 @@ def training(cluster, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
 def test_all_save_at_a_signal_or_without_launch_py_and_the_same_command_continues(number, cluster, tmp_path):
-    """The processes print at every step: no print fails when its reader is gone, and they save."""
+    """Print at every step: a print without a reader must not fail, and all ranks must save."""
     training = Training(tmp_path, "--log_every", "1")
     launcher_of(training.job).send_signal(number)
     status, output = training.job.wait(60)
@@ -284,13 +293,13 @@ def test_all_save_at_a_signal_or_without_launch_py_and_the_same_command_continue
     assert status != 0
     assert f"continuing at step {stopped['steps']:,}" in output
     wait_until_empty(hosts.names(), 60)
-    found = result(training.folder)
-    assert found["status"] == "preempted"
-    assert found["steps"] > stopped["steps"]
+    stopped_again = result(training.folder)
+    assert stopped_again["status"] == "preempted"
+    assert stopped_again["steps"] > stopped["steps"]
 
 
 def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path):
-    """--env NAME reaches every process, and no command line, file or output."""
+    """Pass a variable by --env NAME to every process, without showing it in a command, file or output."""
     canary = "s3cr3t-canary"
     training = Training(tmp_path, flags=["--env", "CANARY"], env={"CANARY": canary})
     assert {rank.environ()["CANARY"] for name in hosts.names()[:2] for rank in ranks_on(name)} == {canary}
@@ -333,7 +342,7 @@ main()
     ],
 )
 def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
-    """The host that is named is the one that failed, whatever its output and the others' look like."""
+    """Name the host that failed, whatever the output of this and other hosts looks like."""
     (tmp_path / "cause.py").write_text(CAUSE.replace("FAIL", fail))
     words = [tmp_path / "cause.py", "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, ["--env", "PYTHONPATH"], {"PYTHONPATH": str(ROOT)}).wait(120)
@@ -344,24 +353,24 @@ def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("node1", "its agent was killed by signal 9"),  # where launch.py is
+        ("node1", "its agent was killed by signal 9"),  # the host of launch.py
         ("node2", "its agent was killed, or the connection is lost"),
     ],
 )
-def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name, said, training):
+def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name, message, training):
     processes = [psutil.Process(pid) for pid in hosts.processes(name)]
     (agent,) = [process for process in processes if "tools.launch.agent" in process.cmdline()]
     killed = [agent, *agent.children(recursive=True)]
     assert len(killed) > 2
     for process in killed:
-        process.suspend()  # so that none sees another's end
+        process.suspend()  # so that no process notices another's end
     for process in killed:
         process.kill()
     status, output = training.job.wait(60)
     assert status == 1
-    assert f"error: {name}: {said}; the other hosts were stopped" in output, output
+    assert f"error: {name}: {message}; the other hosts were stopped" in output, output
 
 
 @contextlib.contextmanager
@@ -385,7 +394,7 @@ def powered_off(_):
 
 @contextlib.contextmanager
 def suspended(_):
-    """A suspended rank ends the job on all hosts after --timeout_s, and is ended itself."""
+    """Suspend a rank: all hosts end after --timeout_s, including the host of the suspended rank."""
     (rank,) = ranks_on("node2")
     rank.suspend()
     yield
@@ -393,7 +402,7 @@ def suspended(_):
 
 @contextlib.contextmanager
 def lossy(training):
-    """30 percent of the packets to node2 are lost: it trains, or ends in time and names the host."""
+    """Drop 30 percent of the packets to node2: it either trains, or ends in time and names the host."""
     process, log = training.job.process, training.folder / "metrics.jsonl"
     before = log.read_text().count("\n")
     hosts.lose("node2", 30)
@@ -409,7 +418,7 @@ def lossy(training):
 
 @contextlib.contextmanager
 def closed_output(training):
-    """The reader ends first, like `| tee` at Ctrl-C: the hosts save."""
+    """Close the reader first, as `| tee` does at Ctrl-C: the hosts still save."""
     training.job.process.stdout.close()
     time.sleep(1)  # the next lines have no reader
     launcher_of(training.job).send_signal(signal.SIGINT)
@@ -442,7 +451,7 @@ def test_a_fault_ends_the_job_and_the_same_command_continues(fault, statuses, re
 @pytest.mark.full
 @pytest.mark.real_processes
 def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
-    """Its launcher stops before the script runs, while the other hosts' launchers wait for it."""
+    """Suspend a host's launcher before the script runs, while the other hosts' launchers wait for it."""
     job = start([*HELLO, "--timeout_s", "15", "--output_dir", tmp_path / "run"], tmp_path)
     wait_until(lambda: any("accelerate.commands.launch" in words for words in left("node2")), job)
     for number in hosts.processes("node2"):
@@ -460,7 +469,7 @@ def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
 
 
 def changed(host: str, change: list, repair: list):
-    """A context in which a command has changed a host."""
+    """Return a context in which a command has changed a host."""
 
     @contextlib.contextmanager
     def context(_):
@@ -484,7 +493,7 @@ def no_sshd(_):
 
 @contextlib.contextmanager
 def another_host_key(_, host: int = 2):
-    """Another host key means another host: nothing is sent to it."""
+    """Present another host key, which means another host: nothing may be sent to it."""
     known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
     text = known.read_text()
     first = text.splitlines()[0]
@@ -549,21 +558,21 @@ for process in psutil.process_iter():
 
 
 def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
-    """The host's name leads to an address that other hosts reach, as on most clouds."""
-    named = ["unshare", "--uts", "sh", "-c", 'hostname 10.77.0.1 && exec "$@"', "sh"]
-    words = [*named, "torchrun", "--standalone", "--nproc_per_node=2", *LONG]
+    """Resolve the host's name to an address that other hosts can reach, as on most clouds."""
+    with_hostname = ["unshare", "--uts", "sh", "-c", 'hostname 10.77.0.1 && exec "$@"', "sh"]
+    words = [*with_hostname, "torchrun", "--standalone", "--nproc_per_node=2", *LONG]
     job = Job(hosts.inside("node1", [*words, "--output_dir", tmp_path / "run"], ROOT))
     try:
         wait_until((tmp_path / "run" / "metrics.jsonl").exists, job, 120)
-        found = run(hosts.inside("node1", [sys.executable, "-c", LISTENING], ROOT))
+        addresses = run(hosts.inside("node1", [sys.executable, "-c", LISTENING], ROOT))
     finally:
         job.kill()
         job.wait()
-    assert set(found.split()) == {"127.0.0.1"}
+    assert set(addresses.split()) == {"127.0.0.1"}
 
 
 def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
-    """DeepSpeed reads the file line by line, and puts each on the command line of ssh."""
+    """Keep secrets out of the file: DeepSpeed puts each of its lines on the command line of ssh."""
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
     env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
     for name, value in (env | {"NCCL_DEBUG": "INFO"}).items():
@@ -579,7 +588,7 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "visible", "slots"), [(3, None, 3), (3, "", 1), (0, None, 1)])
 def test_a_mode_takes_the_gpus_that_this_machine_has(gpus, visible, slots, monkeypatch):
-    """Simulated: the driver reports so many GPUs. Without one, or in a rehearsal, a host gets one process."""
+    """Simulate the driver's number of GPUs. Without a GPU, or in a rehearsal, a host gets one process."""
     monkeypatch.setattr(launch, "list_gpus", lambda: Devices(gpus=({},) * gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

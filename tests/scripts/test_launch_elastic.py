@@ -1,4 +1,4 @@
-"""launch.py --min_hosts on hosts with real sshd: hosts leave and join, and the training stays the same."""
+"""launch.py --min_hosts on hosts with a real sshd: hosts leave and join; the training stays the same."""
 
 import json
 import re
@@ -19,43 +19,55 @@ from tests.scripts.test_launch import OTHER_CODE, launcher_of, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
 BATCH, POINTS = 64, 4096
-REPLAYED, REPLAY_BOUND = 50, 1e-5  # steps after a change of hosts; of their losses
-LOG_EVERY = "4"  # steps whose mean loss is logged
+REPLAYED, REPLAY_BOUND = 50, 1e-5  # steps after a change of hosts; tolerance of their losses
+LOG_EVERY = "4"  # number of steps that each logged mean loss covers
 WORDS = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "100000"]
 WORDS += ["--log_every", LOG_EVERY, "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
 EXACT = ["--per_device_batch_size", "8", "--deterministic"]
 
 
 class ElasticTraining:
-    """A job that node4 starts on the first `count` hosts. flags: of launch.py. script: its further words."""
+    """A job that node4 starts on the first `count` hosts.
+
+    Args:
+        tmp_path: Folder of the hostfile, the logs and the output.
+        count: Number of hosts.
+        slots: Processes on each host.
+        flags: Flags of launch.py.
+        script: Further arguments of train_hello.py.
+    """
 
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
         self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
         self.slots, self.script = slots, list(script)
-        self.processes = count * slots  # of the first launch
+        self.processes = count * slots  # at the first launch
         self.kept = tmp_path / "kept"  # copies of checkpoints
         self.hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
         launcher = [sys.executable, "launch.py", "--hostfile", self.hostfile, "--log_dir", tmp_path / "logs"]
         words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder, *script]
-        self.output = tmp_path / "output"  # in a file: nobody reads a pipe, and launch.py waits at a full one
+        # launch.py would block on a full pipe without a reader, so the output goes to a file
+        self.output = tmp_path / "output"
         words = ["sh", "-c", 'exec "$@" > "$0" 2>&1', self.output, *words]
         self.job = Job(hosts.inside("node4", words, ROOT), env=env)
 
     def wait_for(self, devices: int, steps: int = 80, keep: bool = False) -> None:
-        """Waits until so many processes have trained so many steps more.
+        """Wait until `devices` processes have trained `steps` more steps.
 
-        keep: copy the checkpoint with which they began, before newer ones take its place.
+        Args:
+            devices: Number of processes.
+            steps: Number of steps.
+            keep: Copy the checkpoint from which they resumed, before newer ones replace it.
         """
         first, deadline = None, time.monotonic() + 120
         while True:
             assert self.job.process.poll() is None, self.output.read_text()
             assert time.monotonic() < deadline, f"not {devices} processes: {self.output.read_text()}"
             time.sleep(0.1)
-            found = [line for line in self._lines() if "hosts" in line or "train/loss" in line]
-            changes = [line for line in found if "processes" in line]
-            now = changes[-1]["processes"] if changes else self.processes
-            trained = [line["step"] for line in found[-1:] if "train/loss" in line]
-            if now == devices and trained:
+            records = [line for line in self._lines() if "hosts" in line or "train/loss" in line]
+            changes = [line for line in records if "processes" in line]
+            processes = changes[-1]["processes"] if changes else self.processes
+            trained = [line["step"] for line in records[-1:] if "train/loss" in line]
+            if processes == devices and trained:
                 if first is None:
                     first = trained[0]
                     if keep:
@@ -65,13 +77,13 @@ class ElasticTraining:
                     return
 
     def _lines(self) -> list[dict]:
-        """The complete lines of the log; none before it is there."""
+        """Return the complete lines of the log, or an empty list before it exists."""
         file = self.folder / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
     def kill(self) -> None:
-        """Ends a job that a failed test has left: its agents notice within seconds."""
+        """End a job that a failed test has left running: its agents notice within seconds."""
         if self.job.process.poll() is None:
             launcher_of(self.job).kill()
             self.job.wait()
@@ -82,7 +94,7 @@ class ElasticTraining:
             hostfile.write("".join(f"{name} slots={self.slots}\n" for name in names))
 
     def wait_for_line(self, text: str) -> list[str]:
-        """Waits until launch.py has printed the text. Returns the lines with it."""
+        """Wait until launch.py has printed the text. Return the lines that contain it."""
         wait_until(lambda: self.output.exists() and text in self.output.read_text(), self.job, 120)
         return [line for line in self.output.read_text().splitlines() if text in line]
 
@@ -94,44 +106,48 @@ class ElasticTraining:
         return output
 
     def assert_same_as_one_process(self, tmp_path: Path, first_step: int = 1) -> None:
-        """Each sample once, in the order of the step; learning rates equal, losses up to rounding.
+        """Check the samples, learning rates and losses against one process.
 
-        With --deterministic losses and the last checkpoint's weights are equal bit for bit.
+        Each sample appears once, in the order of its step. Learning rates are equal, and losses are equal up
+        to rounding. With --deterministic, the losses and the last checkpoint's weights are equal bit for bit.
 
-        first_step: in samples.jsonl, which is not copied to S3.
+        Args:
+            tmp_path: Folder of the comparison run.
+            first_step: First step in samples.jsonl, which is not copied to S3.
         """
         last = max(steps_in(self.folder / "checkpoints"))
-        ours = {line["step"]: line["samples"] for line in lines(self.folder / "samples.jsonl")}
-        assert sorted(ours) == list(range(first_step, last + 1))
-        for step, samples in ours.items():
-            epoch, within = divmod(step - 1, POINTS // BATCH)
-            assert samples == order(0, epoch, POINTS)[BATCH * within : BATCH * (within + 1)].tolist()
-        theirs = self._train_alone(tmp_path / "one", last)
-        found = logged(self.folder).values()
-        assert len(found) > 20
+        samples_of = {line["step"]: line["samples"] for line in lines(self.folder / "samples.jsonl")}
+        assert sorted(samples_of) == list(range(first_step, last + 1))
+        for step, samples in samples_of.items():
+            epoch, batch = divmod(step - 1, POINTS // BATCH)
+            assert samples == order(0, epoch, POINTS)[BATCH * batch : BATCH * (batch + 1)].tolist()
+        expected = self._train_alone(tmp_path / "one", last)
+        records = logged(self.folder).values()
+        assert len(records) > 20
         is_exact = "--deterministic" in self.script
-        for line in found:
-            assert line["train/lr"] == theirs[line["step"]]["train/lr"]
-            within = {"rel": 0, "abs": 0} if is_exact else {"rel": 1e-3}
-            assert line["train/loss"] == pytest.approx(theirs[line["step"]]["train/loss"], **within)
+        for line in records:
+            assert line["train/lr"] == expected[line["step"]]["train/lr"]
+            tolerance = {"rel": 0, "abs": 0} if is_exact else {"rel": 1e-3}
+            assert line["train/loss"] == pytest.approx(expected[line["step"]]["train/loss"], **tolerance)
         if is_exact:
             weights = [latest(folder) / "model.safetensors" for folder in (self.folder, tmp_path / "one")]
             assert weights[0].read_bytes() == weights[1].read_bytes()
 
     def assert_same_as_replays(self, tmp_path: Path) -> None:
-        """The losses after each change are those of one process that begins at that change's checkpoint."""
-        found = logged(self.folder)
+        """Compare the losses after each change with one process that resumes from the change's checkpoint."""
+        records = logged(self.folder)
         for checkpoint in sorted(self.kept.iterdir()):
             first = step_of(checkpoint.name)
             replay = self._train_alone(tmp_path / f"replay{first}", first + REPLAYED, "--resume", checkpoint)
-            both = found.keys() & replay.keys()  # but for the replay's last lines: it ends within a window
-            assert len(both) >= REPLAYED // int(LOG_EVERY) - 1
-            for step in both:
-                theirs = replay[step]["train/loss"]
-                assert found[step]["train/loss"] == pytest.approx(theirs, abs=REPLAY_BOUND)
+            # without the replay's last lines, because it ends within a logging window
+            common_steps = records.keys() & replay.keys()
+            assert len(common_steps) >= REPLAYED // int(LOG_EVERY) - 1
+            for step in common_steps:
+                expected = replay[step]["train/loss"]
+                assert records[step]["train/loss"] == pytest.approx(expected, abs=REPLAY_BOUND)
 
     def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
-        """The lines of one process's training to the step `last`, by step."""
+        """Train one process up to the step `last`. Return its log lines by step."""
         words = [*words, *(EXACT if "--deterministic" in self.script else [])]
         run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
         return logged(folder)
@@ -143,7 +159,7 @@ def logged(folder: Path) -> dict[int, dict]:
 
 @pytest.fixture
 def start(cluster, tmp_path):
-    """Starts an ElasticTraining, of which nothing is left after the test."""
+    """Return a function that starts an ElasticTraining, and end all of them after the test."""
     started = []
 
     def start_one(*words, **options) -> ElasticTraining:
@@ -171,7 +187,7 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     assert "node2 leaves (SIGTERM)" in output
     repeated = re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", output)
     assert len(repeated) == 3, output
-    assert repeated[1:] == ["0", "0"]  # the join's, and the leave's
+    assert repeated[1:] == ["0", "0"]  # after the join and after the leave
     assert len([line for line in lines(training.folder / "metrics.jsonl") if "hosts" in line]) == 3
     training.assert_same_as_one_process(tmp_path)
     wait_until_empty(hosts.names(), 5)
@@ -179,14 +195,14 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
 
 @pytest.mark.full
 def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
-    """The first newcomer has other code; mended it joins, and the next one has to wait."""
+    """Add a host with other code, which joins once repaired. The next host has to wait."""
     training = start(1, 1, script=["--per_device_batch_size", "8"])
     training.wait_for(1)
     Job(hosts.inside("node2", OTHER_CODE[0])).wait()
     training.add("node2")
-    (said,) = training.wait_for_line("node2 is excluded")
-    assert "the processes do not agree: script and onecurve/ is " in said
-    assert "(host node2)" in said
+    (line,) = training.wait_for_line("node2 is excluded")
+    assert "the processes do not agree: script and onecurve/ is " in line
+    assert "(host node2)" in line
     training.wait_for(1)
     hosts.kill("node2")
     hosts.revive("node2")
@@ -205,10 +221,11 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2x2gpu", "fsdp_2x4gpu", "zero2_4gpu", "zero3_2x4gpu"])
 def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
-    """Its cable is cut, while it writes to a folder that all hosts share; later it joins as another."""
+    """Cut the first host's network while it writes to the shared folder. Later it joins as another host."""
     training = start(2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
     training.wait_for(4)
-    wait_until(lambda: steps_in(training.folder / "checkpoints"), training.job, 60)  # else it begins anew
+    # without a checkpoint it restarts from step 0
+    wait_until(lambda: steps_in(training.folder / "checkpoints"), training.job, 60)
     hosts.cut("node1")
     training.wait_for(2, keep=True)
     hosts.heal("node1")
@@ -224,7 +241,7 @@ def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
 
 
 def test_a_process_that_fails_at_each_start_ends_the_job(cluster, tmp_path):
-    """Before the first step nothing is tried again: it is a mistake, said once."""
+    """Fail before the first step, which launch.py never retries: it is a mistake, reported once."""
     words = [sys.executable, "launch.py", "--mode", "multi-node", "--gpus-per-node", "1", "--min_hosts", "1"]
     words += ["--master-node", "node1", "--worker-nodes", "node2", "--log_dir", tmp_path / "logs"]
     words += ["train_hello.py", "--batch_sise", "64"]
@@ -236,7 +253,7 @@ def test_a_process_that_fails_at_each_start_ends_the_job(cluster, tmp_path):
 
 @pytest.fixture
 def s3_on_node4(cluster):
-    """moto's server on node4, which all hosts reach. Yields the environment of its clients."""
+    """Run moto's server on node4, which all hosts reach. Yield the environment of its clients."""
     env = aws_env("http://10.77.0.4:5000") | {"NO_PROXY": "10.77.0.4"}
     words = [sys.executable, "-m", "moto.server", "-H", "10.77.0.4", "-p", "5000"]
     server = Job(hosts.inside("node4", words, ROOT), env=env)
@@ -251,9 +268,8 @@ def s3_on_node4(cluster):
 
 @pytest.mark.full
 def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
-    """Nothing is shared: the second host goes on with the checkpoints in S3, the first joins it later, and a
-    host that is new in the hostfile, too."""
-    folder = ROOT / "runs" / "elastic"  # each host has its own copy of the project
+    """Share nothing: the second host resumes from S3; later the first host and two new ones join it."""
+    folder = ROOT / "runs" / "elastic"  # each host has a separate copy of the project
     flags = [word for name in s3_on_node4 for word in ("--env", name)]
     words = ["--s3", f"s3://{BUCKET}/elastic", "--per_device_batch_size", "8"]
     training = start(2, 2, *flags, script=words, folder=folder, env=s3_on_node4)

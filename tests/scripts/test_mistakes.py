@@ -1,4 +1,4 @@
-"""A mistake prints one line of ours under every launcher; the lines that launchers add are counted."""
+"""A mistake prints one line under every launcher. The test counts the lines that launchers add."""
 
 import re
 
@@ -7,9 +7,9 @@ import pytest
 from tests.conftest import CNN, Job, accelerate, deepspeed, full, mutate, python, torchrun
 
 LAUNCH = [*python(), "launch.py", "--mode", "single-node"]
-LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
+LAUNCHERS = {  # name: (words, maximum number of lines that the launcher adds)
     "python": (python(), 0),
-    "accelerate, one process": (accelerate("cpu"), 16),  # its traceback says which command returned 1
+    "accelerate, one process": (accelerate("cpu"), 16),  # its traceback names the command that returned 1
     "torchrun, one process": (torchrun(1), 34),
     "torchrun": (torchrun(2), 50),
     "accelerate": (accelerate("ddp_2gpu"), 50),
@@ -17,7 +17,7 @@ LAUNCHERS = {  # name: (words, lines that the launcher adds at most)
     "launch.py": ([*LAUNCH], 6),
     "launch.py, two": ([*LAUNCH, "--gpus", "2", "--log_dir", "LOGS"], 6),
 }
-MISTAKES = {  # flags, what is printed, lines of ours beside it
+MISTAKES = {  # flags, message, number of other lines that the script prints
     "unknown flag": (["--epoch", "1"], "error: unknown flag --epoch: did you mean --epochs?", 0),
     "no such data": (["--data", "nowhere"], "error: --data nowhere does not exist", 2),
     "exception": (["--data", "digits"], "ZeroDivisionError: division by zero", 16),
@@ -29,23 +29,25 @@ PRODUCT = [(launcher, mistake) for launcher in LAUNCHERS for mistake in MISTAKES
 @pytest.mark.parametrize(("launcher", "mistake"), [row if row in QUICK else full(*row) for row in PRODUCT])
 def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
     words, added = LAUNCHERS[launcher]
-    flags, message, ours = MISTAKES[mistake]
+    flags, message, other_lines = MISTAKES[mistake]
     if mistake == "exception":
         mutate(project_copy, "train_cnn_a.py", "            run.checkpoint(step)\n", "            1 / 0\n")
     words = [tmp_path / "logs" if word == "LOGS" else word for word in words]
     words += [*CNN, "--batch_size", "16", *flags, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project_copy).wait()
     assert status != 0
-    warnings = r"torch/distributed/run\.py|OMP_NUM_THREADS"  # that launchers print also when nothing is wrong
+    warnings = (
+        r"torch/distributed/run\.py|OMP_NUM_THREADS"  # launchers also print these when nothing is wrong
+    )
     lines = [line for line in output.splitlines() if not re.search(warnings, line)]
     pattern = rf"(localhost \| )?(train_cnn_a.py: )?{re.escape(message)}"
-    said = [line for line in lines if re.match(pattern, line)]
-    assert len(said) == 1, output
-    assert len(lines) <= 1 + ours + added, output
+    message_lines = [line for line in lines if re.match(pattern, line)]
+    assert len(message_lines) == 1, output
+    assert len(lines) <= 1 + other_lines + added, output
     if mistake != "exception":
-        assert "Traceback" not in "\n".join(lines[: lines.index(said[0])]), output
+        assert "Traceback" not in "\n".join(lines[: lines.index(message_lines[0])]), output
     if launcher in ("torchrun, one process", "torchrun", "accelerate"):  # torchrun says who failed, and why
         assert f"traceback : {message.removeprefix('error: ')}" in output
     if launcher.startswith("launch.py"):
-        rank = r"(rank \d \(host \S+\) failed: )?"  # of several it says which
+        rank = r"(rank \d \(host \S+\) failed: )?"  # launch.py names the rank if there are several
         assert re.match(f"error: localhost: {rank}{re.escape(message.removeprefix('error: '))}", lines[-1])
