@@ -1,4 +1,4 @@
-"""Every command of the README and its pages, shortened by flags; every host is this one."""
+"""Every command of the README and its pages, shortened by flags. This machine stands in for every host."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from onecurve.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
-# Appended to a command, so that it takes seconds and needs no hub: the last of two equal flags counts.
+# Appended to a command, so that it takes seconds and needs no hub. The last of two equal flags takes effect.
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16", "--max_val_images", "32"]
 SMALL = {
     "train_hello.py": ["--max_steps", "20"],
@@ -24,16 +24,17 @@ SMALL = {
     "train_cnn_b.py": [*DIGITS, "--width", "8"],
     "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
 }
-# Not docs/imagenet.md and docs/cluster.md: they need archives and machines that are not here.
+# Without docs/imagenet.md and docs/cluster.md, which need archives and machines that tests do not have.
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("launching", "resuming", "results", "trouble")))
 ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
-# The commands of the documents' code blocks and of the table of results, each once
+# Each command of the documents' code blocks and of the table of results, once
 TEXT = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
 IN_BLOCKS = list(dict.fromkeys("".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()))
 RESULTS = TEXT.split("## Results")[1].split("## ")[0]
 IN_TABLES = re.findall(r"^\|.*?\| `([^`]+)` \|", RESULTS, re.MULTILINE)
-KINDS = {  # a command is of the first kind that matches; which test starts it, where none of this file does
-    "make": r"make (train|same_bits|test|test-all)\b",  # the last two are this run of the tests
+# The first matching pattern decides a command's category. Comments name tests in other files that run it.
+CATEGORIES = {
+    "make": r"make (train|same_bits|test|test-all)\b",  # the last two run these tests
     "experiment": r"make (experiment_vit|experiment_speedup|tensorboard)\b|experiments/\w+\.sh --seeds",
     "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",
     "peers": r"python -m benchmarks\.peers ",  # test_gpu_suite.py
@@ -41,7 +42,7 @@ KINDS = {  # a command is of the first kind that matches; which test starts it, 
     "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
     "doctor": r"python doctor\.py ",  # test_doctor.py
     "tensorboard": r"tensorboard --logdir runs$",
-    "fetching": r"(scp|rsync) ",  # from a host
+    "fetching": r"(scp|rsync) ",  # copies from a host
     "accelerate config": r"accelerate config$|accelerate launch train_cnn_a\.py$",
     "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
     "named hosts": r"python launch\.py --mode ",  # test_launch.py
@@ -55,34 +56,34 @@ KINDS = {  # a command is of the first kind that matches; which test starts it, 
 }
 
 
-def kind(command: str) -> str | None:
-    return next((kind for kind, pattern in KINDS.items() if re.match(pattern, command)), None)
+def category(command: str) -> str | None:
+    return next((name for name, pattern in CATEGORIES.items() if re.match(pattern, command)), None)
 
 
-def of_kind(name: str) -> list[str]:
-    return [command for command in IN_BLOCKS if kind(command) == name]
+def in_category(name: str) -> list[str]:
+    return [command for command in IN_BLOCKS if category(command) == name]
 
 
-LAUNCHES = of_kind("launch")
+LAUNCHES = in_category("launch")
 
 
 def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
-    """The variables before a command, and its words."""
+    """Return the variables before a command, and its words."""
     words = shlex.split(command)
     count = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
-def road(command: str) -> tuple:
-    """The launcher, and on how many hosts. Other tests cover what differs: configs, scripts, recipes."""
+def launch_type(command: str) -> tuple:
+    """Return the launcher and the options that set the hosts. Other tests cover everything else."""
     words = ("launch.py", "hostfile", "--nnodes=2", "--nnodes=1:4")
     return split_environment(command)[1][0], *(word in command for word in words)
 
 
-FIRST_OF_ITS_ROAD = {road(command): command for command in reversed(LAUNCHES)}
-# test_preemption.py, test_elastic.py and the practice below start these.
+FIRST_OF_TYPE = {launch_type(command): command for command in reversed(LAUNCHES)}
+# test_preemption.py, test_elastic.py and the practice test below start these.
 for covered in ("deepspeed --num_gpus 2", "torchrun --nnodes=1:4", "python launch.py --hostfile hostfile"):
-    del FIRST_OF_ITS_ROAD[road(covered)]
+    del FIRST_OF_TYPE[launch_type(covered)]
 
 
 OTHER_SCRIPTS = [
@@ -96,10 +97,10 @@ OTHER_SCRIPTS = [
 
 @pytest.mark.full
 def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
-    """Runs the commands in order, each with a few more steps than the one before."""
+    """Run the commands in order, each with a few more steps than the previous one."""
     in_s3 = aws_env(s3)
     outputs = []
-    for number, command in enumerate(of_kind("stopped runs"), 1):
+    for number, command in enumerate(in_category("stopped runs"), 1):
         line = command.replace("my-bucket", BUCKET)
         small = [*SMALL["train_vit.py"], *cache, "--max_steps", str(2 * number)]
         jobs = []
@@ -121,16 +122,16 @@ def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
 
 
 def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path, cache):
-    """The README's commands, with the weights of a small model in place of the hub's."""
+    """Run the README's commands with a small model's weights instead of the hub's."""
     for k, file in enumerate(sorted(photographs.glob("*.JPEG"))):
-        place = project_copy / "photographs" / f"class_{k % 4}" / file.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(file)
+        path = project_copy / "photographs" / f"class_{k % 4}" / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(file)
     weights = tmp_path / "small.safetensors"
     save_file(timm.create_model("test_vit", img_size=32, patch_size=8, num_classes=9).state_dict(), weights)
     small = ["--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--weights", weights]
     small += ["--max_steps", "2", "--workers", "0", *cache]
-    *trainings, export = of_kind("photographs")
+    *trainings, export = in_category("photographs")
     assert len(trainings) == 2
     for train in trainings:
         assert "80 training images, 20 " in run([*shlex.split(train), *small], cwd=project_copy)
@@ -141,7 +142,7 @@ def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path
 
 def test_the_practice_on_virtual_hosts(cluster_tools, project_copy, cache):
     outputs = []
-    for command in of_kind("practice"):
+    for command in in_category("practice"):
         words = shlex.split(command)
         small = [*SMALL["train_cnn_a.py"], *cache] if "train_cnn_a.py" in words else []
         outputs.append(run([*words, *small], cwd=project_copy))
@@ -151,11 +152,11 @@ def test_the_practice_on_virtual_hosts(cluster_tools, project_copy, cache):
     assert not cluster_tools.STATE.exists()
 
 
-OF_RESULTS = [full(c) for c in IN_TABLES if kind(c) == "launch" and c not in LAUNCHES]
-OF_PAGES = [c if c in FIRST_OF_ITS_ROAD.values() else full(c) for c in LAUNCHES]
+RESULT_COMMANDS = [full(c) for c in IN_TABLES if category(c) == "launch" and c not in LAUNCHES]
+PAGE_COMMANDS = [c if c in FIRST_OF_TYPE.values() else full(c) for c in LAUNCHES]
 
 
-@pytest.mark.parametrize("command", [*OF_PAGES, *OTHER_SCRIPTS, *OF_RESULTS])
+@pytest.mark.parametrize("command", [*PAGE_COMMANDS, *OTHER_SCRIPTS, *RESULT_COMMANDS])
 def test_launch(command, project_copy, request, cache):
     asks_hosts = "--hostfile" in command and "--no_ssh_check" not in command
     env = request.getfixturevalue("ssh") if asks_hosts else {}
@@ -178,17 +179,17 @@ def test_launch(command, project_copy, request, cache):
         assert "stem: imagenet" in output
         return
     (folder,) = (path.parent for path in project_copy.glob("*/*/*/result.json"))
-    found = result(folder)
+    facts = result(folder)
     hosts, processes = len(jobs), expected_processes(command)
     sharded = re.search("(?:configs/|config_file )(fsdp|zero[123])", command)
-    of_launcher = "zero2" if command.startswith("deepspeed") else "ddp" if processes > 1 else "single"
-    strategy = sharded[1] if sharded else of_launcher
-    assert (found["script"], found["status"]) == (script.removesuffix(".py"), "finished")
-    assert (found["strategy"], found["hosts"], found["processes"]) == (strategy, hosts, processes)
+    default_strategy = "zero2" if command.startswith("deepspeed") else "ddp" if processes > 1 else "single"
+    strategy = sharded[1] if sharded else default_strategy
+    assert (facts["script"], facts["status"]) == (script.removesuffix(".py"), "finished")
+    assert (facts["strategy"], facts["hosts"], facts["processes"]) == (strategy, hosts, processes)
     assert folder.parent.parent.name == ("weights" if ONE_TWO_AND_TWO_HOSTS in command else "runs")
-    most = 4 if "--nnodes=1:4" in command else hosts
-    named = f"{strategy}_{found['batch_size']}_{found['epochs']}_{most}_{processes // hosts}"
-    assert folder.name == ("test_vit_" if script == "train_vit.py" else "") + named
+    max_hosts = 4 if "--nnodes=1:4" in command else hosts
+    expected_name = f"{strategy}_{facts['batch_size']}_{facts['epochs']}_{max_hosts}_{processes // hosts}"
+    assert folder.name == ("test_vit_" if script == "train_vit.py" else "") + expected_name
     assert lines(folder / "metrics.jsonl")
 
 
@@ -199,8 +200,8 @@ def expected_processes(command: str) -> int:
 
 
 def test_no_command_is_left_out():
-    """A new kind of command needs a test of its kind."""
-    assert not [command for command in [*IN_BLOCKS, *IN_TABLES] if kind(command) is None]
+    """A new category of commands needs a test."""
+    assert not [command for command in [*IN_BLOCKS, *IN_TABLES] if category(command) is None]
     for command in IN_TABLES:
         if command.startswith("python -m pytest"):
             assert (ROOT / command.split()[-1]).exists(), command
@@ -212,9 +213,9 @@ WRITE_UPS = (ROOT / "docs/launching.md").read_text().partition("## Five write-up
 
 @pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
 def test_a_write_up_is_repeated_by_commands_of_the_documents(row):
-    """Other tests of this file start them, or those that the next test names."""
+    """Check that the documents contain each command. Other tests run it; `CATEGORIES` names them."""
     assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
-    assert (WRITE_UPS.count("| `"), len(of_kind("one GPU each"))) == (5, 3)
+    assert (WRITE_UPS.count("| `"), len(in_category("one GPU each"))) == (5, 3)
 
 
 @pytest.mark.full
@@ -228,15 +229,15 @@ def test_benchmark_of_saves(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [c for c in IN_TABLES if kind(c) == "benchmark"])
+@pytest.mark.parametrize("command", [c for c in IN_TABLES if category(c) == "benchmark"])
 def test_benchmark(command, tmp_path, cache):
     small = [*DIGITS[:2], *DIGITS[4:], *(["--width", "8"] if "train_cnn_b" in command else []), *cache]
-    own = ["--rounds", "1", "--steps", "2", "--json", tmp_path / "out.json"]
+    short_flags = ["--rounds", "1", "--steps", "2", "--json", tmp_path / "out.json"]
     words = shlex.split(command)
-    run([*words[:3], *own, *[w for w in words[3:] if w not in ("--steps", "49")], *small])
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert set(found["rounds"][0]) == {"tutorial", "ours", "ready"}
-    assert found["ratios"]["ours"] > 0
+    run([*words[:3], *short_flags, *[w for w in words[3:] if w not in ("--steps", "49")], *small])
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert set(report["rounds"][0]) == {"tutorial", "ours", "ready"}
+    assert report["ratios"]["ours"] > 0
 
 
 def test_tensorboard_starts(tmp_path):
@@ -253,22 +254,24 @@ def test_tensorboard_starts(tmp_path):
 @pytest.mark.needs("make setup")
 @pytest.mark.parametrize(("flags", "accuracy"), [(" --max_steps 22", 0.6), full("", 0.97)])
 def test_make_train(flags, accuracy, project_copy, cache):
-    """`make train` installs nothing a second time and imports nothing that it does not use. Then the README's
-    other commands use its run."""
+    """Check that `make train` installs nothing twice and imports nothing unused, then use its run.
+
+    The README's other commands run on it.
+    """
     venv, end = BIN.parent, " train_cnn_a.py --data digits\n"
     mutate(project_copy, "Makefile", end, f"{end[:-1]}{flags}\n")
     make = ["sh", "-c", f"make train VENV={venv} 2> stderr"]
     output = run(make, cwd=project_copy, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert "pip install" not in output
     stderr = (project_copy / "stderr").read_text()
-    assert "were not passed" not in stderr  # a question of accelerate that it answers itself
+    assert "were not passed" not in stderr  # accelerate's warning about defaults
     packages = set(re.findall(r"^import time:.*\| +(\S+)$", stderr, re.MULTILINE))
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
     (folder,) = (project_copy / "runs" / "train_cnn_a").iterdir()
     assert result(folder)["best_accuracy"] >= accuracy
     shutil.copytree(folder / "plots", project_copy / "holiday")
-    for command in of_kind("afterwards"):
+    for command in in_category("afterwards"):
         if str(folder.relative_to(project_copy)) in command and "compare" not in command:
             in_cache = cache if re.search("validate|verify|export", command) else []
             run([*shlex.split(command), *in_cache], cwd=project_copy)
@@ -284,23 +287,25 @@ def test_make_same_bits(project_copy):
     assert len(set(hashes)) == 1, output
 
 
-ROADS = {  # strategy: what is answered beside the defaults
+ANSWERS = {  # strategy: answers that differ from the defaults
     "ddp": {},
     "fsdp": {
         r"torch dynamo\?.*?\]:": "yes\r",
         r"use FullyShardedDataParallel\?.*?\]:": "yes\r",
         r"FSDP activation checkpointing\?.*?\]:": "yes\r",
     },
-    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # one down from 2
+    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # one entry down
 }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp"), full("zero3")])
 def test_after_the_users_own_accelerate_config(strategy, project_copy, tmp_path, cache):
-    """The questions of accelerate are answered at a terminal; then the plain command works. `make test` names
-    the file that accelerate would find."""
+    """Answer accelerate's questions at a terminal, then run the plain command.
+
+    `make test` names the file that accelerate would find.
+    """
     home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
-    answer_accelerate_config(home, ROADS[strategy])
+    answer_accelerate_config(home, ANSWERS[strategy])
     config = (tmp_path / "hf" / "accelerate" / "default_config.yaml").read_text()
     assert "num_processes: 2" in config
     if strategy == "fsdp":
@@ -308,27 +313,27 @@ def test_after_the_users_own_accelerate_config(strategy, project_copy, tmp_path,
         assert "fsdp_activation_checkpointing: true" in config
     script = "train_vit.py" if strategy == "fsdp" else "train_cnn_a.py"
     words = ["launch", script, *SMALL[script], *cache, "--output_dir", tmp_path / "run"]
-    if strategy == "ddp":  # so that it is forked: another HF_HOME needs a start
+    if strategy == "ddp":  # named, so that it is forked: another HF_HOME needs a new process
         words[1:1] = ["--config_file", tmp_path / "hf" / "accelerate" / "default_config.yaml"]
         home = {}
     run(["accelerate", *words], cwd=project_copy, env=home)
-    found = result(tmp_path / "run")
-    assert (found["status"], found["strategy"], found["processes"]) == ("finished", strategy, 2)
+    facts = result(tmp_path / "run")
+    assert (facts["status"], facts["strategy"], facts["processes"]) == ("finished", strategy, 2)
 
 
 def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
-    """Multi-GPU, two processes, these answers (each to the question that matches), else the defaults."""
+    """Choose multi-GPU and two processes. Answer the other questions as given, or by default."""
     env = {**os.environ, **env}
     child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=240)
     child.logfile_read = sys.stdout
     answers = {
-        "Which type of machine": "\x1b[B" * 4 + "\r",  # four down: multi-GPU
+        "Which type of machine": "\x1b[B" * 4 + "\r",  # four entries down: multi-GPU
         r"How many GPU.*\]: ?": "2\r",
         **answers,
-        # menus, at the entry where they stand
+        # menus, at their default entries
         "In which compute environment|mixed precision|dynamo backend|Where to offload": "\r",
         "FSDP version|wrap policy|state dict": "\r",
-        r"\]: ?": "\r",  # all others show their default
+        r"\]: ?": "\r",  # all other questions show their default
         pexpect.EOF: None,
     }
     while (answer := list(answers.values())[child.expect(list(answers))]) is not None:

@@ -1,4 +1,4 @@
-"""predict.py: each picture once, under any launcher, with the predictions of validate.py."""
+"""predict.py predicts each picture once, under any launcher, as validate.py does."""
 
 import csv
 import io
@@ -34,28 +34,28 @@ COUNT = 360  # all held-out digits
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory, cache) -> Path:
-    """Held-out digits as PNG files in two folders, and what is no picture."""
+    """Write held-out digits as PNG files in two folders, and a file that is not an image."""
     folder = tmp_path_factory.mktemp("pictures")
     images = open_images(prepare_data("digits", Path(cache[1]))).val
     for k in range(COUNT):
-        place = folder / ("even" if k % 2 == 0 else "odd/deeper") / f"{k:03d}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.array(images.images[k])).save(place)
+        path = folder / ("even" if k % 2 == 0 else "odd/deeper") / f"{k:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.array(images.images[k])).save(path)
     (folder / "broken.png").write_bytes(b"\x89PNG, but no more")
     return folder
 
 
 @pytest.mark.parametrize("launcher", [python(), torchrun(2), full(torchrun(3))], ids=["1", "2", "3"])
 def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, tmp_path, cache):
-    """On one and two processes; a file that is no image ends nothing."""
+    """Run on up to three processes. A file that is not an image does not end the command."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
     words += ["--embeddings", tmp_path / "features.npy"]
     output = run([*launcher, *words, "--output_dir", tmp_path])
     best = result(trained)
-    (said,) = [line for line in output.splitlines() if line.startswith("model ")]
-    file, of_step = f"step_{best['best_step']:08d}/model.safetensors", f"step {best['best_step']:,}"
-    assert said.endswith(f"/checkpoints/{file}, {of_step}, val accuracy {best['best_accuracy']:.4f}")
+    (model_line,) = [line for line in output.splitlines() if line.startswith("model ")]
+    file, step_text = f"step_{best['best_step']:08d}/model.safetensors", f"step {best['best_step']:,}"
+    assert model_line.endswith(f"/checkpoints/{file}, {step_text}, val accuracy {best['best_accuracy']:.4f}")
     assert f"{COUNT} images predicted, 1 skipped" in output
     assert "broken.png is skipped: " in output
     assert "sampled" not in output
@@ -76,36 +76,36 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
     assert [row["file"] for row in table if row["class_1"]] == [row["file"] for row in rows.values()]
     with Image.open(tmp_path / "sheet.png") as picture:
         assert min(picture.size) > 300
-    found = np.load(tmp_path / "features.npy")
-    assert found["id"].tolist() == [row["file"] for row in rows.values()]
+    features = np.load(tmp_path / "features.npy")
+    assert features["id"].tolist() == [row["file"] for row in rows.values()]
     head = load_file(trained / "checkpoints" / file)
-    logits = torch.from_numpy(found["features"].copy()) @ head["head.weight"].T + head["head.bias"]
+    logits = torch.from_numpy(features["features"].copy()) @ head["head.weight"].T + head["head.bias"]
     surest = [row["probabilities"][0] for row in rows.values()]
     assert logits.softmax(1).amax(1).tolist() == pytest.approx(surest, abs=1e-5)
 
 
 @pytest.mark.parametrize(("cropped", "expected"), [(False, False), (True, True), (None, True)])
 def test_pictures_are_prepared_as_the_run_evaluated_them(cropped, expected, trained, tmp_path):
-    """Whatever the data was called; a model of an earlier version does not say."""
-    found = find(str(trained), "best", tmp_path, lambda: None)
-    assert found.cropped is False
-    found = replace(found, recipe=found.recipe | {"data": "/data/pets"}, cropped=cropped)
-    _, preparation = predict.build(Accelerator(cpu=True), predict.Prediction(), found)
+    """Ignore the name of the data. A model of an earlier version does not store the crop."""
+    model = find(str(trained), "best", tmp_path, lambda: None)
+    assert model.cropped is False
+    model = replace(model, recipe=model.recipe | {"data": "/data/pets"}, cropped=cropped)
+    _, preparation = predict.build(Accelerator(cpu=True), predict.Prediction(), model)
     assert preparation.is_cropped == expected
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "test_efficientnet"])
 def test_embeddings_are_timms_features_before_the_head(name):
     model, images = timm.create_model(name).eval(), torch.randn(2, 3, 160, 160)
-    kept = keep_features(model)
+    features = keep_features(model)
     with torch.no_grad():
         model(images)
-        wanted = model.forward_head(model.forward_features(images), pre_logits=True)
-    assert torch.equal(torch.from_numpy(kept[0]), wanted)
+        expected = model.forward_head(model.forward_features(images), pre_logits=True)
+    assert torch.equal(torch.from_numpy(features[0]), expected)
 
 
 def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
-    """The crop and the normalisation are those of a data set of photographs."""
+    """Crop and normalize as for a data set of photographs."""
     noise = np.random.RandomState(0).randint(0, 256, (50, 70, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     preparation = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
@@ -117,15 +117,15 @@ def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
 def test_an_output_that_is_not_finite_is_refused(pictures):
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
     nn.init.constant_(model[1].bias, torch.nan)
-    one = Pictures([str(pictures / "even" / "000.png")], Preprocessing(8, (0.5,) * 3, (0.2,) * 3, False))
+    inputs = Pictures([str(pictures / "even" / "000.png")], Preprocessing(8, (0.5,) * 3, (0.2,) * 3, False))
     single = SimpleNamespace(device=torch.device("cpu"), process_index=0, num_processes=1)
     single.precision = SimpleNamespace(mixed_precision="no")
     with pytest.raises(ValueError, match="the model diverged, or --mixed_precision overflows"):
-        predict.predict_images(single, model, one, ["a", "b"], predict.Prediction(workers=0))
+        predict.predict_images(single, model, inputs, ["a", "b"], predict.Prediction(workers=0))
 
 
 class Unsent(Pictures):
-    """Its worker can't open a file to send a batch."""
+    """Pictures whose worker can't open a file to send a batch."""
 
     def __getitem__(self, i):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -156,7 +156,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
 
 
 def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
-    """From those of the sheet, which are decoded for it."""
+    """Look at the pictures of the sheet, which are decoded anyway."""
     values = np.random.RandomState(0).randint(0, 4096, (20, 100)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
     row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}
@@ -171,7 +171,7 @@ def test_words_for_pictures(pictures, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n\n{first}\r\nnot there.jpg\n"))
     assert find_pictures(["-", first]) == [second, first, "not there.jpg"]
     assert len(find_pictures([str(pictures / "odd"), str(pictures / "*.png")])) == COUNT // 2 + 1
-    assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]  # listed as left out
+    assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]  # reported later as left out
     with pytest.raises(ValueError, match="matches no file"):
         find_pictures(["nothing/*.jpg"])
     with pytest.raises(ValueError, match="no pictures"):
@@ -179,11 +179,11 @@ def test_words_for_pictures(pictures, monkeypatch):
 
 
 def test_what_is_refused(trained, pictures, tmp_path):
-    for words, said in (
+    for words, message in (
         ([trained], "MODEL and IMAGE are required"),
         ([tmp_path / "nothing", pictures], "no such folder or file"),
     ):
         status, output = Job(["predict.py", *words]).wait()
         assert status == 1
-        assert said in output
+        assert message in output
         assert "Traceback" not in output

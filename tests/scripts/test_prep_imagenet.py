@@ -1,4 +1,4 @@
-"""prep_imagenet.py on a miniature ILSVRC2012: formats, sources, broken input, and interruptions."""
+"""prep_imagenet.py on a miniature ILSVRC2012: formats, sources, broken input and interruptions."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
 from tools.prepare import devkit, originals, preparation
 
 MINI = ["--no_verify", "--subset"]
-SMALL = ["--shard_mib", "0.1"]  # some 7 shards of training images
+SMALL = ["--shard_mib", "0.1"]  # about 7 shards of training images
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def shards(ilsvrc, tmp_path_factory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Returns the SHA-256 of all files below a folder, including hidden ones."""
+    """Return the SHA-256 of every file below a folder, including hidden files."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
-    """Downloads the prepared data set. Returns its contents()."""
+    """Download the prepared data set. Return its contents()."""
     folder.mkdir(exist_ok=True)
     for key in store.list():
         store.download(key, folder / key, store.size_and_etag(key)[0])
@@ -59,18 +59,18 @@ def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
 
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
-    """Checks the manifest, and returns label and bytes of each image by the stem of its name."""
+    """Check the manifest. Return the label and bytes of each image, by the stem of its name."""
     manifest = find_local(folder)
-    found = {}
+    images = {}
     rows = parse_shard_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
     for shard, offset, length, label in rows.tolist():
         with open(folder / manifest.splits[split].shards[shard].file, "rb") as file:
             file.seek(offset - 512)
             stem = Path(file.read(100).rstrip(b"\0").decode()).stem
             file.seek(offset)
-            found[stem] = label, file.read(length)
-    assert len(found) == len(rows)
-    return found
+            images[stem] = label, file.read(length)
+    assert len(images) == len(rows)
+    return images
 
 
 def expected(ilsvrc: Ilsvrc, split: str) -> dict[str, tuple[int, bytes]]:
@@ -78,16 +78,16 @@ def expected(ilsvrc: Ilsvrc, split: str) -> dict[str, tuple[int, bytes]]:
     return {Path(name).stem: (labels[name], data) for name, data in contents.items()}
 
 
-def assert_same(found: dict, wanted: dict, odd: set[str] = frozenset()) -> None:
-    """Compares all labels and bytes; of the odd images, which were re-encoded, the pixels approximately."""
-    assert found.keys() == wanted.keys()
-    for stem, (label, data) in wanted.items():
-        assert found[stem][0] == label
+def assert_same(images: dict, expected_images: dict, odd: set[str] = frozenset()) -> None:
+    """Compare all labels and bytes. Odd images were re-encoded, so compare their pixels approximately."""
+    assert images.keys() == expected_images.keys()
+    for stem, (label, data) in expected_images.items():
+        assert images[stem][0] == label
         if stem not in odd:
-            assert found[stem][1] == data
+            assert images[stem][1] == data
             continue
-        pixels, original = decode_image(found[stem][1]).astype(int), decode_image(data)
-        assert found[stem][1][:2] == b"\xff\xd8"
+        pixels, original = decode_image(images[stem][1]).astype(int), decode_image(data)
+        assert images[stem][1][:2] == b"\xff\xd8"
         assert np.abs(pixels - original).mean() < 4
 
 
@@ -116,11 +116,11 @@ def test_shards(ilsvrc, shards):
 
 
 def test_the_seed_decides_which_shard(ilsvrc, shards, tmp_path):
-    """Each shard has images of many classes."""
+    """Check that each shard contains images of many classes."""
     rows = np.load(shards / "train_index.npy")
-    of_shard = [set(rows[rows[:, 0] == shard, 3]) for shard in np.unique(rows[:, 0])]
-    assert len(of_shard) > 4
-    assert np.mean([len(labels) for labels in of_shard]) > 4
+    labels_by_shard = [set(rows[rows[:, 0] == shard, 3]) for shard in np.unique(rows[:, 0])]
+    assert len(labels_by_shard) > 4
+    assert np.mean([len(labels) for labels in labels_by_shard]) > 4
     for name, seed in {"same": 0, "other": 1}.items():
         prep("--data", ilsvrc.folder, "--out", tmp_path / name, "--seed", seed, *MINI, *SMALL)
     assert contents(tmp_path / "same") == contents(shards)
@@ -130,7 +130,7 @@ def test_the_seed_decides_which_shard(ilsvrc, shards, tmp_path):
 def test_shards_are_read_by_tar_webdataset_and_the_standard_library(ilsvrc, shards, tmp_path):
     from datasets import load_dataset
 
-    wanted = expected(ilsvrc, "train")
+    expected_images = expected(ilsvrc, "train")
     names = set()
     for file in sorted(shards.glob("train-*.tar")):
         listed = subprocess.run(["tar", "-tf", file], capture_output=True, text=True, check=True)
@@ -140,31 +140,33 @@ def test_shards_are_read_by_tar_webdataset_and_the_standard_library(ilsvrc, shar
             for image, label in zip(*[iter(archive)] * 2, strict=True):
                 stem, _ = os.path.splitext(image.name)
                 assert (image.name, label.name) == (f"{stem}.jpg", f"{stem}.cls")
-                assert int(archive.extractfile(label).read()) == wanted[stem][0]
+                assert int(archive.extractfile(label).read()) == expected_images[stem][0]
                 if stem not in odd(ilsvrc):
-                    assert archive.extractfile(image).read() == wanted[stem][1]
+                    assert archive.extractfile(image).read() == expected_images[stem][1]
                 names.add(stem)
-    assert names == wanted.keys()
+    assert names == expected_images.keys()
     tars = [str(file) for file in sorted(shards.glob("train-*.tar"))]
     rows = load_dataset("webdataset", data_files=tars, split="train", streaming=True, cache_dir=str(tmp_path))
-    assert {row["__key__"]: int(row["cls"]) for row in rows} == {key: v[0] for key, v in wanted.items()}
+    assert {row["__key__"]: int(row["cls"]) for row in rows} == {
+        key: entry[0] for key, entry in expected_images.items()
+    }
 
 
 def test_resize(ilsvrc, tmp_path):
     out = tmp_path / "out"
     prep("--data", ilsvrc.folder, "--out", out, "--resize", 120, *MINI, *SMALL)
-    found = read_index(out, "train")
+    images = read_index(out, "train")
     for stem, (label, data) in expected(ilsvrc, "train").items():
-        assert found[stem][0] == label
-        ours, original = decode_image(found[stem][1]), decode_image(data)  # both upright
+        assert images[stem][0] == label
+        resized, original = decode_image(images[stem][1]), decode_image(data)  # both are upright
         height, width = original.shape[:2]
         if min(height, width) <= 120:
-            assert stem in odd(ilsvrc) or found[stem][1] == data
+            assert stem in odd(ilsvrc) or images[stem][1] == data
             continue
-        assert min(ours.shape[:2]) == 120
-        assert max(ours.shape[:2]) == max(height, width) * 120 // min(height, width)
-        wanted = Image.fromarray(original).resize(ours.shape[1::-1], Image.Resampling.BILINEAR)
-        assert np.abs(ours.astype(int) - np.asarray(wanted)).mean() < 4
+        assert min(resized.shape[:2]) == 120
+        assert max(resized.shape[:2]) == max(height, width) * 120 // min(height, width)
+        expected_image = Image.fromarray(original).resize(resized.shape[1::-1], Image.Resampling.BILINEAR)
+        assert np.abs(resized.astype(int) - np.asarray(expected_image)).mean() < 4
     assert json.loads((out / "manifest.json").read_text())["resize"] == {"short_side": 120, "quality": 90}
 
 
@@ -173,8 +175,10 @@ def test_resize(ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("source", ["tar", "folder"])
 def test_other_images(source, ilsvrc, tmp_path):
-    """Names with dots and spaces, a real PNG, one name in two classes, and files that are no images; of
-    folders also links, and images deeper in them."""
+    """Prepare names with dots and spaces, a real PNG, the same name in two classes, and other files.
+
+    Folders also contain links and images in subfolders.
+    """
     photograph, drawing = next(iter(ilsvrc.val.values())), encode(Image.new("RGB", (8, 8), "red"), "PNG")
     classes = {
         "st. bernard": {"1.jpg": photograph, "a.b.jpeg": photograph, ".hidden.jpg": b"", "notes.txt": b""},
@@ -188,7 +192,9 @@ def test_other_images(source, ilsvrc, tmp_path):
             content = tar({"./._cat.tar": b"x"} | {f"{c}.tar": tar(files) for c, files in classes.items()})
             (data / f"{split}.tar").write_bytes(content)
         else:
-            images = {f"{split}/{name}/{file}": c for name, its in classes.items() for file, c in its.items()}
+            images = {
+                f"{split}/{name}/{file}": c for name, files in classes.items() for file, c in files.items()
+            }
             write(data, images | {f"{split}/cat/x/y/1.JPG": photograph})
     if source == "folder":
         keys |= {"cat/x_y_1.jpg"}
@@ -221,7 +227,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
-    """Without the file, or with a class that train has not, nothing is copied."""
+    """Copy nothing if the file is missing or if train lacks a class of val."""
     files, below = PUBLISHED[form]
     photographs = list(ilsvrc.val.values())
     images = {f"{below}/train/n0{c}/images/{k}.JPEG": photographs[c + k] for c in (1, 2) for k in (0, 2)}
@@ -248,7 +254,7 @@ def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
     assert not (tmp_path / "wrong").exists()
 
 
-VAL_LABELS = {  # the lines that people's lists have, from an image's name, its WordNet id and its label
+VAL_LABELS = {  # formats of label lists, given an image's name, WordNet ID and label
     "synsets, as TensorFlow's": lambda name, wnid, label: f"{wnid}\n",
     "indices": lambda name, wnid, label: f"{label}\r\n",
     "names and indices, as Caffe's": lambda name, wnid, label: f"{name} {label}\n",
@@ -258,7 +264,7 @@ VAL_LABELS = {  # the lines that people's lists have, from an image's name, its 
 
 @pytest.fixture
 def two_tars(ilsvrc, tmp_path) -> Path:
-    """Returns a folder with ILSVRC2012's archives of images, without the development kit."""
+    """Return a folder with ILSVRC2012's image archives, without the development kit."""
     (tmp_path / "tars").mkdir()
     for name in (TRAIN, VAL):
         (tmp_path / "tars" / name).symlink_to(ilsvrc.folder / name)
@@ -282,7 +288,7 @@ def test_without_the_development_kit(form, source, ilsvrc, two_tars, tmp_path):
         }
         assert len(images) == count
     classes = json.loads((tmp_path / "out" / "manifest.json").read_text())["classes"]
-    assert [one["wnid"] for one in classes] == ilsvrc.wnids
+    assert [entry["wnid"] for entry in classes] == ilsvrc.wnids
 
 
 WRONG_VAL_LABELS = {
@@ -316,7 +322,7 @@ def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
 
 
 def test_what_lacks_labels_says_how_to_give_them(ilsvrc, two_tars, tmp_path):
-    """Without val's archive the kit is not needed: the training archive names its classes."""
+    """Without val's archive, the kit is not needed because the training archive names its classes."""
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
         output = fails("--from", source, *words)
@@ -364,8 +370,11 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
-    """lost: --work_dir is gone, and the preparation begins again. While it is there, its journal lists the
-    uploads of one destination: others are refused."""
+    """Resume with the journal in --work_dir, which lists the uploads to one destination, or start again.
+
+    Args:
+        lost: --work_dir is gone.
+    """
     use_s3(monkeypatch, s3_proxy.endpoint)
     store = ObjectStore(f"s3://{BUCKET}/killed-{lost}")
     work = tmp_path / "work"
@@ -402,7 +411,7 @@ def test_wrong_flags(words, message, tmp_path):
 
 
 def broken(ilsvrc: Ilsvrc, folder: Path, **archives: bytes) -> Path:
-    """Copies the data set, with other content for train or val."""
+    """Copy the data set with other content for train or val."""
     shutil.copytree(ilsvrc.folder, folder)
     for part, content in archives.items():
         (folder / {"train": TRAIN, "val": VAL}[part]).write_bytes(content)
@@ -416,7 +425,7 @@ def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
 
 ESCAPED = "../../../escaped.JPEG"
 TWICE = dict.fromkeys(("a.JPEG", "./a.JPEG"), b"x")
-BROKEN = {  # the training tar, and the message
+BROKEN = {  # training tar, message
     "parent": (lambda _: tar({"n01440764.tar": tar({ESCAPED: b"x"})}), f".tar: {ESCAPED} is not a plain"),
     "truncated": (lambda i: i.train_tar.read_bytes()[:500_000], f"{TRAIN} is truncated: it ends at"),
     "unknown class": (lambda _: tar({"n99999999.tar": tar({"a.JPEG": b"x"})}), "n99999999"),
@@ -428,9 +437,9 @@ BROKEN = {  # the training tar, and the message
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_archive(kind, ilsvrc, tmp_path):
-    make, message = BROKEN[kind]
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_archive(fault, ilsvrc, tmp_path):
+    make, message = BROKEN[fault]
     data = broken(ilsvrc, tmp_path / "data", train=make(ilsvrc))
     output = fails("--data", data, "--out", tmp_path / "out", *MINI)
     assert message in output
@@ -440,7 +449,7 @@ def test_a_broken_archive(kind, ilsvrc, tmp_path):
 
 
 def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
-    """Another MD5 sum, other counts, a devkit without its list of classes or of other images, or none."""
+    """Try another MD5 sum, other counts, and a devkit that is missing, incomplete or of other images."""
     words = ["--data", broken(ilsvrc, tmp_path / "data"), "--out", tmp_path / "out"]
     assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(*words)
     assert "1,000" in fails(*words, "--no_verify")
@@ -455,7 +464,7 @@ def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
 
 @pytest.fixture
 def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
-    """Puts the miniature's sums in place of the published ones."""
+    """Replace the published MD5 sums with the miniature's."""
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     sums = {part: ilsvrc.md5(file) for part, file in files.items()}
     for part, md5 in sums.items():
@@ -464,9 +473,9 @@ def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
 
 
 def test_md5(ilsvrc, shards, published, tmp_path):
-    """A training tar with a flipped bit is refused, and the right one then leaves nothing of it."""
+    """Refuse a training tar with a flipped bit. The correct tar then replaces all its output."""
     content, out = bytearray(ilsvrc.train_tar.read_bytes()), tmp_path / "out"
-    content[2000] ^= 1  # of the first image
+    content[2000] ^= 1  # in the first image
     data = broken(ilsvrc, tmp_path / "data", train=content)
     words = ["--subset", *SMALL, "--data", data, "--out", out]
     output = fails(*words)
@@ -491,13 +500,13 @@ def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_
     data = write(tmp_path / "data", {"train/cat/a.jpg": content})
     message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out", "--resize", "256")
     assert f"{data / 'train' / 'cat'}: a.jpg can't be decoded: " in message
-    assert reason in message + capfd.readouterr().err  # libjpeg prints its own words
+    assert reason in message + capfd.readouterr().err  # libjpeg prints the reason
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more/b.TIF"])
 def test_dangling_links_of_a_folder_are_refused(path, ilsvrc, tmp_path):
-    """Other files are skipped."""
+    """Refuse dangling links in class folders, but skip other files."""
     image = next(iter(ilsvrc.val.values()))
     data = write(tmp_path / "data", {"train/cat/a..jpg": image, "train/cat/notes.txt": b""})
     (data / path).parent.mkdir(exist_ok=True)
@@ -513,7 +522,7 @@ def test_images_of_one_name_get_keys_of_their_own():
 
 
 def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
-    """Classes above 155 bytes, and names above 100."""
+    """Use a class name above 155 bytes and image names above 100 bytes."""
     from datasets import load_dataset
 
     image = next(iter(ilsvrc.val.values()))
@@ -535,16 +544,16 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
 
 
 def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):
-    """Runs without --subset, with other published counts."""
+    """Run without --subset, with other published counts."""
     monkeypatch.setattr(devkit, "CLASSES", 10)
     monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
     words = ["--no_verify"]
     prep(*words, "--data", ilsvrc.folder, "--out", tmp_path / "out")
-    wanting = {
+    faults = {
         "9 classes, not 10": {"train": tar(dict(list(class_tars(ilsvrc).items())[1:]))},
         "29 images, not 30": {"val": tar(dict(list(ilsvrc.val.items())[1:]))},
     }
-    for number, (message, archive) in enumerate(wanting.items()):
+    for number, (message, archive) in enumerate(faults.items()):
         data, out = broken(ilsvrc, tmp_path / f"data{number}", **archive), tmp_path / f"out{number}"
         assert f"contains {message}. Download it again" in fails(*words, "--data", data, "--out", out)
         assert not (out / "manifest.json").exists()
@@ -561,7 +570,7 @@ def test_a_complete_data_set_that_lost_a_file(damage, ilsvrc, shards, tmp_path):
 
 
 def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
-    """They are refused, and stay as they are."""
+    """Refuse other settings and foreign files, and leave the folder unchanged."""
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
     assert "is already complete" in prep(*words)
@@ -583,7 +592,7 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
 
 
 def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
-    """The total size stays the same; modification times don't count in a complete data set."""
+    """Move an image without changing the total size. Modification times do not matter after completion."""
     image = next(iter(ilsvrc.val.values()))
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
     data = write(tmp_path / "data", dict.fromkeys(paths, image))
@@ -598,8 +607,8 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
 def test_open_files(ilsvrc, shards, tmp_path):
     limits = ((resource.RLIMIT_NOFILE, (80, 96)),)
     words = ["--data", ilsvrc.folder, *MINI, "--out"]
-    few = forked(tmp_path, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)  # 24 shards
-    assert few.wait()[0] == 0, "the soft limit is raised"
+    job = forked(tmp_path, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)  # 24 shards
+    assert job.wait()[0] == 0, "the soft limit is raised"
     status, output = forked(tmp_path, *words, tmp_path / "more", "--shard_mib", 0.005, limits=limits).wait()
     assert status == 1
     assert "larger --shard_mib" in output
@@ -610,7 +619,7 @@ def test_open_files(ilsvrc, shards, tmp_path):
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Batches of 2 images, as in a forked preparation."""
+    """Use batches of 2 images, as a forked preparation does."""
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
 
 
@@ -620,10 +629,10 @@ def command(ilsvrc: Ilsvrc) -> list:
 
 @pytest.fixture
 def killed(eager, tmp_path):
-    """killed(place, *flags) starts a preparation that kills itself there."""
+    """Return a function that starts a preparation, which kills itself where `stop_at` says."""
 
-    def killed(place: str | int, *words: object, **options) -> None:
-        status, output = forked(tmp_path, *words, place=place, **options).wait()
+    def killed(stop_at: str | int, *words: object, **options) -> None:
+        status, output = forked(tmp_path, *words, place=stop_at, **options).wait()
         assert status == -signal.SIGKILL, output
 
     return killed
@@ -631,7 +640,7 @@ def killed(eager, tmp_path):
 
 @pytest.fixture(scope="module")
 def straight(ilsvrc, tmp_path_factory) -> Path:
-    """Shards that were never interrupted."""
+    """Prepare shards without interruption."""
     out = tmp_path_factory.mktemp("straight") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(originals, "BATCH_IMAGES", 2)
@@ -639,7 +648,7 @@ def straight(ilsvrc, tmp_path_factory) -> Path:
     return out
 
 
-STORIES = {  # killed where, with which flags; the archive that is then replaced; why it is refused to resume
+STORIES = {  # where it is killed, flags, archive that is then replaced, reason why it refuses to resume
     "the first images": (2, [], "", ""),
     "images": (40, [], "", ""),
     "all images of train": ("train", [], "", ""),
@@ -656,11 +665,11 @@ KEPT = {"val": ["train"], "manifest": ["train", "val"]}
 
 @pytest.mark.parametrize("story", STORIES)
 def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
-    """Finished splits are kept, with their inputs and settings; an unfinished one begins again."""
-    place, flags, replaced, refusal = STORIES[story]
+    """Keep finished splits with their inputs and settings, and prepare an unfinished split again."""
+    stop_at, flags, replaced, refusal = STORIES[story]
     data, out = shutil.copytree(ilsvrc.folder, tmp_path / "data"), tmp_path / "out"
     words = ["--data", data, *MINI, *SMALL, "--out", out]
-    killed(place, *words, *flags)
+    killed(stop_at, *words, *flags)
     with pytest.raises(ValueError, match="not complete"):
         find_local(out)
     if replaced:
@@ -669,7 +678,7 @@ def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
         assert refusal in fails(*words)
         return
     output = prep(*words)
-    assert [split for split in ("train", "val") if f"{split}  " not in output] == KEPT.get(place, [])
+    assert [split for split in ("train", "val") if f"{split}  " not in output] == KEPT.get(stop_at, [])
     assert contents(out) == contents(straight)
 
 
@@ -720,7 +729,7 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
 
 
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
-    """Val fails after some of its images; the next archive lacks their class."""
+    """Let val fail after some of its images. The next archive lacks their class."""
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
     data = tmp_path / "data"
@@ -729,7 +738,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
     monkeypatch.setattr(preparation, "SAMPLED", 1)
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
-    # threads that check would be a batch behind
+    # threads that check images would be one batch behind
     words = ["--from", "tar", "--data", data, "--no_verify", "--out"]
     output = fails(*words, tmp_path / "out")
     assert "class wolf is not one of the 2 classes" in output
@@ -750,7 +759,7 @@ def test_what_was_finished_without_its_md5_is_not_called_checked(killed, publish
 def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, *MINI, "--resize", 64, "--out"]
     job = forked(tmp_path, *words, tmp_path / "out", place=2)
-    assert job.wait(60)[0] == -signal.SIGKILL  # and nobody holds its output
+    assert job.wait(60)[0] == -signal.SIGKILL  # no process holds its output
     for folder in ("out", "straight"):
         prep(*words, tmp_path / folder)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
@@ -767,7 +776,7 @@ def test_two_at_once(eager, ilsvrc, straight, tmp_path):
 
 
 def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
-    """RLIMIT_FSIZE is reached in the middle of an image."""
+    """Reach RLIMIT_FSIZE in the middle of an image."""
     words = ["--data", ilsvrc.folder, *MINI, "--shard_mib", 64, "--out"]
     limits = ((resource.RLIMIT_FSIZE, (300_000, 300_000)),)
     status, output = forked(tmp_path, *words, tmp_path / "out", limits=limits).wait()

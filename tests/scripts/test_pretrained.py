@@ -1,4 +1,4 @@
-"""Models as their authors publish them: measured, exported and fine-tuned as timm does it."""
+"""Published models: evaluation, export and fine-tuning give the same results as in timm."""
 
 import csv
 import json
@@ -43,8 +43,8 @@ def by_class(photographs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def timms(hub, photographs) -> tuple[float, list[str]]:
-    """The loss of timm's own pipeline, and the class that it predicts for each photograph."""
+def timm_results(hub, photographs) -> tuple[float, list[str]]:
+    """Return the loss of timm's pipeline and the class that it predicts for each photograph."""
     model = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     files = sorted(photographs.glob("*.JPEG"))
@@ -55,29 +55,29 @@ def timms(hub, photographs) -> tuple[float, list[str]]:
 
 
 def shown(synsets: list[str]) -> list[str]:
-    """The names by which ImageNet's classes are shown."""
+    """Return the names under which ImageNet's classes are shown."""
     names = {synset: name for name, synset, *_ in class_names(of_name(NAME))}
     return [names[synset] for synset in synsets]
 
 
 @pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["1", "2"])
-def test_validate_measures_what_timm_measures(launcher, hub, by_class, timms, cache, tmp_path):
+def test_validate_measures_what_timm_measures(launcher, hub, by_class, timm_results, cache, tmp_path):
     words = [hub, "--data", by_class, *FP32, *cache, "--output_dir", tmp_path]
     output = run([*launcher, "validate.py", *words])
     assert "has 100 of the 1000 classes" in output
     assert "224 pixels, bicubic, crop 0.875 center" in " ".join(output.split())
-    report, (loss, predicted) = json.loads((tmp_path / "report.json").read_text()), timms
+    report, (loss, predicted) = json.loads((tmp_path / "report.json").read_text()), timm_results
     assert report["loss"] == pytest.approx(loss, abs=0.002)
     with open(tmp_path / "predictions.csv", newline="") as file:
-        ours = [row["predicted"] for row in csv.DictReader(file)]
-    assert sum(mine != other for mine, other in zip(ours, shown(predicted), strict=True)) <= 1
+        predictions = [row["predicted"] for row in csv.DictReader(file)]
+    assert sum(name != timm_name for name, timm_name in zip(predictions, shown(predicted), strict=True)) <= 1
 
 
-def test_predict_names_imagenets_classes(hub, photographs, timms, tmp_path):
+def test_predict_names_imagenets_classes(hub, photographs, timm_results, tmp_path):
     words = [hub, photographs, "--workers", "0", *FP32, "--output_dir", tmp_path]
     run([*python(), "predict.py", *words])
     rows = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
-    pairs = zip(rows, shown(timms[1]), strict=True)
+    pairs = zip(rows, shown(timm_results[1]), strict=True)
     assert sum(row["classes"][0] != name for row, name in pairs) <= 1
     assert rows[0]["classes"][0] == "tench, Tinca tinca"
 
@@ -89,15 +89,15 @@ def test_an_exported_copy_has_the_same_logits(hub, by_class, cache, tmp_path):
     assert all(
         torch.equal(tensor, copy[name]) for name, tensor in load_file(hub / "model.safetensors").items()
     )
-    about = json.loads(config.read_text())["pretrained_cfg"]
-    theirs = json.loads((hub / "config.json").read_text())["pretrained_cfg"]
+    exported = json.loads(config.read_text())["pretrained_cfg"]
+    published = json.loads((hub / "config.json").read_text())["pretrained_cfg"]
     for name in ("interpolation", "crop_pct", "crop_mode", "mean", "std", "input_size"):
-        assert about[name] == theirs[name]
+        assert exported[name] == published[name]
 
 
 @pytest.mark.full
 def test_a_linear_probe_of_cifar10(hub, cifar10, cache, tmp_path):
-    """On 2,000 images, four epochs; the accuracy of random weights would be 0.1 to 0.3."""
+    """Train on 2,000 images for four epochs. Random weights would reach an accuracy of 0.1 to 0.3."""
     data = tmp_path / "data"
     data.mkdir()
     for split, count in (("train", 2000), ("test", 1000)):
@@ -111,18 +111,18 @@ def test_a_linear_probe_of_cifar10(hub, cifar10, cache, tmp_path):
     assert max(line.get("val/accuracy", 0) for line in metrics(tmp_path / "run")) >= 0.70
 
 
-# --- Small models with random weights, for which no photographs are needed
+# --- Small models with random weights, which need no photographs
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """Pictures that stay encoded, as they differ in size, in two class folders."""
+    """Write pictures of several sizes to two class folders. They stay encoded because of their sizes."""
     root = tmp_path_factory.mktemp("pictures")
     for split, count in (("train", 8), ("val", 4)):
         for k in range(2 * count):
-            place = root / split / "ab"[k % 2] / f"{k}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            picture(k, 60 + k, 50).save(place)
+            path = root / split / "ab"[k % 2] / f"{k}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture(k, 60 + k, 50).save(path)
     return root
 
 
@@ -137,22 +137,22 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp_path):
-    """Its files do not record any: bilinear, 224/256. The resumed run has the losses of one that says so."""
+    """Resume a run without recorded preprocessing (bilinear, 224/256). The losses match a recorded one's."""
     legacy, run_ = tmp_path / "legacy", tmp_path / "run"
     run(small(folders, cache, legacy, "--interpolation", "legacy", "--max_steps", "6"))
     run(small(folders, cache, run_, "--interpolation", "legacy", "--max_steps", "3"))
-    about = json.loads((run_ / "recipe.json").read_text())
-    del about["preprocessing"]
+    record = json.loads((run_ / "recipe.json").read_text())
+    del record["preprocessing"]
     for name in FLAGS:
-        del about["recipe"][name]
-    (run_ / "recipe.json").write_text(json.dumps(about))
+        del record["recipe"][name]
+    (run_ / "recipe.json").write_text(json.dumps(record))
     recipe = json.loads((latest(run_) / "manifest.json").read_text())["recipe"]
     earlier = {name: value for name, value in recipe.items() if name not in FLAGS}
     forge(latest(run_), preprocessing={}, recipe=earlier)
     output = run(small(folders, cache, run_, "--max_steps", "6"))
     assert "continuing at step 3" in output
-    kept = "preprocessing: the run keeps legacy interpolation, crop 0.875 center"
-    assert f"{kept}, although the model now has bicubic interpolation, crop 0.95 center" in output
+    resumed_note = "preprocessing: the run keeps legacy interpolation, crop 0.875 center"
+    assert f"{resumed_note}, although the model now has bicubic interpolation, crop 0.95 center" in output
     resumed, straight = (
         [line["train/loss"] for line in metrics(folder) if "train/loss" in line]
         + [line["val/loss"] for line in metrics(folder) if "val/loss" in line][-1:]
@@ -164,32 +164,32 @@ def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp
 
 def test_a_run_records_the_models_own_preprocessing(folders, cache, tmp_path):
     run(small(folders, cache, tmp_path / "run", "--max_steps", "2", "--crop_pct", "0.8"))
-    own = {"interpolation": "bicubic", "crop_pct": 0.8, "crop_mode": "center"}
-    own |= {"mean": [0.5] * 3, "std": [0.5] * 3}
-    assert records(tmp_path / "run") == [own, own]
+    expected = {"interpolation": "bicubic", "crop_pct": 0.8, "crop_mode": "center"}
+    expected |= {"mean": [0.5] * 3, "std": [0.5] * 3}
+    assert records(tmp_path / "run") == [expected, expected]
     recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
     assert (recipe["interpolation"], recipe["crop_pct"]) == (None, 0.8)
 
 
 @pytest.mark.parametrize("count", [1000, 11821, 21841, 21843, 11221])
 def test_names_of_imagenets_classes(count):
-    """Shown names are unique; data may also call a class by its synset."""
+    """Check that shown names are unique, and that data may also name a class by its synset."""
     names = class_names(replace(of_name(NAME), classes=count))
     assert len({name for name, *_ in names}) == len(names) == count
     assert ("crane (n02012849)", "n02012849", "crane", "crane") in names or count != 1000
 
 
 def test_a_lone_file_and_other_classes(hub, tmp_path):
-    """timm's name says what is in it. Names that nobody knows are numbers."""
+    """Identify a file's content by timm's model name. Unknown class names become numbers."""
     file = shutil.copy(hub / "model.safetensors", tmp_path / "w.safetensors")
-    found = of_model(find(str(file), "best", tmp_path, lambda: None), NAME)
-    assert (found.published, found.classes[0]) == (1000, "tench, Tinca tinca")
-    assert found.preprocessing["interpolation"] == "bicubic"
+    model = of_model(find(str(file), "best", tmp_path, lambda: None), NAME)
+    assert (model.published, model.classes[0]) == (1000, "tench, Tinca tinca")
+    assert model.preprocessing["interpolation"] == "bicubic"
     torch.manual_seed(0)
-    model = timm.create_model("test_vit", num_classes=7)
-    save_for_hf(model, str(tmp_path / "seven"), safe_serialization=True)
-    found = find(str(tmp_path / "seven"), "best", tmp_path, lambda: None)
-    assert (found.published, found.classes, found.recipe["image_size"]) == (7, None, 160)
+    small_model = timm.create_model("test_vit", num_classes=7)
+    save_for_hf(small_model, str(tmp_path / "seven"), safe_serialization=True)
+    model = find(str(tmp_path / "seven"), "best", tmp_path, lambda: None)
+    assert (model.published, model.classes, model.recipe["image_size"]) == (7, None, 160)
     save_file({"x": torch.zeros(2)}, tmp_path / "headless.safetensors")
     lone = find(str(tmp_path / "headless.safetensors"), "best", tmp_path, lambda: None)
     with pytest.raises(ValueError, match="has no head"):
@@ -201,7 +201,7 @@ def test_a_lone_file_and_other_classes(hub, tmp_path):
     [("test_vit", True), ("timm/test_vit.r160_in1k", False), ("hf-hub:timm/test_vit", 0)],
 )
 def test_a_name_on_the_hub(name, pretrained, tmp_path, monkeypatch):
-    """The hub's own client finds it in its cache, as without a network."""
+    """Let the hub's client find the model in its cache, as without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     find_model = partial(Prediction(pretrained=pretrained)._find, name, tmp_path, lambda: None)
@@ -211,9 +211,9 @@ def test_a_name_on_the_hub(name, pretrained, tmp_path, monkeypatch):
     save_for_hf(timm.create_model("test_vit"), str(folder / "snapshots" / revision), safe_serialization=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(revision)
-    found = find_model()
-    assert found.name == f"timm/{name.rpartition('/')[2]}"
-    assert (found.recipe["model"], found.published, found.preprocessing["crop_pct"]) == (
+    model = find_model()
+    assert model.name == f"timm/{name.rpartition('/')[2]}"
+    assert (model.recipe["model"], model.published, model.preprocessing["crop_pct"]) == (
         "test_vit",
         1000,
         0.95,

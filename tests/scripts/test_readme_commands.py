@@ -1,8 +1,8 @@
-"""Every command in the README's code blocks, as it is typed, to its end.
+"""Every command in the README's code blocks, run unchanged to its end.
 
-The data are small, in the places and forms that the README names: a copy of the hub's CIFAR-10, folders,
+The data are small, in the locations and formats that the README names: a copy of the hub's CIFAR-10, folders,
 an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a CPU train one epoch.
-`make test` ends commands of several trainings early; test_launchers.py shortens the others by flags.
+`make test` stops commands with several trainings early. test_launchers.py shortens the others with flags.
 """
 
 import os
@@ -33,23 +33,23 @@ from tools.prepare import devkit
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(?:sh)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-# Where a block has a prompt, the lines without one are output.
+# In a block with prompts, the lines without a prompt are output.
 LINES = [line for block in BLOCKS for line in block.splitlines() if block[0] != "$" or line[0] == "$"]
 WORDS = [shlex.split(line.removeprefix("$ "), comments=True) for line in LINES]
 COMMANDS = [
     shlex.join(words) for words in WORDS if words and words != ["make", "test"]
-]  # `make test`: this run
-FOR_GPUS = {  # flags that shorten a command whose model takes hours on a CPU
+]  # this test run is `make test`
+FOR_GPUS = {  # flags that shorten commands whose models take hours on a CPU
     "fsdp_4gpu.yaml train_vit.py": ["--epochs", "1", "--batch_size", "64"],
     "vit_b16_finetune_small.yaml": ["--epochs", "1"],
     "vit_s16_imagenet.yaml": ["--epochs", "1", "--batch_size", "32"],
 }
-EARLY = {  # what commands of several trainings print in their first minute
+EARLY = {  # text that a command with several trainings prints in its first minute
     "make same_bits": "epoch 1/2",
     "make experiment_speedup DATA=/data/cifar10": "epoch 1/1",
     "make experiment_vit DATA=/data/cifar10": "       8  ran ",
 }
-BEFORE = {  # the command whose files another one uses
+BEFORE = {  # path or recipe in a command: the earlier command that creates it
     "runs/train_cnn_a/single_128_10_1_1": "make train",
     "runs/train_vit/photographs": "vit_b16_finetune_small",
     "/data/imagenet256 ": "prep_imagenet.py",
@@ -58,7 +58,7 @@ BEFORE = {  # the command whose files another one uses
 
 @dataclass(frozen=True)
 class Published:
-    """Makes an imitation of ILSVRC2012 the published data set, in a forked process."""
+    """A call that makes an imitation of ILSVRC2012 the published data set, in a forked process."""
 
     md5: dict[str, str]
     classes: int
@@ -70,7 +70,7 @@ class Published:
 
 
 class Project:
-    """A copy of the project, and the data that the README names."""
+    """A copy of the project with the data that the README names."""
 
     def __init__(self, folder: Path):
         self.folder, self.root = folder, copy_project(folder / "project")
@@ -86,7 +86,7 @@ class Project:
         self.done: set[str] = set()
 
     def run(self, command: str) -> None:
-        """Run a command to its end, after those whose files it uses."""
+        """Run a command to its end, after the commands that create its files."""
         if command in self.done:
             return
         for needed in [first for part, first in BEFORE.items() if part in f"{command} "]:
@@ -115,7 +115,7 @@ class Project:
         return Job([*words, *flags], cwd=self.root, env=env)
 
     def put_into_the_hubs_cache(self, name: str) -> dict[str, str]:
-        """Store random weights as the hub's client stores a download. Return the variables for it."""
+        """Store random weights like a download of the hub's client. Return the variables that select them."""
         hub_name = timm.get_pretrained_cfg(name).hf_hub_id.replace("/", "--")
         repository = self.folder / "hub/hub" / f"models--{hub_name}"
         for part in ("refs", "snapshots/1"):
@@ -138,7 +138,7 @@ def test_a_command_runs_to_its_end(command, project):
 
 @pytest.mark.parametrize("command", EARLY)
 def test_the_first_minute_of_a_command(command, project):
-    """Then the processes end together, and the next start would continue."""
+    """Stop all processes after the first minute. The next start would resume."""
     assert command in COMMANDS
     job = project.start(command, [])
     read_until(EARLY[command], job)

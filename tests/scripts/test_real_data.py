@@ -1,4 +1,4 @@
-"""Real images: CIFAR-10 under every config, and the accuracies that the README shows."""
+"""CIFAR-10 under every config, and the accuracies in the README."""
 
 import re
 from itertools import cycle
@@ -10,7 +10,7 @@ from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metric
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
 SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
-QUICK = ("cpu", "single_gpu", "fsdp_2gpu")  # the rest is for `make test-all`
+QUICK = ("cpu", "single_gpu", "fsdp_2gpu")  # `make test-all` runs the other configs
 PAIRS = [
     (config, script) if config in QUICK else full(config, script)
     for config, script in zip(CONFIGS, cycle(SCRIPTS))
@@ -19,17 +19,17 @@ PAIRS = [
 
 @pytest.mark.parametrize(("config", "script"), PAIRS)
 def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
-    """Uses each config unchanged: its number of processes, its precision. One evaluates all 10,000 images."""
+    """Use each config's processes and precision unchanged. One config evaluates all 10,000 images."""
     count = re.search(r"_(\d)gpu", config)
     processes = int(count.group(1)) if count else 1
     flags = ["--data", cifar10, "--batch_size", "64", "--max_steps", "4", "--log_every", "2", *cache]
     flags += [] if config == "cpu" else ["--max_val_images", "1000"]
     output = run([*accelerate(config), *SCRIPTS[script], *flags, "--output_dir", tmp_path / "run"])
-    found = result(tmp_path / "run")
-    assert found["processes"] == processes
-    assert found["val_images"] == (10_000 if config == "cpu" else 1000)
-    assert found["steps"] == 4
-    assert found["strategy"] == config.split("_")[0].replace("cpu", "single")
+    facts = result(tmp_path / "run")
+    assert facts["processes"] == processes
+    assert facts["val_images"] == (10_000 if config == "cpu" else 1000)
+    assert facts["steps"] == 4
+    assert facts["strategy"] == config.split("_")[0].replace("cpu", "single")
     rehearsal = f"rehearsal on CPU: {processes} gloo processes stand in for as many GPUs"
     assert output.count(rehearsal) == (processes > 1)
 

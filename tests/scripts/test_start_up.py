@@ -1,5 +1,8 @@
-"""What commands import: --help, a wrong flag and data that are not there need no torch, and a script no
-module of onecurve/ before it is needed."""
+"""Modules that commands import.
+
+--help, a wrong flag and missing data are answered without torch. A script loads no module of onecurve/ before
+it is needed.
+"""
 
 import itertools
 import os
@@ -21,11 +24,15 @@ HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
 HEAVY |= {"datasets", "scipy", "boto3", "matplotlib", "triton"}
 OF_FLAGS = {"checkpoint.mirror", "data.shards", "data.shard_cache", "system.s3"}
 OF_FLAGS |= {"run.plots", "telemetry.sampling"}
-MODULES = {"train_hello": 43, "train_cnn_a": 61, "train_vit": 71}  # of onecurve/: the most that it loads
+MODULES = {
+    "train_hello": 43,
+    "train_cnn_a": 61,
+    "train_vit": 71,
+}  # maximum number of modules of onecurve/ that each script loads
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
-    """Runs `python WORDS`. Returns its status, the modules that its processes import, and its output."""
+    """Run `python WORDS`. Return its status, the modules that its processes import, and its output."""
     env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
@@ -98,12 +105,12 @@ def test_files_are_listed_once_and_a_long_list_delays_no_import(tmp_path, monkey
 
 
 def test_flags_are_parsed_once(monkeypatch, tmp_path):
-    """A pipe can be read once: `--config <(...)`."""
+    """Parse once, because a pipe can be read only once: `--config <(...)`."""
     (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
     monkeypatch.setattr(sys, "argv", ["train_cnn_a.py", "--config", str(tmp_path / "recipe.yaml")])
-    first = from_flags(kind := type("Fresh", (ImageRecipe,), {}))
+    first = from_flags(recipe_type := type("Fresh", (ImageRecipe,), {}))
     (tmp_path / "recipe.yaml").write_text("")
-    assert from_flags(kind) is first
+    assert from_flags(recipe_type) is first
     assert first.epochs == 3
 
 
@@ -135,13 +142,13 @@ for script in sys.argv[1:]:
 def test_a_script_loads_no_module_before_it_is_needed():
     command = [sys.executable, "-c", EACH_IN_A_FORK, *MODULES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    for most, line in zip(MODULES.values(), done.stdout.splitlines(), strict=True):
+    for max_modules, line in zip(MODULES.values(), done.stdout.splitlines(), strict=True):
         names = line.split()
         loaded = {name.removeprefix("onecurve.") for name in names if name.startswith("onecurve.")}
         assert "run.run" in loaded, done.stderr
         assert not loaded & OF_FLAGS
         assert not HEAVY.intersection(names) - {"torch", "accelerate", "boto3"}  # accelerate imports boto3
-        assert len(loaded) <= most, sorted(loaded)
+        assert len(loaded) <= max_modules, sorted(loaded)
 
 
 def test_validate_imports_no_heavy_package_that_evaluate_does_not_need(tmp_path):

@@ -1,4 +1,4 @@
-"""validate.py under real launchers: its numbers against the run's own and scikit-learn's."""
+"""validate.py under real launchers: its numbers match the run's and scikit-learn's."""
 
 import contextlib
 import json
@@ -46,10 +46,10 @@ FP32 = ["--mixed_precision", "no"]
 
 @pytest.fixture(scope="module")
 def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
-    """One process validates that run: its output, its home folder, the network connections it made."""
+    """Validate the run on one process. Return the output, its home folder and its network connections."""
     home = tmp_path_factory.mktemp("home")
     with listener() as (address, callers):
-        web = {f"{kind}_PROXY": address for kind in ("HTTP", "HTTPS", "ALL")}
+        web = {f"{scheme}_PROXY": address for scheme in ("HTTP", "HTTPS", "ALL")}
         env = web | {"HF_ENDPOINT": address, "NO_PROXY": "", "HOME": str(home)}
         output = run(words(trained, *cache), env=env)
     return output, home, callers
@@ -57,13 +57,13 @@ def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
 
 @pytest.fixture
 def report(trained, validated) -> dict:
-    """The report of one process."""
+    """Return the report of one process."""
     return read(trained / "validation" / f"val_{result(trained)['best_step']}")
 
 
 @pytest.fixture
 def copy(trained, tmp_path) -> Path:
-    """A copy of the run, to be damaged."""
+    """Copy the run, so that a test can damage it."""
     return shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation"))
 
 
@@ -74,7 +74,7 @@ def modules(tmp_path_factory):
 
 @contextlib.contextmanager
 def listener() -> Iterator[tuple[str, list]]:
-    """A server that closes each connection: its address, and the addresses of its clients."""
+    """Run a server that closes each connection. Yield its URL and its clients' addresses."""
     callers = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -99,23 +99,23 @@ def words(*rest) -> list:
 
 
 def fails(words: list, status: int = 1, **options) -> str:
-    """Runs a command that must fail with this status. Returns its output, in which is no traceback."""
-    ended, output = Job(words, **options).wait()
-    assert ended == status, output
+    """Run a command that must fail with this status. Return its output, without a traceback."""
+    exit_status, output = Job(words, **options).wait()
+    assert exit_status == status, output
     assert "Traceback" not in output
     return output
 
 
-def assert_same(ours: dict, theirs: dict) -> None:
-    """Compares the values that do not depend on the number of processes."""
+def assert_same(report: dict, other_report: dict) -> None:
+    """Compare the values that do not depend on the number of processes."""
     for name in ("images", "top1", "top5", "per_class", "confusion", "classes", "split", "data"):
-        assert ours[name] == theirs[name], name
-    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        assert report[name] == other_report[name], name
+    assert report["loss"] == pytest.approx(other_report["loss"], abs=1e-6)
     error = "expected_calibration_error"
-    assert ours[error] == pytest.approx(theirs[error], abs=1e-6)
-    for mine, other in zip(ours["worst"], theirs["worst"], strict=True):
-        assert mine["id"] == other["id"]
-        assert mine["probability"] == pytest.approx(other["probability"], abs=1e-6)
+    assert report[error] == pytest.approx(other_report[error], abs=1e-6)
+    for image, other_image in zip(report["worst"], other_report["worst"], strict=True):
+        assert image["id"] == other_image["id"]
+        assert image["probability"] == pytest.approx(other_image["probability"], abs=1e-6)
 
 
 # --- What it says
@@ -184,8 +184,8 @@ def test_a_lone_file(trained, report, cache, tmp_path):
     assert_same(read(tmp_path / "out"), report)
     assert read(tmp_path / "out")["checkpoint"] == str(file)
     assert "is a single file" in fails(words(file, "--data", "digits"))
-    other = fails(words(file, *flags))  # without its --widths
-    assert "belongs to another model: 7 tensors differ" in other
+    output = fails(words(file, *flags))  # without --widths
+    assert "belongs to another model: 7 tensors differ" in output
 
 
 def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
@@ -195,9 +195,9 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
         if file.is_file():
             store.upload(file, str(file.relative_to(trained)))
     run(words(store.url, "--split", "train", *cache, "--output_dir", tmp_path / "out"))
-    found = read(tmp_path / "out")
-    assert (found["images"], found["split"]) == (1437, "train")
-    assert found["checkpoint"] == f"{store.url}/checkpoints/{latest(trained).name}/model.safetensors"
+    report = read(tmp_path / "out")
+    assert (report["images"], report["split"]) == (1437, "train")
+    assert report["checkpoint"] == f"{store.url}/checkpoints/{latest(trained).name}/model.safetensors"
     assert find(store.url, "latest", tmp_path, beat).reports == "validation/my_run"
     store.write(f"checkpoints/{latest(trained).name}/model.safetensors", b"short")
     with pytest.raises(ValueError, match=r"model.safetensors has 5 bytes"):
@@ -208,30 +208,30 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("launcher", ["python", full("torchrun")])
 def test_of_many_classes_the_most_frequent_mistakes_are_shown(launcher, tmp_path, cache):
-    """In training, by validate.py and on the page, where a matrix of all classes would take their square."""
+    """Check training, validate.py and the page. A matrix of all classes would need quadratic memory."""
     rows = ["file,label,split"]
     for k in range(1001 + 80):
         (tmp_path / f"{k}.png").write_bytes(png(k, 8, 8))
         rows.append(f"{k}.png,c{k % 7 if k > 1000 else k},{'val' if k > 1000 else 'train'}")
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     flags = ["--data", tmp_path / "labels.csv", "--max_steps", 1, "--trackers", "none", *FP32, *cache]
-    place = tmp_path / "run"
-    run([*(python() if launcher == "python" else torchrun(2)), *CNN, *flags, "--output_dir", place])
-    output = run(words(place, *cache))
+    run_folder = tmp_path / "run"
+    run([*(python() if launcher == "python" else torchrun(2)), *CNN, *flags, "--output_dir", run_folder])
+    output = run(words(run_folder, *cache))
     assert "most frequent mistakes" in output
-    shown = json.loads((place / "confusion.json").read_text())
-    (report,) = map(read, place.glob("validation/*"))
+    shown = json.loads((run_folder / "confusion.json").read_text())
+    (report,) = map(read, run_folder.glob("validation/*"))
     assert "confusion" not in shown.keys() | report.keys()
     assert report["mistakes"] == shown["mistakes"]
-    (table,) = place.glob("validation/*/predictions.csv")
+    (table,) = run_folder.glob("validation/*/predictions.csv")
     pairs = Counter(tuple(line.split(",")[2:4]) for line in table.read_text().splitlines()[1:])
     counts = sorted((count for (true, guess), count in pairs.items() if true != guess), reverse=True)
     assert [count for _, _, count in shown["mistakes"]] == counts[:20]
     names = shown["classes"]
     assert all(pairs[names[true], names[guess]] == count for true, guess, count in shown["mistakes"])
-    pictures = {path.name for path in place.glob("plots/*")}
+    pictures = {path.name for path in run_folder.glob("plots/*")}
     assert pictures == {"confusion.png", "curves.png", "predictions.png"}
-    run([*python(), "logbook.py", "add", place, "--folder", tmp_path / "pages"])
+    run([*python(), "logbook.py", "add", run_folder, "--folder", tmp_path / "pages"])
     pages = {path.name for path in tmp_path.glob("pages/*/*/*/*.png")}
     assert len([name for name in pages if name.startswith("confusion_")]) == 2, pages
 
@@ -241,39 +241,39 @@ def test_of_many_classes_the_most_frequent_mistakes_are_shown(launcher, tmp_path
 
 @pytest.mark.parametrize("classes", [2, 10, 1000, 1001])
 def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
-    """Two classes have no samples; one of them and a third one are never predicted."""
+    """Leave two classes without samples, and never predict one of them and a third class."""
     draws = np.random.default_rng(classes)
     labels = draws.integers(0, max(1, classes - 2), 3000)
     predicted = np.where(draws.random(3000) < 0.6, labels, draws.integers(0, classes, 3000))
     predicted[predicted == classes - 1] = 0
     labels[predicted == classes - 1] = 0
-    found = modules["classification"].compute(predictions=predicted, references=labels, classes=classes)
+    scores = modules["classification"].compute(predictions=predicted, references=labels, classes=classes)
     numbers = dict(labels=range(classes), zero_division=0)
-    theirs = sklearn_metrics.precision_recall_fscore_support(labels, predicted, **numbers)
-    for name, values in zip(("precision", "recall", "f1", "support"), theirs, strict=True):
-        np.testing.assert_allclose(found[name], values, atol=1e-12, err_msg=name)
+    expected = sklearn_metrics.precision_recall_fscore_support(labels, predicted, **numbers)
+    for name, values in zip(("precision", "recall", "f1", "support"), expected, strict=True):
+        np.testing.assert_allclose(scores[name], values, atol=1e-12, err_msg=name)
     confusion = sklearn_metrics.confusion_matrix(labels, predicted, labels=range(classes))
     if classes <= CONFUSED:
-        np.testing.assert_array_equal(found["confusion"], confusion)
+        np.testing.assert_array_equal(scores["confusion"], confusion)
     else:
-        assert "confusion" not in found
+        assert "confusion" not in scores
     for true, guess, count in frequent_mistakes(labels, predicted, classes):
         assert true != guess
         assert confusion[true, guess] == count
-    # The recall of "is another class", class by class.
+    # The recall of "is another class" for each class
     negatives = sklearn_metrics.multilabel_confusion_matrix(labels, predicted, labels=range(classes))[:, 0]
     specificity = negatives[:, 0] / np.maximum(1, negatives.sum(1))
-    np.testing.assert_allclose(found["specificity"], specificity, atol=1e-12)
-    assert found["accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(labels, predicted))
-    assert found["recall"][classes - 1] == found["precision"][classes - 1] == 0
-    scores, labels = draws.random((500, 10)), draws.integers(0, 10, 500)
-    top = np.argsort(-scores, axis=1)[:, :5]
-    found = modules["top_k"].compute(predictions=top, references=labels)
-    assert found["top_k"] == pytest.approx(sklearn_metrics.top_k_accuracy_score(labels, scores, k=5))
+    np.testing.assert_allclose(scores["specificity"], specificity, atol=1e-12)
+    assert scores["accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(labels, predicted))
+    assert scores["recall"][classes - 1] == scores["precision"][classes - 1] == 0
+    class_scores, labels = draws.random((500, 10)), draws.integers(0, 10, 500)
+    top = np.argsort(-class_scores, axis=1)[:, :5]
+    scores = modules["top_k"].compute(predictions=top, references=labels)
+    assert scores["top_k"] == pytest.approx(sklearn_metrics.top_k_accuracy_score(labels, scores, k=5))
 
 
 def test_calibration_error_bin_by_bin(modules):
-    """Compares with the paper's sum; bins are open below and closed above."""
+    """Compare with the sum in the paper. Bins are open below and closed above."""
     draws = np.random.default_rng(0)
     probabilities = np.append(draws.random(2000), [1.0, 0.2, 1 / 15, 1e-9])
     labels = draws.integers(0, 3, len(probabilities))
@@ -284,8 +284,8 @@ def test_calibration_error_bin_by_bin(modules):
         gap = (predicted == labels)[inside].mean() - probabilities[inside].mean()
         expected += inside.mean() * abs(gap)
     pairs = {"predictions": predicted, "references": labels}
-    found = modules["calibration"].compute(**pairs, probabilities=probabilities, bins=15)
-    assert found["expected_calibration_error"] == pytest.approx(expected, abs=1e-12)
+    computed = modules["calibration"].compute(**pairs, probabilities=probabilities, bins=15)
+    assert computed["expected_calibration_error"] == pytest.approx(expected, abs=1e-12)
     sure = modules["calibration"].compute(predictions=[1, 1], references=[1, 0], probabilities=[1.0, 1.0])
     assert sure["expected_calibration_error"] == 0.5
 
@@ -299,7 +299,7 @@ def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path)
     )
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1
-    assert "image 359 was counted 25 times" in output  # 360 are 24 less than 3 x 128
+    assert "image 359 was counted 25 times" in output  # 360 is 24 less than 3 x 128
     assert not (tmp_path / "out").exists()
 
 
@@ -336,28 +336,28 @@ def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
 
 
 def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
-    kind = recipe_class(load_script(ROOT / "train_cnn_a.py"))
+    recipe_type = recipe_class(load_script(ROOT / "train_cnn_a.py"))
     recipe = json.loads((latest(copy) / "manifest.json").read_text())["recipe"]
-    assert "--widths=4,8,32" in as_flags(recipe, kind)
+    assert "--widths=4,8,32" in as_flags(recipe, recipe_type)
     for key in ("resume", "config", "unheard_of"):
         with pytest.raises(ValueError, match=f"its recipe has '{key}'"):
-            as_flags(recipe | {key: "x"}, kind)
+            as_flags(recipe | {key: "x"}, recipe_type)
     vit = recipe_class(load_script(ROOT / "train_vit.py"))
-    # Nothing is downloaded: what is validated has its own weights.
+    # Nothing is downloaded, because a checkpoint that is validated contains its weights.
     assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
     with pytest.raises(SystemExit):
-        parse(kind, [], as_flags(recipe | {"widths": [4, 8]}, kind))
+        parse(recipe_type, [], as_flags(recipe | {"widths": [4, 8]}, recipe_type))
     assert "--widths 4,8: at least three" in capsys.readouterr().err
 
 
 def test_places_of_a_model(copy, tmp_path):
     step = result(copy)["best_step"]
     checkpoint = latest(copy)
-    for place in (copy, checkpoint, checkpoint / "model.safetensors"):
-        found = find(str(place), "best", tmp_path, beat)
-        assert Path(found.weights) == checkpoint / "model.safetensors"
-        assert (found.step, found.script, found.run_name) == (step, "train_cnn_a", copy.name)
-        assert found.reports == str(copy / "validation")
+    for path in (copy, checkpoint, checkpoint / "model.safetensors"):
+        model = find(str(path), "best", tmp_path, beat)
+        assert Path(model.weights) == checkpoint / "model.safetensors"
+        assert (model.step, model.script, model.run_name) == (step, "train_cnn_a", copy.name)
+        assert model.reports == str(copy / "validation")
     moved = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
     assert find(str(moved), "best", tmp_path, beat).reports == f"validation/{moved.name}"
     with pytest.raises(ValueError, match=r"optimizer.safetensors does not contain a model"):
@@ -390,18 +390,18 @@ def test_our_flags_and_the_scripts():
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ([], "MODEL is missing"),
         (["run", "--split", "tests"], "--split tests: choose among val, test, train"),
         (["run", "--which", "oldest"], "--which oldest: choose among best, latest"),
     ],
 )
-def test_wrong_flags_have_status_2(flags, said, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_wrong_flags_have_status_2(flags, message, capsys):
+    with pytest.raises(SystemExit) as raised:
         parse_flags(flags)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_scripts_unknown_flag_has_status_2(trained):

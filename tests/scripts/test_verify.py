@@ -1,4 +1,4 @@
-"""verify.py on finished runs, and on copies of them in each of which one thing is not true."""
+"""verify.py on finished runs, and on copies with one false statement each."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ from tools.logbook.run_record import RunRecord
 from tools.verify import replay, verification
 from tools.verify.replay import contradictions
 
-STEPS = 32  # of 4 epochs; each has 8 steps, an evaluation and a kept checkpoint
+STEPS = 32  # in 4 epochs, each with 8 steps, an evaluation and a kept checkpoint
 FLAGS = ["--epochs", 4, "--batch_size", 8, "--per_device_batch_size", 4, "--holdout", 16, "--log_every", 2]
 FLAGS += ["--checkpoint_every", 8, "--keep_every", 8, "--checkpoint_s", 0, "--workers", 0]
 FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--mixup", 0, "--cutmix", 0, "--warmup", 0]
-FLAGS += ["--drop_path", 0]  # which depends on per_device_batch_size
+FLAGS += ["--drop_path", 0]  # drop path depends on per_device_batch_size
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +44,18 @@ def trained(data: Path, cache: list, folder: Path, precision: str, *flags, launc
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory, cache) -> Path:
-    """A run with --deterministic, an EMA, held-out images and a test split."""
+    """Train a run with --deterministic, an EMA, held-out images and a test split."""
     return trained(data, cache, tmp_path_factory.mktemp("finished") / "run", "no", "--deterministic")
 
 
 @pytest.fixture(scope="module")
 def half(data, tmp_path_factory, cache) -> Path:
-    """The same in bf16, without --deterministic."""
+    """Train the same run in bf16, without --deterministic."""
     return trained(data, cache, tmp_path_factory.mktemp("half") / "run", "bf16")
 
 
 def verified(folder: Path, cache: list, *flags) -> tuple[int, str, dict]:
-    """The exit status, the output and the stamp."""
+    """Return the exit status, the output and the stamp."""
     status, output = Job([*python(), "verify.py", folder, *flags, *cache]).wait()
     return status, output, last_stamp(folder)
 
@@ -72,7 +72,7 @@ def replays(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def check(replays, cache, monkeypatch, capsys):
-    """As verified(), in this process, with one launch for all replays of equal steps and recipes."""
+    """Return a function like verified() that runs in this process and launches equal replays once."""
 
     def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
         first = words.index("--config")
@@ -100,7 +100,7 @@ def check(replays, cache, monkeypatch, capsys):
 
 
 def only(start: int, steps: int = 8) -> list:
-    """Flags that choose the interval of so many steps that begins at a step."""
+    """Return flags that choose the interval of `steps` steps that begins at step `start`."""
     starts = list(range(0, STEPS, steps))
     seed = next(s for s in range(100) if random.Random(s).sample(starts, 1) == [start])
     return ["--sample", 1, "--seed", seed, "--steps", steps]
@@ -119,7 +119,7 @@ def edit(file: Path, change) -> None:
 
 
 def edit_about(folder: Path, change) -> None:
-    """Changes recipe.json and the starts alike."""
+    """Change recipe.json and starts.jsonl in the same way."""
     edit(folder / "recipe.json", change)
     starts = lines(folder / "starts.jsonl")
     for start in starts:
@@ -128,13 +128,13 @@ def edit_about(folder: Path, change) -> None:
 
 
 def edit_log(folder: Path, change) -> None:
-    """change: of one line, to a line, or to None, which removes it."""
+    """Change each line of the log. A line for which `change` returns None is removed."""
     log = [changed for line in lines(folder / "metrics.jsonl") if (changed := change(line)) is not None]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
 
 def sign(folder: Path, step: int, **changes) -> None:
-    """Writes a checkpoint's manifest anew, with the hashes of its files and these further changes."""
+    """Write a checkpoint's manifest again, with its files' current hashes and the given changes."""
     forge(folder / "checkpoints" / f"step_{step:08d}", **changes)
 
 
@@ -142,11 +142,18 @@ def sign(folder: Path, step: int, **changes) -> None:
 
 
 def in_result(**changes):
-    return lambda folder: edit(folder / "result.json", lambda found: found.update(changes))
+    return lambda folder: edit(folder / "result.json", lambda facts: facts.update(changes))
 
 
 def in_lines(name: str, step: int | None = None, change=None, **changes):
-    """Of the log's lines that have this value; step: of one of them alone; change: of the value."""
+    """Change the log's lines that contain a value.
+
+    Args:
+        name: Name of the value.
+        step: Step of the only line to change. Default: every line with the value.
+        change: Function of the value.
+        changes: Values to set in the line.
+    """
 
     def changed(line: dict) -> dict:
         if name not in line or step not in (None, line["step"]):
@@ -157,7 +164,7 @@ def in_lines(name: str, step: int | None = None, change=None, **changes):
 
 
 def in_tensors(step: int, file: str, change, only: str = ""):
-    """only: the end of the names of the tensors that change."""
+    """Change the tensors whose names end with `only`."""
 
     def edited(folder: Path) -> None:
         path = folder / "checkpoints" / f"step_{step:08d}" / f"{file}.safetensors"
@@ -169,10 +176,10 @@ def in_tensors(step: int, file: str, change, only: str = ""):
 
 
 def in_recipe(**changes):
-    """In recipe.json and in all manifests."""
+    """Change recipe.json and all manifests."""
 
     def change(folder: Path) -> None:
-        edit(folder / "recipe.json", lambda about: about["recipe"].update(changes))
+        edit(folder / "recipe.json", lambda record: record["recipe"].update(changes))
         for step in (8, 16, 24, 32):
             manifest = json.loads((folder / f"checkpoints/step_{step:08d}/manifest.json").read_text())
             sign(folder, step, recipe=manifest["recipe"] | changes)
@@ -198,13 +205,13 @@ def log_cut(folder: Path) -> None:
 
 
 def run_cut(folder: Path) -> None:
-    """As if it had ended at step 16, of 32."""
+    """Cut the run as if it had ended at step 16 of 32."""
     log_cut(folder)
     last = lines(folder / "metrics.jsonl")[-1]
     for step in (24, 32):
         shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
-    known = {"steps": 16, "best_step": 16, "final_accuracy": last["val/accuracy"]}
-    in_result(**known, best_accuracy=last["val/accuracy"], final_loss=last["val/loss"])(folder)
+    facts = {"steps": 16, "best_step": 16, "final_accuracy": last["val/accuracy"]}
+    in_result(**facts, best_accuracy=last["val/accuracy"], final_loss=last["val/loss"])(folder)
 
 
 def repeated_line(folder: Path) -> None:
@@ -214,14 +221,14 @@ def repeated_line(folder: Path) -> None:
 
 
 def loss_in_a_state(folder: Path) -> None:
-    """A smaller sum of losses since the last line, so that the next line is smaller, too."""
+    """Shrink the sum of losses since the last line, which also makes the next line smaller."""
     edit(folder / "checkpoints/step_00000008/state.json", lambda state: state.update(logged_step=7))
     sign(folder, 8)
 
 
 def false_bf16(folder: Path) -> None:
     for name in ("recipe.json", "result.json"):
-        edit(folder / name, lambda about: about.update(mixed_precision="bf16", half_precision="autocast"))
+        edit(folder / name, lambda record: record.update(mixed_precision="bf16", half_precision="autocast"))
 
 
 def other_classes(folder: Path) -> None:
@@ -230,7 +237,7 @@ def other_classes(folder: Path) -> None:
 
 
 def changed_rate(folder: Path) -> None:
-    edit(folder / "recipe.json", lambda about: about["recipe"].update(lr=0.004))
+    edit(folder / "recipe.json", lambda record: record["recipe"].update(lr=0.004))
 
 
 def damaged_checkpoint(folder: Path) -> None:
@@ -239,11 +246,11 @@ def damaged_checkpoint(folder: Path) -> None:
 
 
 def other_machine(folder: Path) -> None:
-    """Devices, times, speeds, commit, and a flag that the script does not know."""
+    """Change devices, times, speeds, the commit, and a flag that the script does not define."""
     edit_log(folder, lambda line: line | {"wall_s": line["wall_s"] / 9})
     in_lines("train/loss", **{"train/images_per_s": 1e6})(folder)
-    edit_about(folder, lambda about: about.update(devices=["CPU of 1 TFLOP/s"], git_commit="beef"))
-    edit_about(folder, lambda about: about["recipe"].update(teacher="resnet152"))
+    edit_about(folder, lambda record: record.update(devices=["CPU of 1 TFLOP/s"], git_commit="beef"))
+    edit_about(folder, lambda record: record["recipe"].update(teacher="resnet152"))
     in_result(train_s=1.0, images_per_s=1e6)(folder)
 
 
@@ -252,18 +259,21 @@ def smaller_loss(by: float):
 
 
 def in_starts(*changes: dict):
-    """Writes a start for each of the changes, of the recipe and of further values."""
+    """Write one start for each change, which may contain recipe values and other values."""
 
     def change(folder: Path) -> None:
         first = lines(folder / "starts.jsonl")[0]
-        starts = [first | one | {"recipe": first["recipe"] | one.get("recipe", {})} for one in changes]
+        starts = [
+            first | start_changes | {"recipe": first["recipe"] | start_changes.get("recipe", {})}
+            for start_changes in changes
+        ]
         (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
 
     return change
 
 
 def added_evaluations(folder: Path, accuracy_share: float = 1.0) -> None:
-    """At steps 3 and 5, inside the first epoch, with this share of the best accuracy."""
+    """Add evaluations at steps 3 and 5, inside the first epoch, with this share of the best accuracy."""
     log = lines(folder / "metrics.jsonl")
     best = max(log, key=lambda line: line.get("val/accuracy", 0))
     values = {key: value for key, value in best.items() if key.startswith("val/")}
@@ -286,7 +296,7 @@ zero_moments = in_tensors(8, "optimizer", torch.zeros_like, "head.weight/exp_avg
 off_by_a_tenth = in_tensors(16, "model", lambda t: t + 0.099, "head.weight")
 
 FIRST = only(0)
-# The last steps, as these forgeries show there alone; the first 16, as the second checkpoint is in them
+# Two of these forgeries show only in the last steps; a third one is in the second checkpoint.
 LONGER = {"log cut": only(16, 16), "random EMA": only(16, 16), "random second checkpoint": only(0, 16)}
 LONGER["repeated line"] = ["--steps", 16]
 FORGERIES = {
@@ -298,9 +308,9 @@ FORGERIES = {
     "tensor of NaN": (tensor_of_nan, "head.weight in step_00000008/model.safetensors is not finite"),
     "false bf16": (false_bf16, "in step_00000008/model.safetensors differs by"),
     "false bf16 and loss": (both(false_bf16, smaller_loss(0.03)), "train/loss of step 4 is "),
-    # a decay above 0.5 counts later
+    # a decay above 0.5 takes effect later
     "other EMA decay": (in_recipe(ema_decay=0.3), "in step_00000008/ema.safetensors differs by"),
-    # Our own
+    # Further forgeries
     "test accuracy": (forged_test_accuracy, " is 0.9999, in the replay 0."),
     "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, 0."),
     "other title": (in_result(epochs=400, batch_size=4096), "epochs: 400, in the replay 4"),
@@ -329,14 +339,14 @@ FORGERIES = {
 
 
 def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tmp_path):
-    """Starts with --max_steps have ended at these steps, and their checkpoints are gone."""
+    """Add starts whose --max_steps ended at these steps and whose checkpoints are gone."""
     folder = copy_of(finished, tmp_path)
     added_evaluations(folder, accuracy_share=0.5)
     early_ends(folder)
     status, output, stamp = check(folder, *FIRST)
     assert status == 0, output
-    said = "evaluations inside an epoch without a checkpoint, at steps 3, 5"
-    assert any(said == line for line in stamp["not_verified"]), output
+    statement = "evaluations inside an epoch without a checkpoint, at steps 3, 5"
+    assert any(statement == line for line in stamp["not_verified"]), output
 
 
 def test_a_run_that_ended_early_is_no_contradiction(finished, tmp_path):
@@ -347,18 +357,18 @@ def test_a_run_that_ended_early_is_no_contradiction(finished, tmp_path):
     assert not [line for line in contradictions(RunRecord(folder), [8, 16]) if line.startswith("steps is")]
 
 
-# Replays are launched for each of these alone.
+# Each of these launches its own replays.
 SLOW = {"random second checkpoint", "repeated line", "false bf16", "other EMA decay", "other seed"}
 SLOW |= {"false bf16 and loss"}
 
 
 @pytest.mark.parametrize("forgery", [full(name) if name in SLOW else name for name in FORGERIES])
 def test_a_forgery_is_found(forgery, finished, check, tmp_path):
-    forge, said = FORGERIES[forgery]
+    forge, message = FORGERIES[forgery]
     folder = copy_of(finished, tmp_path)
     forge(folder)
     status, output, stamp = check(folder, *LONGER.get(forgery, FIRST))
-    assert (status, said in output) == (1, True), output
+    assert (status, message in output) == (1, True), output
     assert f"**{len(stamp['findings'])} difference" in run_page(RunRecord(folder), "x", [])
 
 
@@ -374,8 +384,8 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
     assert (status, ": they differ by 1.0e-09" in output) == (1, True), output
 
 
-# Of a run without --deterministic. found: in the output; status 0 where it is reported without a verdict
-# `make test` has the first three.
+# Forgeries of a run without --deterministic: the change, the exit status and the message. The status is 0
+# where the difference is reported without a verdict. `make test` runs the first three.
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
     "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, in the replay 0."),
@@ -390,11 +400,11 @@ EVALUATED = {
 
 @pytest.mark.parametrize("forgery", [*list(EVALUATED)[:3], *map(full, list(EVALUATED)[3:])])
 def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
-    forge, expected, said = EVALUATED[forgery]
+    forge, expected, message = EVALUATED[forgery]
     folder = copy_of(half, tmp_path)
     forge(folder)
     status, output, stamp = check(folder, "--steps", 16)
-    assert (status, said in output, stamp.get("kind")) == (expected, True, "evaluated again"), output
+    assert (status, message in output, stamp.get("kind")) == (expected, True, "evaluated again"), output
     text = run_page(RunRecord(folder), "x", [])
     assert ("It is not verified that this training gave these weights" in text) == (expected == 0)
     assert "not verified: " in text
@@ -402,7 +412,7 @@ def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
 
 
 def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
-    """Of a run without --deterministic; with 8 images of each class one image changes it by 0.25 at most."""
+    """Without --deterministic and with 8 images per class, one image changes the metric by at most 0.25."""
     flags = ["--epochs", 1, "--best_by", "macro_f1", "--ema_decay", 0]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     assert check(folder, "--steps", 8)[0] == 0
@@ -415,7 +425,7 @@ def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
 
 @pytest.mark.parametrize("name", replay.BY_CLASS)
 def test_the_bound_of_a_metric_by_class_holds(name):
-    """Of random predictions of which so many change; the bound is reached up to a factor of 5."""
+    """Change random predictions of a few images. The bound is reached up to a factor of 5."""
     draw, closest = np.random.default_rng(0), 0.0
     for _ in range(300):
         sizes, images = draw.integers(1, 9, draw.integers(2, 6)), int(draw.integers(1, 4))
@@ -439,21 +449,21 @@ def test_the_bound_of_a_metric_by_class_holds(name):
 
 @pytest.mark.full
 def test_a_raised_headline_in_half_precision(cache, tmp_path):
-    """By what lies within a replay's spread of accuracies: of 360 images 24."""
+    """Raise the accuracy by 24 of 360 images, which lies within the spread of a replay."""
     folder = tmp_path / "run"
     flags = ["--mixed_precision", "bf16", "--epochs", 1, "--lr", 3e-4]
     flags += ["--batch_size", 64, "--trackers", "none"]
     run([*python(), "train_cnn_a.py", "--data", "digits", *flags, *cache, "--output_dir", folder])
     status, output, stamp = verified(folder, cache)
     assert (status, stamp["kind"]) == (0, "evaluated again"), output
-    # One weight is moved, as far as rounding would.
+    # Move one weight by the size of a rounding error.
     in_tensors(22, "model", lambda bias: bias + 1e-7 * (torch.arange(10) == 0), "head.bias")(folder)
     in_lines("val/accuracy", change=lambda accuracy: accuracy + 24 / 360)(folder)
     names = ("best_accuracy", "final_accuracy")
-    edit(folder / "result.json", lambda found: found.update({name: found[name] + 24 / 360 for name in names}))
+    edit(folder / "result.json", lambda facts: facts.update({name: facts[name] + 24 / 360 for name in names}))
     status, output, _ = verified(folder, cache)
-    said = "24 images of 360 more or fewer, and a repeated evaluation changes 1 at most"
-    assert (status, said in output) == (1, True), output
+    message = "24 images of 360 more or fewer, and a repeated evaluation changes 1 at most"
+    assert (status, message in output) == (1, True), output
 
 
 def test_what_is_not_verified_is_listed(finished, check, tmp_path):
@@ -462,12 +472,12 @@ def test_what_is_not_verified_is_listed(finished, check, tmp_path):
     status, output, _ = check(folder, *FIRST)
     assert status == 0, output
     text = run_page(RunRecord(folder), "x", [])
-    for said in (
+    for statement in (
         "not verified: 24 steps; devices, hosts, strategy, model FLOPs, times, speeds and memory; commit, ",
         "weights of the checkpoints of steps 16, 24, 32; flags that train_vit.py does not have: teacher",
     ):
-        assert said in output
-        assert said.replace("_", "\\_") in text or said in text
+        assert statement in output
+        assert statement.replace("_", "\\_") in text or statement in text
 
 
 def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
@@ -482,7 +492,7 @@ def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
 
 
 def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
-    """Of a file that was compared; a checkpoint that is removed changes nothing that the page says."""
+    """Change each compared file. A removed checkpoint changes nothing that the page states."""
     folder = copy_of(finished, tmp_path)
     assert check(folder, *FIRST)[0] == 0
     shutil.rmtree(folder / "checkpoints" / "step_00000024")
@@ -514,23 +524,23 @@ def test_a_true_run(finished, check, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2gpu", "fsdp_2gpu", "zero2_2gpu", "zero3_4gpu"])
 def test_a_true_run_by_several_processes(config, finished, data, cache, tmp_path):
-    """From one checkpoint to the next. ZeRO has no --deterministic."""
+    """Replay from one checkpoint to the next. ZeRO does not support --deterministic."""
     if "zero" in config:
-        folder, kind = trained(data, cache, tmp_path / "run", "no"), "evaluated again"
+        folder, method = trained(data, cache, tmp_path / "run", "no"), "evaluated again"
     else:
-        folder, kind = copy_of(finished, tmp_path), "bit for bit"
+        folder, method = copy_of(finished, tmp_path), "bit for bit"
     flags = ["--config_file", f"accelerate_configs/{config}.yaml"]
     flags += ["--per_device_batch_size", 2] if "4gpu" in config else []
     status, output, stamp = verified(folder, cache, *only(16), *flags)
     assert status == 0, output
-    assert f"8 of 32 steps (25.0%) and 1 of 4 checkpoints replayed, {kind}: no difference" in output
+    assert f"8 of 32 steps (25.0%) and 1 of 4 checkpoints replayed, {method}: no difference" in output
     assert stamp["differences"]["loss"] <= 1e-5
-    assert f"| {config} on cpu | {kind} | 8 of 32 | steps 16-24, " in run_page(RunRecord(folder), "x", [])
+    assert f"| {config} on cpu | {method} | 8 of 32 | steps 16-24, " in run_page(RunRecord(folder), "x", [])
 
 
 @pytest.mark.full
 def test_a_run_with_batch_norm_by_two_processes(cache, tmp_path):
-    """Its last steps, with a small learning rate: rounding moves the statistics more than a step does."""
+    """Check the last steps with a small rate: rounding changes the statistics more than a step does."""
     folder, every = tmp_path / "run", ["--checkpoint_every", 10, "--keep_every", 10, "--checkpoint_s", 0]
     words = [*accelerate("ddp_2gpu"), *RESNET, "--data", "digits", "--epochs", 2, "--batch_size", 64, *every]
     words += ["--mixed_precision", "no", "--log_every", 5, "--trackers", "none"]
@@ -540,7 +550,7 @@ def test_a_run_with_batch_norm_by_two_processes(cache, tmp_path):
 
 
 def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
-    """The replay keeps those that are compared."""
+    """Check that the replay keeps only the checkpoints that are compared."""
     flags = ["--epochs", 1, "--checkpoint_every", 2, "--keep_every", 2]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     status, output, _ = check(folder, "--steps", 8)
@@ -549,7 +559,7 @@ def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
 
 
 def test_a_changed_recipe_is_replayed_as_it_was_and_listed(data, cache, check, tmp_path):
-    """The learning rate changes at step 8 of 16. Each part is equal, and the page says that it changed."""
+    """Change the learning rate at step 8 of 16. Each part is equal, and the page reports the change."""
     folder, flags = tmp_path / "run", ["--deterministic", "--epochs", 2]
     trained(data, cache, folder, "no", *flags, "--max_steps", 8)
     trained(data, cache, folder, "no", *flags, "--lr", 0.001, "--allow_changed", "lr")
@@ -562,11 +572,11 @@ def test_a_changed_recipe_is_replayed_as_it_was_and_listed(data, cache, check, t
 
 
 def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check, tmp_path):
-    """What precedes its own first checkpoint is replayed from the other's, or left out if that is gone."""
+    """Replay the steps before the run's first checkpoint from the other run, unless that is gone."""
     other = copy_of(finished, tmp_path) / "checkpoints" / "step_00000016"
     flags = ["--lr", 0.001, "--allow_changed", "lr", "--resume", other]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
-    shutil.rmtree(folder / "checkpoints" / "step_00000016")  # as it is pruned in a longer run
+    shutil.rmtree(folder / "checkpoints" / "step_00000016")  # as in a longer run, which prunes it
     for share in ("16 of 16 steps", "8 of 32 steps"):
         status, output, _ = check(folder, "--steps", 8)
         is_gone = "the evaluation at step 16, which the headline reports, could not be repeated" in output
@@ -576,11 +586,11 @@ def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check,
 
 
 def test_a_script_of_ones_own(finished, check, tmp_path):
-    """--script names it, as own_script() asks for."""
+    """Give the script as --script, as the error message of own_script() requests."""
     folder, script = copy_of(finished, tmp_path), tmp_path / "train_mine.py"
     shutil.copy(ROOT / "train_vit.py", script)
-    edit_about(folder, lambda about: about.update(script="train_mine"))
-    edit(folder / "result.json", lambda about: about.update(script="train_mine"))
+    edit_about(folder, lambda record: record.update(script="train_mine"))
+    edit(folder / "result.json", lambda record: record.update(script="train_mine"))
     with pytest.raises(ValueError, match=r"'train_mine'.*pass its file as --script"):
         check(folder, *FIRST)
     status, output, _ = check(folder, *FIRST, "--script", script)
@@ -588,7 +598,7 @@ def test_a_script_of_ones_own(finished, check, tmp_path):
 
 
 def test_a_swapped_image_is_found(data, finished, cache, tmp_path):
-    """The pictures have other bytes than those of the page."""
+    """Replace a picture with one whose bytes differ from those that the page records."""
     file = data / "train" / "b" / "3.png"
     before = file.read_bytes()
     file.write_bytes(png(999))
@@ -601,17 +611,17 @@ def test_a_swapped_image_is_found(data, finished, cache, tmp_path):
 
 def test_what_can_not_be_verified(finished, tmp_path):
     folder = copy_of(finished, tmp_path)
-    edit(folder / "result.json", lambda found: found.update(status="preempted"))
+    edit(folder / "result.json", lambda facts: facts.update(status="preempted"))
     dropout = tmp_path / "dropout"
     shutil.copytree(finished, dropout)
-    edit(dropout / "recipe.json", lambda about: about.update(devices=["NVIDIA H200"]))
-    edit(dropout / "recipe.json", lambda about: about["recipe"].update(dropout=0.1))
-    for words, said in (
+    edit(dropout / "recipe.json", lambda record: record.update(devices=["NVIDIA H200"]))
+    edit(dropout / "recipe.json", lambda record: record["recipe"].update(dropout=0.1))
+    for words, message in (
         ([folder], f"{folder} is not finished (preempted). Run its command again to finish it."),
         ([dropout], "--dropout used random numbers of NVIDIA H200, which this device does not produce"),
         ([tmp_path / "nowhere"], "is not the folder of a run"),
         ([finished, "--steps", "0"], "--steps 0: must be more than 0"),
     ):
         status, output = call(verify.main, *words)
-        assert (status > 0, said in output) == (True, True), output
+        assert (status > 0, message in output) == (True, True), output
     assert not (folder / "verified.json").exists()
