@@ -217,11 +217,8 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 def test_the_card_has_no_private_path(data, shown, tmp_path):
     recipe = train_cnn_a.CnnA(data="/moved/since")
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
-    recipe_values = vars(recipe) | {
-        "data": data,
-        "weights": weights,
-        "data_root": [data],
-    }  # `data_root` was a flag of version 1.0
+    # `data_root` was a flag of version 1.0
+    recipe_values = vars(recipe) | {"data": data, "weights": weights, "data_root": [data]}
     trained = TrainedModel(weights, "", "", 9, "train_cnn_a", recipe_values, ["a", "b"])
     model, ones = torch.nn.Linear(2, 2), DataConfig((1.0,) * 3, (1.0,) * 3)
     exported = Exported(trained, train_cnn_a, recipe, model, ("a", "b"), ones, False, torch.ones(1))

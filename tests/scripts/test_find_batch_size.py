@@ -50,9 +50,8 @@ def check(search_result: dict) -> None:
     assert len(outcomes) == len(search_result["trials"]), "a size was tried twice"
     for trial in search_result["trials"]:
         if trial["outcome"] == "ran":
-            assert (
-                0.5 < trial["memory_gib"] <= search_result["limit_gib"] + 1e-5
-            )  # Linux may grant a page more
+            # Linux may grant a page more
+            assert 0.5 < trial["memory_gib"] <= search_result["limit_gib"] + 1e-5
             assert trial["images_per_s"] > 0
     assert outcomes[search_result["knee"]] == "ran"
 
@@ -221,9 +220,8 @@ def simulated(tmp_path, monkeypatch):
     def run_search(fixed_gib: float, *words: str, gpu_gib: float | None = None) -> dict:
         def launched(words, limit_gib, timeout_s):
             flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-            assert (
-                not {"learning_rate", "model_folder"} & flags.keys()
-            )  # a flag given under a second name is refused
+            # a flag given under a second name is refused
+            assert not {"learning_rate", "model_folder"} & flags.keys()
             size = int(flags["per_device_batch_size"])
             gib = fixed_gib + size / 100
             if gib > (gpu_gib or limit_gib):

@@ -36,9 +36,8 @@ BLOCKS = re.findall(r"^```(?:sh)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 # In a block with prompts, the lines without a prompt are output.
 LINES = [line for block in BLOCKS for line in block.splitlines() if block[0] != "$" or line[0] == "$"]
 WORDS = [shlex.split(line.removeprefix("$ "), comments=True) for line in LINES]
-COMMANDS = [
-    shlex.join(words) for words in WORDS if words and words != ["make", "test"]
-]  # this test run is `make test`
+# `make test` is this test run
+COMMANDS = [shlex.join(words) for words in WORDS if words and words != ["make", "test"]]
 FOR_GPUS = {  # flags that shorten commands whose models take hours on a CPU
     "fsdp_4gpu.yaml train_vit.py": ["--epochs", "1", "--batch_size", "64"],
     "vit_b16_finetune_small.yaml": ["--epochs", "1"],

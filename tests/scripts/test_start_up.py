@@ -24,11 +24,8 @@ HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
 HEAVY |= {"datasets", "scipy", "boto3", "matplotlib", "triton"}
 OF_FLAGS = {"checkpoint.mirror", "data.shards", "data.shard_cache", "system.s3"}
 OF_FLAGS |= {"run.plots", "telemetry.sampling"}
-MODULES = {
-    "train_hello": 43,
-    "train_cnn_a": 61,
-    "train_vit": 71,
-}  # maximum number of modules of onecurve/ that each script loads
+# Maximum number of modules of onecurve/ that each script loads
+MODULES = {"train_hello": 43, "train_cnn_a": 61, "train_vit": 71}
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:

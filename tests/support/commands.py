@@ -1,4 +1,4 @@
-"""Commands of the project, called in this process."""
+"""Calls of the project's commands in this process."""
 
 import contextlib
 import io
@@ -15,7 +15,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def call(main: Callable[[], int], *words: object) -> tuple[int, str]:
-    """The exit status and output of a command with these words. Its umask and signal handlers are undone."""
+    """Run a command with these arguments. Return its exit status and output.
+
+    The process's umask and signal handlers are restored.
+    """
     output, umask = io.StringIO(), os.umask(0)
     os.umask(umask)
     handlers = [signal.getsignal(number) for number in SIGNALS]
@@ -25,7 +28,7 @@ def call(main: Callable[[], int], *words: object) -> tuple[int, str]:
         stack.enter_context(contextlib.redirect_stderr(output))
         try:
             status = run_command(main)
-        except SystemExit as exit:  # of the parser of flags
+        except SystemExit as exit:  # raised by the parser of flags
             status = int(exit.code or 0)
         finally:
             os.umask(umask)

@@ -1,4 +1,4 @@
-"""Small data sets in each layout that --data takes."""
+"""Small data sets in each layout that --data accepts."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ PNG = png()
 
 
 def pixels(*seeds: int) -> np.ndarray:
-    """The pictures of these seeds: [n, 32, 32, 3] uint8."""
+    """Return the pictures of these seeds: [n, 32, 32, 3] uint8."""
     return np.stack([np.asarray(picture(seed)) for seed in seeds])
 
 
@@ -45,7 +45,7 @@ def opened(data: object, cache: Path, **flags) -> Images:
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
-    """Writes each content to its path below root."""
+    """Write each content to its path below root."""
     for path, content in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
@@ -53,17 +53,26 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def put(root: Path, *paths: str) -> Path:
-    """Writes a picture to each path below root; each differs from the others."""
+    """Write a different picture to each path below root."""
     return write(root, {path: png(k) for k, path in enumerate(paths)})
 
 
 def data_set(
     root: Path, kind="folders", names="ab", labels: Sequence[int] = (), size=(32, 32), **splits: int | list
 ) -> Path:
-    """Writes folders, a list, parquet or what save_to_disk saves. Returns what --data takes.
+    """Write class folders, a list, Parquet files or the output of save_to_disk.
 
-    splits: the images of each, or how many pictures; image k of the n-th split is picture(1000 * n + k).
-    `whole` is no split. labels: of each split's images; without them the classes take turns.
+    Args:
+        root: Folder to write.
+        kind: `folders`, `list`, `parquet` or `saved`.
+        names: Names of the classes.
+        labels: Labels of each split's images. By default, the classes alternate.
+        size: Width and height of the pictures.
+        splits: Images of each split, or their number: image k of the n-th split is picture(1000 * n + k).
+            The name `whole` stands for data without splits.
+
+    Returns:
+        The value for --data.
     """
     rows, files, tables = ["file,label,split"], {}, {}
     for number, (split, images) in enumerate(splits.items()):
@@ -101,15 +110,15 @@ def write_parquet(path: Path, images: list, labels: list, names: list | None = N
     features = {"img": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
     table = pa.table({"img": [{"bytes": b, "path": None} for b in images], "label": labels})
     if names is not None:
-        about = {"huggingface": json.dumps({"info": {"features": features}})}
-        table = table.replace_schema_metadata(about)
+        metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = table.replace_schema_metadata(metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, path)
     return path
 
 
 def hub_rows(images: list[bytes], labels: list[int], names: Sequence[str] = ("cat", "dog")):
-    """A Dataset of the hub's library."""
+    """Return a Dataset of the `datasets` library."""
     import datasets
 
     features = {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=list(names))}
@@ -117,13 +126,13 @@ def hub_rows(images: list[bytes], labels: list[int], names: Sequence[str] = ("ca
     return datasets.Dataset.from_dict({"photo": photos, "kind": labels}, datasets.Features(features))
 
 
-# Archives and shards, which are written here by tarfile, not by prep_imagenet.py
+# Archives and shards that tarfile writes, instead of prep_imagenet.py
 
 CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane", "hen", "crane", "ox"))]
 
 
 def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bool = False) -> bytes:
-    """Makes an archive of regular files; each time the same bytes. folders: with members for them."""
+    """Return an archive of regular files, with reproducible bytes. `folders` adds members for folders."""
     buffer, parents = io.BytesIO(), {str(parent) for name in members for parent in Path(name).parents} - {"."}
     with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
         for name in sorted(parents) if folders else ():
@@ -138,14 +147,14 @@ def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bo
 
 
 def jpeg(seed: int) -> bytes:
-    """40 x 36 to 55 x 36 pixels, some 1 kB."""
+    """Return a JPEG of 40 x 36 to 55 x 36 pixels and about 1 kB."""
     return encode(picture(seed, 40 + seed % 16, 36))
 
 
 def write_shards(
     folder: Path, train: tuple[int, ...] = (31, 30, 29, 31, 30, 32), val: tuple[int, ...] = (13, 12)
 ) -> Path:
-    """A prepared folder with shards of so many images; the label of image i of a split is i % 4."""
+    """Write a prepared folder of shards with these image counts. Image i of a split has label i % 4."""
     folder.mkdir(parents=True)
     splits, first = {}, 0
     for split, counts in (("train", train), ("val", val)):
@@ -156,20 +165,22 @@ def write_shards(
                 members |= {f"{split}_{i}.jpg": jpeg(first + i), f"{split}_{i}.cls": b"%d" % (i % 4)}
             path.write_bytes(tar(members, tarfile.USTAR_FORMAT))
             with tarfile.open(path) as archive:
-                found = [member for member in archive if member.name.endswith(".jpg")]
-            rows += [[number, m.offset_data, m.size, i % 4] for m, i in zip(found, ids, strict=True)]
-            about = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-            shards.append({"file": path.name, "images": count} | about)
+                members_of_images = [member for member in archive if member.name.endswith(".jpg")]
+            rows += [
+                [number, m.offset_data, m.size, i % 4] for m, i in zip(members_of_images, ids, strict=True)
+            ]
+            sizes = {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+            shards.append({"file": path.name, "images": count} | sizes)
         np.save(folder / f"{split}_index.npy", np.array(rows, np.int64))
         splits[split] = {"images": len(rows), "shards": shards}
         first += len(rows)
-    about = {"format": 1, "kind": "shards", "name": "tiny", "seed": 0, "resize": None, "classes": CLASSES}
-    write_manifest(folder, about | {"splits": splits, "reencoded": []})
+    manifest = {"format": 1, "kind": "shards", "name": "tiny", "seed": 0, "resize": None, "classes": CLASSES}
+    write_manifest(folder, manifest | {"splits": splits, "reencoded": []})
     return folder
 
 
-def write_manifest(folder: Path, about: dict) -> None:
-    for split, content in about["splits"].items():
+def write_manifest(folder: Path, manifest: dict) -> None:
+    for split, content in manifest["splits"].items():
         index = (folder / f"{split}_index.npy").read_bytes()
         content["index_sha256"] = hashlib.sha256(index).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(about))
+    (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,7 +1,8 @@
 """Faults at a chosen file operation of a process, injected by Python's audit events.
 
-Every Python process imports `sitecustomize` first, if it is on its path. It counts the operations on paths
-that contain WATCHED, and causes the fault before the named one. A mark file makes sure that it happens once.
+Every Python process first imports `sitecustomize` from its path. The module counts the operations on paths
+that contain WATCHED, and causes the fault before the selected operation. A mark file ensures that it happens
+only once.
 """
 
 import errno
@@ -48,23 +49,27 @@ sys.addaudithook(hook)
 
 
 def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | None = None) -> dict:
-    """The environment of a process that is killed (or fills the disk of `fill`) before this operation.
+    """Return the environment of a process that gets a fault before a file operation.
 
-    at: a number, counted from 1, or an event and a file's name as "os.rename step_00000008"; "list" writes
-    all of them to <mark>.list.
+    Args:
+        tmp_path: Folder of the hook and the mark file.
+        watched: Part of the paths to watch.
+        at: Number of the operation, counted from 1, or an event and a file name, for example
+            "os.rename step_00000008". "list" writes all operations to <mark>.list instead.
+        fill: Fill the disk of this folder. By default, the process is killed.
     """
     fault = {"WATCHED": watched, "AT": str(at), "MARK": str(mark(tmp_path)), "FILL": str(fill or "")}
     return _imported_first(tmp_path, HOOK) | fault
 
 
 def called_first(tmp_path: Path, function: Callable[[], None]) -> dict[str, str]:
-    """The environment of a process that calls this function before its script."""
+    """Return the environment of a process that calls this function before its script."""
     code = f"import os, pickle\ndel os.environ['PYTHONPATH']\npickle.loads({pickle.dumps(function)!r})()\n"
     return _imported_first(tmp_path, code)
 
 
 def without_folders() -> None:
-    """os.fsync as on file systems that can't do it for a folder."""
+    """Replace os.fsync with a version that fails for folders, as on some file systems."""
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -83,10 +88,10 @@ def _imported_first(tmp_path: Path, code: str) -> dict[str, str]:
 
 
 def mark(tmp_path: Path) -> Path:
-    """The file that exists once the fault has happened, and names the operation."""
+    """Return the file that names the operation once the fault has happened."""
     return tmp_path / "happened"
 
 
 def operations(tmp_path: Path) -> list[str]:
-    """The operations that "list" wrote: "<number> <event> <file>"."""
+    """Return the operations that "list" wrote, as "<number> <event> <file>"."""
     return Path(f"{mark(tmp_path)}.list").read_text().splitlines()

@@ -1,12 +1,12 @@
-"""Python processes that are forked from a server that has imported torch, instead of started.
+"""Python processes that a server forks after it has imported torch.
 
-A start of torch and accelerate costs 5 s of processor time, a launch with two ranks 13 s; a fork costs 0.1 s.
-Popen is subprocess.Popen. What it forks is a child of the caller, with the command line, environment, folder,
-session, standard streams, signals and processor affinity of a process that is started. The processes that it
-starts are forked, too: a launcher forks its ranks from a server of its own.
+Starting torch and accelerate costs 5 s of processor time, and a launch with two ranks costs 13 s. A fork
+costs 0.1 s. Popen is subprocess.Popen. The process that it forks is a child of the caller, with the command
+line, environment, folder, session, standard streams, signals and processor affinity of a started process. Its
+child processes are forked as well: a launcher forks its ranks from another server.
 
-What can't be forked is started: other programs, `python -c`, and commands whose environment matters to an
-import. The server runs no torch operation and has no threads.
+Other programs, `python -c`, and commands whose environment matters to an import can't be forked, so they are
+started. The server runs no torch operation and has no threads.
 """
 
 import atexit
@@ -44,11 +44,11 @@ PRELOADED = (
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
 OF_DEEPSPEED = ("deepspeed", "transformers.integrations", "setuptools")
-# Variables that the interpreter or a preloaded package reads when it starts: they must be the server's.
+# Variables that the interpreter or a preloaded package reads at startup: their values must be the server's.
 READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL", "PYTHON", "XDG_")
 READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TRITON_")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "HF_TOKEN")
-# They start nothing that can be forked, or wait until no process is left below them.
+# These commands start nothing that can be forked, or wait until no process below them is left.
 WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent")
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
@@ -66,7 +66,7 @@ class Server:
         self.lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
-        """Returns the pid of the new process, a child of this one."""
+        """Fork a process that becomes a child of this one. Return its pid."""
         with self.lock, _adopting_orphans():
             self.send(request, streams)
             return struct.unpack("!i", _receive(self.channel, 4))[0]
@@ -78,36 +78,36 @@ class Server:
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen that forks what it can."""
+    """A subprocess.Popen that forks where possible."""
 
     def _execute_child(self, args, *rest):
-        kind = "deepspeed" if any("zero" in str(w) or "deepspeed" in str(w) for w in args) else "torch"
-        _execute(self, lambda: _server(kind), args, *rest)
+        packages = "deepspeed" if any("zero" in str(w) or "deepspeed" in str(w) for w in args) else "torch"
+        _execute(self, lambda: _server(packages), args, *rest)
 
 
 RESET = {signal.SIGINT, signal.SIGHUP}
 
 
 def reset_signals() -> None:
-    """Resets, as preexec_fn, what tests ignore in a shell's background (SIGINT) or under nohup (SIGHUP)."""
+    """Reset, as preexec_fn, signals that a shell's background (SIGINT) and nohup (SIGHUP) ignore in tests."""
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _execute(self, server, *arguments):
-    """Takes the place of Popen._execute_child."""
-    given = inspect.signature(_start_process).bind(self, *arguments).arguments
-    args, cwd, preexec_fn = given["args"], given["cwd"], given["preexec_fn"]
-    env = os.environ if given["env"] is None else given["env"]
+def _execute(self, server, *values):
+    """Replace Popen._execute_child."""
+    arguments = inspect.signature(_start_process).bind(self, *values).arguments
+    args, cwd, preexec_fn = arguments["args"], arguments["cwd"], arguments["preexec_fn"]
+    env = os.environ if arguments["env"] is None else arguments["env"]
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    # Nothing is asked for but a program, its streams, folder, environment and session.
-    is_plain = preexec_fn in (None, reset_signals) and not (given["shell"] or given["pass_fds"])
+    # The caller asks only for a program, its streams, folder, environment and session.
+    is_plain = preexec_fn in (None, reset_signals) and not (arguments["shell"] or arguments["pass_fds"])
     python_words = _python_words(args, env) if is_plain and isinstance(args, (list, tuple)) else None
-    found = server() if python_words else None
-    if found is None or _read_at_start(env) != _read_at_start(found.environment):
-        _start_process(self, *arguments)
+    fork_server = server() if python_words else None
+    if fork_server is None or _read_at_start(env) != _read_at_start(fork_server.environment):
+        _start_process(self, *values)
         return
-    heard = RESET if preexec_fn else set()
+    reset = RESET if preexec_fn else set()
     os.umask(umask := os.umask(0o22))
     request = {
         "words": python_words,
@@ -115,39 +115,39 @@ def _execute(self, server, *arguments):
         "env": env,
         "cwd": os.path.abspath(os.fsdecode(cwd)) if cwd else os.getcwd(),
         "parent": os.getpid(),
-        "new_session": bool(given["start_new_session"]),
-        "ignored": [n for n in signal.valid_signals() - heard if signal.getsignal(n) is signal.SIG_IGN],
+        "new_session": bool(arguments["start_new_session"]),
+        "ignored": [n for n in signal.valid_signals() - reset if signal.getsignal(n) is signal.SIG_IGN],
         "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
         "affinity": sorted(os.sched_getaffinity(0)),
         "umask": umask,
         "limits": {n: resource.getrlimit(n) for n in LIMITS},
     }
-    streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+    streams = [arguments["p2cread"], arguments["c2pwrite"], arguments["errwrite"]]
     streams = [number if stream == -1 else stream for number, stream in enumerate(streams)]
     try:
-        self.pid = found.fork(request, streams)
+        self.pid = fork_server.fork(request, streams)
         self._child_created = True
     finally:
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in pipes))
+        self._close_pipe_fds(*(arguments[name] for name in pipes))
 
 
 def _python_words(args: Sequence, env: dict[str, str]) -> list[str] | None:
-    """The words after `python`; None for another Python, and for commands that can't be forked."""
+    """Return the words after `python`, or None for another Python and for commands that can't be forked."""
     program, *rest = [os.fsdecode(word) for word in args]
-    if (program := shutil.which(program, path=env.get("PATH")) or "") and not _is_ours(program):
+    if (program := shutil.which(program, path=env.get("PATH")) or "") and not _is_this_python(program):
         with open(program, "rb") as file:
             interpreter = os.fsdecode(file.readline().removeprefix(b"#!").strip())
         program, rest = interpreter, [program, *rest]
     script = rest[1 if rest[:1] == ["-u"] else 0 :]
     is_script = script and (not script[0].startswith("-") or (script[0] == "-m" and len(script) > 1))
-    return rest if is_script and _is_ours(program) else None
+    return rest if is_script and _is_this_python(program) else None
 
 
-def _is_ours(program: str) -> bool:
-    """True for this Python, also by another path to its environment."""
-    path, ours = Path(program), Path(sys.executable)
-    return path.name.startswith("python") and path.parent.resolve() == ours.parent.resolve()
+def _is_this_python(program: str) -> bool:
+    """Return whether the program is this Python, possibly through another path to its environment."""
+    path, executable = Path(program), Path(sys.executable)
+    return path.name.startswith("python") and path.parent.resolve() == executable.parent.resolve()
 
 
 def _read_at_start(env: dict[str, str]) -> dict[str, str]:
@@ -156,7 +156,7 @@ def _read_at_start(env: dict[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _adopting_orphans():
-    """The server forks a process that forks the one asked for and ends: that one becomes our child."""
+    """Let this process adopt the forked process: the server's intermediate process ends at once."""
     before = ctypes.c_int()
     _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -178,33 +178,35 @@ def _receive(channel: socket.socket, count: int) -> bytes:
 _servers: dict[str, Server | None] = {}
 
 
-def _server(kind: str) -> Server | None:
-    """One for each kind. None where this system lets no process change its command line."""
-    if kind == "deepspeed" and kind not in _servers and (of_torch := _server("torch")):
-        ours, theirs = socket.socketpair()
-        of_torch.send({"import": OF_DEEPSPEED}, [theirs.fileno()])
-        theirs.close()
-        _servers[kind] = Server(ours, of_torch.environment)
-    elif kind not in _servers:
-        ours, theirs = socket.socketpair()
+def _server(packages: str) -> Server | None:
+    """Return the server of this type, or None if the system lets no process change its command line."""
+    if packages == "deepspeed" and packages not in _servers and (of_torch := _server("torch")):
+        channel, server_channel = socket.socketpair()
+        of_torch.send({"import": OF_DEEPSPEED}, [server_channel.fileno()])
+        server_channel.close()
+        _servers[packages] = Server(channel, of_torch.environment)
+    elif packages not in _servers:
+        channel, server_channel = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if k not in HANDLED and not k.startswith("WANDB_")}
         env |= {"CUDA_VISIBLE_DEVICES": "", "NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
-        words = [sys.executable, __file__, str(theirs.fileno())]
-        subprocess.Popen(words, env=env, cwd="/", pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        able = _receive(ours, 1) == b"+"
-        _servers[kind] = Server(ours, env) if able else None
-    return _servers[kind]
+        words = [sys.executable, __file__, str(server_channel.fileno())]
+        subprocess.Popen(
+            words, env=env, cwd="/", pass_fds=[server_channel.fileno()], stdin=subprocess.DEVNULL
+        )
+        server_channel.close()
+        can_fork = _receive(channel, 1) == b"+"
+        _servers[packages] = Server(channel, env) if can_fork else None
+    return _servers[packages]
 
 
 # In the server ----------------------------------------------------------------------------------------------
 
 
 def _preload() -> None:
-    # OpenBLAS and OpenMP have no threads for one core; _start_like_python gives torch its number.
+    # With one core, OpenBLAS and OpenMP start no threads; _start_like_python sets torch's number.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     _import(*PRELOADED)
-    # wandb, which timm imports, makes temporary folders: the first process to end would remove them for all.
+    # timm imports wandb, which makes temporary folders: the first process to end would remove them for all.
     sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises ImportError
     _import("timm")
     del sys.modules["wandb"]
@@ -216,16 +218,16 @@ def _import(*names: str) -> None:
         importlib.import_module(name)
     tasks = Path("/proc/self/task").iterdir()
     threads = [(task / "comm").read_text().strip() for task in tasks]
-    # pyarrow's allocator is made to be forked
-    started = [name for name in threads if name != "jemalloc_bg_thd"][1:]
-    assert not started, f"a preloaded package has started {started}"
+    # pyarrow's allocator supports forks
+    extra_threads = [name for name in threads if name != "jemalloc_bg_thd"][1:]
+    assert not extra_threads, f"a preloaded package has started {extra_threads}"
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Returns in each process that it forks, with the request. One that is to import more serves on."""
+    """Fork processes on request. Return the request in each one, unless it is a server with more imports."""
     while True:
         try:
             head, streams, _, _ = socket.recv_fds(channel, 4, 3)
@@ -258,12 +260,12 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Everything that a process has from the one that starts it."""
+    """Set everything that a started process inherits."""
     if request["new_session"]:
         os.setsid()
-    for number, given in enumerate(streams):  # all above 2: the server has those
-        os.dup2(given, number)
-        os.close(given)
+    for number, descriptor in enumerate(streams):  # all are above 2, which the server uses
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     for number, limits in request["limits"].items():
         resource.setrlimit(number, limits)
     os.sched_setaffinity(0, request["affinity"])
@@ -283,9 +285,10 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def _show_as(cmdline: list[str], env: dict[str, str]) -> bool:
-    """Shows these in /proc/PID/cmdline and environ, by which processes are found. False where that fails.
+    """Show these in /proc/PID/cmdline and environ, by which tests find processes. Return False on failure.
 
-    prctl(2), PR_SET_MM_MAP: all borders of the memory at once, as they are (proc_pid_stat(5)) but for these.
+    prctl(2) with PR_SET_MM_MAP sets all borders of the memory at once: the current ones (proc_pid_stat(5)),
+    except for the command line and the environment.
     """
     words = b"".join(os.fsencode(word) + b"\0" for word in cmdline)
     pairs = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
@@ -298,8 +301,8 @@ def _show_as(cmdline: list[str], env: dict[str, str]) -> bool:
     stat = [int(n) for n in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
     code, stack, data, heap = stat[22:24], stat[24], stat[41:43], stat[43]
     _libc.sbrk.restype = ctypes.c_void_p
-    now = [*code, *data, heap, _libc.sbrk(0), stack, *borders, 0]
-    mm_map = struct.pack(f"{len(now)}QII", *now, 0, 2**32 - 1)
+    fields = [*code, *data, heap, _libc.sbrk(0), stack, *borders, 0]
+    mm_map = struct.pack(f"{len(fields)}QII", *fields, 0, 2**32 - 1)
     size, zero = ctypes.c_ulong(len(mm_map)), ctypes.c_ulong(0)
     return _libc.prctl(PR_SET_MM, ctypes.c_ulong(PR_SET_MM_MAP), mm_map, size, zero) == 0
 
@@ -308,31 +311,32 @@ _shown: list = []
 
 
 def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
-    """Forks a server for the processes that this one starts. Returns the channel in the server only."""
-    ours, theirs = socket.socketpair()
+    """Fork a server for the processes that this one starts. Return the channel, but only in the server."""
+    channel, server_channel = socket.socketpair()
     if os.fork() == 0:
-        ours.close()
+        channel.close()
         _show_as(["server-of-forks"], {})
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         devnull = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):  # or who reads the job's output would wait for this process
+        for number in (0, 1, 2):  # otherwise, readers of the job's output would wait for this process
             os.dup2(devnull, number)
-        return theirs
-    theirs.close()
-    server = Server(ours, BASE)
+        return server_channel
+    server_channel.close()
+    server = Server(channel, BASE)
     subprocess.Popen._execute_child = lambda popen, *rest: _execute(popen, lambda: server, *rest)  # type: ignore
     return None
 
 
 def _start_like_python(words: list[str], env: dict[str, str]) -> None:
-    """Brings the interpreter into the state in which it begins `python WORDS`."""
+    """Bring the interpreter into the state in which it begins `python WORDS`."""
     import numpy
     import torch
 
     numpy.random.seed()
     tempfile.tempdir = None
-    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # where a spawned process finds a relative main script
+    # where a spawned process looks for a relative main script
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     threads = env.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
     unbuffered = words[:1] == ["-u"] or bool(env.get("PYTHONUNBUFFERED"))
@@ -348,7 +352,7 @@ def _start_like_python(words: list[str], env: dict[str, str]) -> None:
         )
         setattr(sys, name, new)
         setattr(sys, f"__{name}__", new)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  # as long as the process
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115  # stays open as long as the process
     sys.orig_argv[:] = [sys.executable, *words]
     first = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
     path = [os.path.abspath(entry) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -365,26 +369,32 @@ def _start_like_python(words: list[str], env: dict[str, str]) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """`python WORDS`, in a module __main__ of its own."""
+    """Run `python WORDS` in a new module __main__."""
     if words[0] == "-m":
         sys.argv[:] = ["-m", *words[2:]]
         sys.modules["__main__"] = types.ModuleType("__main__")
-        sys.modules.pop(words[1], None)  # runpy warns of a module that is there already
-        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # what `python -m` calls
+        sys.modules.pop(words[1], None)  # runpy warns if the module is already imported
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # `python -m` calls it
     else:
         sys.argv[:] = words
         runpy.run_path(words[0], run_name="__main__")
 
 
 def _end_like_python(words: list[str]) -> None:
-    """Runs the command and ends as the interpreter does, but leaves the modules alone: that saves 0.5 s."""
+    """Run the command and end like the interpreter, but without clearing modules, which saves 0.5 s."""
     status = 0
     try:
         _run(words)
-    except SystemExit as asked:
-        if asked.code is not None and not isinstance(asked.code, int):
-            print(asked.code, file=sys.stderr)
-        status = 0 if asked.code is None else asked.code & 0xFF if isinstance(asked.code, int) else 1
+    except SystemExit as exit_request:
+        if exit_request.code is not None and not isinstance(exit_request.code, int):
+            print(exit_request.code, file=sys.stderr)
+        status = (
+            0
+            if exit_request.code is None
+            else exit_request.code & 0xFF
+            if isinstance(exit_request.code, int)
+            else 1
+        )
     except BaseException as error:
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
@@ -397,7 +407,7 @@ def _end_like_python(words: list[str]) -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            status = 120 if stream is sys.stdout else status  # nobody reads it
+            status = 120 if stream is sys.stdout else status  # the output has no reader
     if status < 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
@@ -413,12 +423,12 @@ if __name__ == "__main__":
     channel.sendall(b"+" if _show_as(["server-of-forks"], {}) else b"-")
     while True:
         request = _serve(channel)
-        of_children = None
+        child_channel = None
         module = request["words"][1] if request["words"][0] == "-m" else request["words"][0]
         if not os.path.basename(module).startswith(WITHOUT_SERVER):
-            of_children = _serve_its_children(request)
-        if of_children is None:
+            child_channel = _serve_its_children(request)
+        if child_channel is None:
             break
-        channel = of_children
+        channel = child_channel
     _start_like_python(request["words"], request["env"])
     _end_like_python(request["words"])

@@ -1,9 +1,9 @@
-"""Trains a small network step by step and with a recorded graph, in one launch, for many cases and mutants.
+"""Train a small network step by step and with a recorded graph, in one launch, for many cases and mutants.
 
     torchrun --nproc_per_node=2 -m tests.support.graphed_ranks CASES
 
-CASES is a file with a JSON list of names of cases. A line of JSON for each has the case, the bits of the
-losses, evaluations and weights of all ranks without and with the graph, and if the graph was kept.
+CASES is a file with a JSON list of case names. Each output line is JSON with the case, whether the losses,
+evaluations and weights of all ranks have the same bits with and without the graph, and which ranks kept it.
 """
 
 import dataclasses
@@ -41,20 +41,28 @@ SIZES, IMAGES, CLASSES = (8, 6), 4, 5
 
 @dataclass(frozen=True)
 class Case:
-    """accumulations: micro-batches of a step on each rank. fails_at: the operation at which the capture fails
-    on the last rank. mutant: pieces of code in step_graph.py and what takes their place."""
+    """A training to compare, possibly with mutated code.
+
+    Attributes:
+        accumulations: Micro-batches of a step on each rank.
+        deterministic: Use --deterministic.
+        is_recorded: Record the step. Otherwise the step is called, as in a rehearsal.
+        fails_at: Operation at which the capture fails on the last rank.
+        mutant: Pieces of code in step_graph.py and their replacements.
+        of_sum: Pieces of code in exact_sum.py and their replacements.
+    """
 
     accumulations: int = 1
     deterministic: bool = False
-    is_recorded: bool = True  # or the step is called, as in a rehearsal
+    is_recorded: bool = True
     fails_at: Any = None
     mutant: tuple[tuple[str, str], ...] = ()
-    of_sum: tuple[tuple[str, str], ...] = ()  # likewise in exact_sum.py
+    of_sum: tuple[tuple[str, str], ...] = ()
 
 
 COPY = "        self.shape.inputs.copy_(inputs)\n"
 LABELS = "self.shape.labels.copy_"
-DROP = "parts.append(part := GraphPart())"  # between captures
+DROP = "parts.append(part := GraphPart())"  # runs between captures
 DROPPED = f"""{DROP}
                     [setattr(p, "grad", None) for group in self.groups for p in group["params"]]
                     getattr(self.model, "reset_iter_state", lambda: None)()"""
@@ -99,7 +107,7 @@ MUTANTS = {
 OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.is_gathered:", "if False:"),))}
 
 
-KEPT: list[Any] = []  # all StepGraphs, as a script's loop keeps its own to the end
+GRAPHS: list[Any] = []  # all StepGraphs, because a script's loop keeps its graph to the end
 
 
 class Block(nn.Sequential):
@@ -142,17 +150,17 @@ def main() -> None:
 
 
 def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Callable[[], None]:
-    """Report at the end of the process group if a graph is left: it could hold NCCL's collectives."""
+    """Report at the end of the process group whether a graph is left, which could hold NCCL's collectives."""
 
     def ended() -> None:
-        accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in KEPT)]))
+        accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in GRAPHS)]))
         destroy()
 
     return ended
 
 
 def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleType:
-    """The module with other pieces of code."""
+    """Return the module with other pieces of code."""
     if not pairs:
         return module
     text = Path(str(module.__file__)).read_text()
@@ -165,9 +173,12 @@ def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleTyp
 
 
 def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tuple[Any, list[bool]]:
-    """The bits of a training with both sizes of images, and if each rank ended with a graph.
+    """Train with both image sizes. Return the bits of the training, and whether each rank ended with a graph.
 
-    module: has StepGraph; None: the step is called.
+    Args:
+        accelerator: Accelerator of this rank.
+        case: Case to train.
+        module: Module with StepGraph. None calls the step directly.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     accelerator.step, accelerator.exact_sum, accelerator.step_graph = 0, None, module is not None
@@ -196,35 +207,37 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
         warm_up = module.WARM_UP_STEPS[accelerators.strategy(accelerator)]
         step = graph = module.StepGraph(accelerator, optimizer, step)
         if module is step_graph:
-            KEPT.append(graph)
+            GRAPHS.append(graph)
         if case.is_recorded:
             fails_at = case.fails_at if rank == ranks - 1 else None
             graph.capture = partial(recorded, graph, fails_at)
     else:
         warm_up = step_graph.WARM_UP_STEPS[accelerators.strategy(accelerator)]
-    seen: list[Any] = []
-    factor = torch.ones(())  # of the loss: once a gradient is too large for an exact sum
-    for at in range(2 * (warm_up + 3)):
-        size = SIZES[at // (warm_up + 3)]
-        optimizer.param_groups[0]["lr"] = 0.01 / (at + 1)
+    bits: list[Any] = []
+    factor = torch.ones(())  # scales the loss: one gradient becomes too large for an exact sum
+    for step_number in range(2 * (warm_up + 3)):
+        size = SIZES[step_number // (warm_up + 3)]
+        optimizer.param_groups[0]["lr"] = 0.01 / (step_number + 1)
         for k in range(case.accumulations):
             number = rank * case.accumulations + k
-            drawn = torch.Generator().manual_seed(at * ranks * case.accumulations + number)
-            inputs = torch.randn(IMAGES, 3, size, size, generator=drawn)
-            labels = torch.randint(CLASSES, (IMAGES,), generator=drawn)
-            reseed(0, at, number)
-            is_large = case.deterministic and at == warm_up + 1 and k == min(1, case.accumulations - 1)
+            generator = torch.Generator().manual_seed(step_number * ranks * case.accumulations + number)
+            inputs = torch.randn(IMAGES, 3, size, size, generator=generator)
+            labels = torch.randint(CLASSES, (IMAGES,), generator=generator)
+            reseed(0, step_number, number)
+            is_large = (
+                case.deterministic and step_number == warm_up + 1 and k == min(1, case.accumulations - 1)
+            )
             factor.fill_(1e6 if is_large else 1)
-            seen.append(step(inputs, labels).item())
-        if at % (warm_up + 3) >= warm_up - 1:  # before the capture, and between replays
-            seen.append(evaluated(model))
+            bits.append(step(inputs, labels).item())
+        if step_number % (warm_up + 3) >= warm_up - 1:  # before the capture and between replays
+            bits.append(evaluated(model))
     if accelerator.exact_sum:
-        seen.append([accelerator.exact_sum.steps.item(), accelerator.exact_sum.failed.tolist()])
+        bits.append([accelerator.exact_sum.steps.item(), accelerator.exact_sum.failed.tolist()])
         assert math.isfinite(accelerator.exact_sum.failed.min()) or case.of_sum
     weights = [to_local(p.detach()).flatten() for p in model.parameters()]
     averages = [b.flatten().float() for b in model.buffers()]
-    seen.append(hashlib.sha256(torch.cat([*weights, *averages]).numpy().tobytes()).hexdigest())
-    return gather_object([seen]), gather_object([accelerator.step_graph])
+    bits.append(hashlib.sha256(torch.cat([*weights, *averages]).numpy().tobytes()).hexdigest())
+    return gather_object([bits]), gather_object([accelerator.step_graph])
 
 
 def recorded(graph: Any, fails_at: Any, run: Callable, pool: Any) -> Callable:

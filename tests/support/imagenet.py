@@ -1,4 +1,4 @@
-"""A miniature ILSVRC2012 of crops of real photographs, and ways to run prep_imagenet.py on it."""
+"""A miniature ILSVRC2012 with crops of real photographs, and helpers that run prep_imagenet.py on it."""
 
 import gzip
 import hashlib
@@ -21,53 +21,54 @@ from tools.prepare.writer import ShardWriter
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-ROTATE_90 = 6  # EXIF: shown as it should be when turned clockwise by 90 degrees
+ROTATE_90 = 6  # EXIF: the image is upright after a rotation by 90 degrees clockwise
 
 
 @dataclass(frozen=True)
 class Ilsvrc:
-    """The content of the archives. Labels are positions in the sorted `wnids`; images are named by file."""
+    """Content of the archives. Labels are positions in the sorted `wnids`; file names identify images."""
 
-    folder: Path  # that holds the three archives
+    folder: Path  # contains the three archives
     train_tar: Path
     val_tar: Path
     devkit: Path
     wnids: list[str]
     names: list[str]  # "words" of meta.mat, in label order
-    ids: list[int]  # ILSVRC2012_ID in label order; 1 ... classes, and not sorted
+    ids: list[int]  # ILSVRC2012_ID in label order: 1 to the number of classes, unsorted
     train: dict[str, bytes]  # contents by name, in the archive's order
-    val: dict[str, bytes]  # likewise; this order is not the names'
+    val: dict[str, bytes]  # contents by name, in the archive's order, which is not the order of the names
     train_labels: dict[str, int]
     val_labels: dict[str, int]
-    cmyk: str  # the odd ones, all in train: a JPEG with four colours
-    png: str  # a PNG in spite of its name
+    cmyk: str  # an unusual image of train: a JPEG with four colours
+    png: str  # an unusual image of train: a PNG, although its name ends with .JPEG
 
     def md5(self, file: Path) -> str:
-        """Returns the sum of one of the three archives, as hex."""
+        """Return the MD5 sum of one of the three archives, as hex."""
         return hashlib.md5(file.read_bytes()).hexdigest()
 
 
 def prep(*words: object, status: int = 0) -> str:
-    """Runs prep_imagenet.py in this process, which must end with this exit status. Returns its output."""
-    found, output = call(prep_imagenet.main, *words)
-    assert found == status, output
+    """Run prep_imagenet.py in this process and check its exit status. Return its output."""
+    exit_status, output = call(prep_imagenet.main, *words)
+    assert exit_status == status, output
     assert "Traceback" not in output
     return output
 
 
 def fails(*words: object, status: int = 1) -> str:
-    """Runs prep_imagenet.py, which must refuse. Returns its output."""
+    """Run prep_imagenet.py, which must fail. Return its output."""
     return prep(*words, status=status)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes a forked process before it prepares images: batches of 2, and a signal to itself."""
+    """A change of a forked process before it prepares images: batches of 2, and a signal to itself."""
 
-    place: str | int = ""  # images of a split; its end, before the journal has it; or "manifest"
+    # Number of images of a split; or a split's name, for its end before the journal records it; or "manifest"
+    place: str | int = ""
     signal: int = signal.SIGKILL
-    md5: tuple[tuple[str, str], ...] = ()  # the published sums
-    limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # of setrlimit(2)
+    md5: tuple[tuple[str, str], ...] = ()  # published MD5 sums
+    limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # arguments of setrlimit(2)
 
     def __call__(self) -> None:
         originals.BATCH_IMAGES = 2
@@ -98,15 +99,18 @@ class Fault:
 
 
 def forked(folder: Path, *words: object, **fault) -> Job:
-    """Starts prep_imagenet.py in a process of its own, with a Fault of these fields."""
+    """Start prep_imagenet.py in another process, with a Fault of these fields."""
     return Job(["prep_imagenet.py", *words], env=called_first(folder, Fault(**fault)))
 
 
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:
-    """Writes the archives to `folder`; each time the same bytes.
+    """Write the archives to `folder`, with reproducible bytes.
 
-    classes: at most 100. train, val: images of each class; train at least 4, as the first class begins with
-    the odd ones.
+    Args:
+        folder: Folder of the archives.
+        classes: Number of classes, at most 100.
+        train: Training images of each class, at least 4: the first class begins with the unusual images.
+        val: Validation images of each class.
     """
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[:classes]
     assert len(files) == classes
@@ -130,8 +134,8 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
     train_images = {}
     for i in range(classes):
         for j, name in enumerate(train_names[i]):
-            made = odd[j] if i == 0 and j < len(odd) else _jpeg
-            train_images[name] = made(crops[i][j])
+            make = odd[j] if i == 0 and j < len(odd) else _jpeg
+            train_images[name] = make(crops[i][j])
     train_labels = {name: i for i in range(classes) for name in train_names[i]}
 
     truth = random.permutation(np.repeat(np.arange(classes), val))  # labels in the order of the names
@@ -142,8 +146,8 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
 
     folder.mkdir(parents=True, exist_ok=True)
     class_tars = {
-        f"{wnid}.tar": tar({name: train_images[name] for name in its})
-        for wnid, its in zip(wnids, train_names, strict=True)
+        f"{wnid}.tar": tar({name: train_images[name] for name in names_of_class})
+        for wnid, names_of_class in zip(wnids, train_names, strict=True)
     }
     (folder / TRAIN).write_bytes(tar(class_tars))
     (folder / VAL).write_bytes(tar(val_images))
@@ -166,7 +170,7 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
 
 
 def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None:
-    """Writes the development kit with these synsets, without meta.mat for None, and val's ground truth."""
+    """Write the development kit with val's ground truth. It lacks meta.mat if `synsets` is None."""
     from scipy.io import savemat
 
     top = "ILSVRC2012_devkit_t12"
@@ -174,7 +178,7 @@ def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None
     if synsets is not None:
         meta = io.BytesIO()
         savemat(meta, {"synsets": synsets}, do_compression=True)
-        # The first 116 bytes are a text with the time.
+        # The first 116 bytes are text that contains the time.
         members[f"{top}/data/meta.mat"] = b"MATLAB 5.0 MAT-file".ljust(116) + meta.getvalue()[116:]
     truth = "".join(f"{i}\n" for i in ids)
     members[f"{top}/data/ILSVRC2012_validation_ground_truth.txt"] = truth.encode()
@@ -187,7 +191,7 @@ FIELDS += ["num_train_images"]
 
 
 def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) -> np.ndarray:
-    """Makes meta.mat's array [synsets, 1]: the classes by id, then three synsets with classes below them."""
+    """Return meta.mat's array [synsets, 1]: the classes by ID, then three synsets that contain classes."""
     rows = sorted(
         (i, wnid, name, f"what is called {name}", 0, np.zeros(0), 0, images)
         for i, wnid, name in zip(ids, wnids, names, strict=True)
@@ -205,7 +209,7 @@ def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) 
 
 
 def _crops(photograph: Image.Image, count: int, random: np.random.Generator) -> list[Image.Image]:
-    """Cuts out RGB images of 100 to 260 pixels, landscape and portrait."""
+    """Return random RGB crops of 100 to 260 pixels, landscape and portrait."""
     photograph = photograph.convert("RGB")
     crops = []
     for _ in range(count):

@@ -1,8 +1,8 @@
-"""Runs the attention kernel, or a mutant of it, under Triton's interpreter, and prints what is wrong.
+"""Run the attention kernel, or a mutant, under Triton's interpreter and print its problems.
 
-`TRITON_INTERPRET=1 python -m tests.support.interpreted_attention` reads a line of JSON for each case from its
-standard input, and prints a list of problems for each. It is a process of its own, as Triton reads the
-variable when it is imported.
+`TRITON_INTERPRET=1 python -m tests.support.interpreted_attention` reads one line of JSON for each case from
+standard input, and prints a list of problems for each. It needs a separate process because Triton reads the
+variable at import.
 """
 
 import importlib.util
@@ -22,13 +22,15 @@ from triton.runtime import interpreter
 import onecurve.models.attention_kernels
 from onecurve.models.attention import plain_attention
 
-TIMES_EPS = 6  # of an output's type: the error that rounding may cause, per unit of what is added
-STEPS_OF_FP16 = 1e-6  # where numbers are too small for it
-written: list[np.ndarray] = []  # the addresses of each store
+TIMES_EPS = (
+    6  # error bound in units of the output dtype's eps, per unit of the absolute values that are summed
+)
+STEPS_OF_FP16 = 1e-6  # spacing of fp16 numbers near 0
+written: list[np.ndarray] = []  # addresses of each store
 
 
 def watch_the_interpreter() -> None:
-    """Has it note addresses, and multiply bf16, which it stores as uint16 and would multiply as such."""
+    """Let the interpreter record addresses, and multiply bf16 numbers, which it stores as uint16."""
     builder = interpreter.InterpreterBuilder
     store, dot = builder.create_masked_store, builder.create_dot
 
@@ -65,39 +67,41 @@ def mutant(number: int, replacements: dict[str, str], folder: Path) -> ModuleTyp
 def problems(
     kernels: ModuleType, tokens: int, size: int, dtype: str, largest: float, order: str, heads: int
 ) -> list[str]:
-    """order: of qkv's memory: `packed`, or `parts first`, which is not contiguous."""
+    """Return the problems of a case. `order` is qkv's memory layout: `packed`, or `parts first`, which is not
+    contiguous.
+    """
     torch.manual_seed(tokens)
-    kind = getattr(torch, dtype)
-    qkv = (torch.randn(1, tokens, 3, heads, size) * largest).clamp(-largest, largest).to(kind)
-    gradient = torch.randn(1, tokens, heads, size).to(kind)
+    torch_dtype = getattr(torch, dtype)
+    qkv = (torch.randn(1, tokens, 3, heads, size) * largest).clamp(-largest, largest).to(torch_dtype)
+    gradient = torch.randn(1, tokens, heads, size).to(torch_dtype)
     if order == "parts first":
         qkv = qkv.transpose(1, 2).contiguous().transpose(1, 2)
         gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
     qkv.requires_grad_()
-    found = []
+    errors = []
     written.clear()
     out, logs = kernels.short_attention(qkv)
-    found += _written_once("forward", out, *([logs] if logs.numel() else []))
+    errors += _written_once("forward", out, *([logs] if logs.numel() else []))
     written.clear()
     packed = kernels.short_attention_backward(qkv.detach(), out.detach(), logs, gradient)
-    found += _written_once("backward", packed)
+    errors += _written_once("backward", packed)
     (grad,) = torch.autograd.grad(out, qkv, gradient)
     exact = qkv.detach().double().requires_grad_()
     expected = plain_attention(exact)
     (expected_grad,) = torch.autograd.grad(expected, exact, gradient.double())
     bound, bound_grad, added = _bounds(qkv.detach().double(), gradient.double())
-    eps = torch.finfo(kind).eps + 4 * torch.finfo(torch.float32).eps * added  # scores are sums in fp32
+    eps = torch.finfo(torch_dtype).eps + 4 * torch.finfo(torch.float32).eps * added  # scores are sums in fp32
     pairs = {"outputs": (out, expected, bound), "gradients": (grad, expected_grad, bound_grad)}
     pairs["packed gradients"] = packed, expected_grad, bound_grad
-    for name, (value, right, most) in pairs.items():
-        allowed = TIMES_EPS * eps * most + STEPS_OF_FP16
-        if not ((value.double() - right).abs() <= allowed).all():  # NaN is not
-            found.append(name)
-    return found
+    for name, (value, expected_value, bound_of_sum) in pairs.items():
+        allowed = TIMES_EPS * eps * bound_of_sum + STEPS_OF_FP16
+        if not ((value.double() - expected_value).abs() <= allowed).all():  # False for NaN
+            errors.append(name)
+    return errors
 
 
 def _written_once(name: str, *results: Tensor) -> list[str]:
-    """Every number of the results is written, by one program. Unwritten ones are NaN, too."""
+    """Check that one program writes each number of the results. Numbers that are not written are NaN."""
     addresses = np.concatenate([part.ravel() for part in written])
     expected = [r.data_ptr() + r.element_size() * np.arange(r.numel(), dtype=np.uint64) for r in results]
     distinct = np.unique(addresses)
@@ -107,8 +111,10 @@ def _written_once(name: str, *results: Tensor) -> list[str]:
 
 
 def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Sums of the absolute values of what outputs, gradients and at most a score add up. Errors are shares of
-    these."""
+    """Return the sums of absolute values behind each output and gradient, and the largest score's sum.
+
+    Error bounds are fractions of these sums.
+    """
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     p = (q @ k.transpose(-2, -1) * qkv.shape[-1] ** -0.5).softmax(-1)
     do, q, k, v = gradient.abs().transpose(1, 2), q.abs(), k.abs(), v.abs()
@@ -121,7 +127,7 @@ def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def main() -> None:
-    torch.use_deterministic_algorithms(True)  # which fills new tensors with NaN
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
     watch_the_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         for number, line in enumerate(sys.stdin):

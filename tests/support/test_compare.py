@@ -1,4 +1,4 @@
-"""A comparison that fails names the promise, the step and both values."""
+"""A failing comparison names the promise, the step and both values."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ LOG = [{"step": 3, "train/loss": 1.5, "train/lr": 0.1}]
 
 
 @pytest.mark.parametrize(
-    ("ours", "message"),
+    ("log", "message"),
     [
         (
             [LOG[0] | {"train/loss": 1.6}],
@@ -21,10 +21,10 @@ LOG = [{"step": 3, "train/loss": 1.5, "train/lr": 0.1}]
         ([*LOG, {"step": 4}], "steps and learning rates: step of step 4 is 4, of the reference None"),
     ],
 )
-def test_of_losses(ours, message):
+def test_of_losses(log, message):
     compare.assert_same_losses(LOG, LOG)
     with pytest.raises(AssertionError, match=message):
-        compare.assert_same_losses(ours, LOG)
+        compare.assert_same_losses(log, LOG)
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_of_losses(ours, message):
     ],
 )
 def test_of_tensors(value, message, monkeypatch):
-    found = {Path("ours"): {"w": value}, Path("theirs"): {"w": torch.tensor([1.0, 2.0])}}
+    tensors_of = {Path("ours"): {"w": value}, Path("theirs"): {"w": torch.tensor([1.0, 2.0])}}
     monkeypatch.setattr(compare, "latest", lambda folder: folder / "step_3")
-    monkeypatch.setattr(compare, "tensors", lambda checkpoint: found[checkpoint.parent])
+    monkeypatch.setattr(compare, "tensors", lambda checkpoint: tensors_of[checkpoint.parent])
     compare.assert_same_tensors(Path("theirs"), Path("theirs"))
     with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
         compare.assert_same_tensors(Path("ours"), Path("theirs"))

@@ -1,4 +1,4 @@
-"""A forked process equals a started one, in its own view and in that of others."""
+"""A forked process equals a started process, in its view and in the view of other processes."""
 
 import signal
 import sys
@@ -36,7 +36,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_fork_is_as_a_started_process(end, tmp_path):
     last, status = ENDS[end]
-    script = tmp_path / "train_probe.py"  # by its name it starts no Python, so it has no server of its own
+    script = tmp_path / "train_probe.py"  # starts no Python by its name, so it needs no server
     script.write_text(f"{SCRIPT}\n{last}\n")
     outcomes = []
     for warm in (False, True):
@@ -47,7 +47,7 @@ def test_a_fork_is_as_a_started_process(end, tmp_path):
 
 
 def test_what_is_forked_has_torch_and_belongs_to_its_launcher(tmp_path):
-    """torchrun's processes are its children, and end with it when it is killed."""
+    """Check that torchrun's processes are its children, and end when it is killed."""
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint('torch' in sys.modules, flush=True)\ntime.sleep(100)\n")
     job = Job([BIN / "torchrun", "--standalone", "--nproc_per_node=2", script])
@@ -68,7 +68,7 @@ def test_what_is_forked_has_torch_and_belongs_to_its_launcher(tmp_path):
 
 @pytest.mark.parametrize("words", [["-c", "import sys; print('torch' in sys.modules)"], ["SCRIPT"]])
 def test_what_can_not_be_forked_is_started(words, tmp_path):
-    """`python -c`, and a process whose environment decides what an import does."""
+    """Check `python -c`, and a process whose environment affects an import."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('torch' in sys.modules)")
     words = [script if word == "SCRIPT" else word for word in words]

@@ -1,10 +1,10 @@
-"""Counts where a training on a GPU would wait for it: a script's own main() on fake CUDA tensors.
+"""Counts of the waits that a training on a GPU would cause, from a script's main() on fake CUDA tensors.
 
-There is no GPU: torch's FakeTensorMode computes shapes and devices without values, and each operator is seen
-before it runs. Counted are values read by the host (`.item()`, `float()`, `if tensor:`), copies between host
-and device that block, and operators whose result has a size that only the device knows. Not seen: what a
-kernel's own code waits for, collectives, and the backward pass, as torch's engine has no thread for a device
-that is not there: gradients are zeros. Replaced: what opens a run's folder, writes and ends it.
+No GPU is needed: torch's FakeTensorMode computes shapes and devices without values, and this module sees each
+operator before it runs. It counts values that the host reads (`.item()`, `float()`, `if tensor:`), blocking
+copies between host and device, and operators whose result size only the device knows. It does not see waits
+inside kernels, collectives, and the backward pass: torch's engine has no thread for a device that does not
+exist, so gradients are zeros. Functions that open, write and end a run's folder are replaced.
 """
 
 import traceback
@@ -35,14 +35,15 @@ from onecurve.run.session import Meter, Ranks
 from onecurve.run.state import RunState
 
 aten = torch.ops.aten
-STAGED_BYTES = 65536  # a copy of more, from memory that is not page-locked, waits even with non_blocking
+STAGED_BYTES = 65536  # larger copies from memory that is not page-locked wait even with non_blocking
 OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount", "equal"}
 
 
 class Waits(TorchDispatchMode):
-    """Counts the waits by place, `file:function`, and the copies to the device.
+    """Count the waits by `file:function`, and the copies to the device.
 
-    value: what the host reads from each tensor of the device.
+    Args:
+        value: Number that the host reads from each tensor on the device.
     """
 
     def __init__(self, value: float = 0.0):
@@ -51,17 +52,17 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten._pin_memory.default:  # not known to fake tensors
+        if func is aten._pin_memory.default:  # fake tensors do not support it
             args[0].was_pinned = True
             return args[0]
         if self._waits(func, args, kwargs):
-            self.places[_place()] += 1
-        if func is aten._fused_sgd_.default:  # not known either
+            self.places[_caller()] += 1
+        if func is aten._fused_sgd_.default:  # fake tensors do not support it
             return None
         if func is aten._local_scalar_dense.default:
             value = self.value if args[0].device.type == "cuda" else 0.5
-            kind = args[0].dtype
-            return kind == torch.bool or (value if kind.is_floating_point else int(value))
+            dtype = args[0].dtype
+            return dtype == torch.bool or (value if dtype.is_floating_point else int(value))
         return func(*args, **kwargs)
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -85,8 +86,8 @@ class Waits(TorchDispatchMode):
         return not (non_blocking and (small or not to_device))
 
 
-def _place() -> str:
-    """The innermost function of the project on the stack: `file:function`."""
+def _caller() -> str:
+    """Return the innermost function of the project on the stack: `file:function`."""
     stack = traceback.extract_stack()
     for frame in reversed(stack):
         file = Path(frame.filename)
@@ -97,13 +98,13 @@ def _place() -> str:
 
 @contextmanager
 def counted(value: float = 0.0) -> Iterator[Waits]:
-    """Fake CUDA tensors inside, and the waits for them."""
+    """Use fake CUDA tensors inside the context, and count the waits for them."""
     with FakeTensorMode(allow_non_fake_inputs=True), Waits(value) as waits:
         yield waits
 
 
 def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> Counter[str]:
-    """The waits of a whole training after Run.begin, by place. read: the images that an evaluation counts."""
+    """Count the waits of a training after Run.begin, by function. An evaluation counts `read` images."""
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, 1)
     builder = "build_model" if hasattr(script, "build_model") else "Net"
     build = getattr(script, builder)
@@ -111,7 +112,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     def begin(
         run: Run, model: nn.Module, optimizer: Any, steps: Steps, preprocessing: Any = None, **_: Any
     ) -> Steps:
-        """Run.begin without a folder, checkpoints, telemetry and other processes."""
+        """Replace Run.begin without a folder, checkpoints, telemetry and other processes."""
         meter = Meter(run.accelerator, run.batch, keeps_ids=False)
         parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
         run._preprocessing = preprocessing
@@ -128,7 +129,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (Accelerator, "backward"): lambda *_: None,
         (torch.cuda, "mem_get_info"): lambda device: (2**40, 2**40),
         (torch.cuda, "get_device_capability"): lambda *_: (9, 0),
-        (nn.Module, "to"): lambda module, *args, **options: module,  # it knows no fake tensors
+        (nn.Module, "to"): lambda module, *args, **options: module,  # does not support fake tensors
         (accelerators, "agree"): lambda *_: None,
         (Run, "begin"): begin,
         (Run, "folder"): Path(),
