@@ -1,4 +1,4 @@
-"""Runs that end before their last step: what waits in memory is written, and each place says why it ended."""
+"""Runs that end before their last step: they write what waits in memory and report why they ended."""
 
 import pytest
 
@@ -8,8 +8,9 @@ from tools.logbook import markdown as md
 from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
-EPOCH, EPOCHS = 13, 6  # steps; 143 of the digits are held out
-ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)  # after each epoch: the best before two worse is held
+EPOCH, EPOCHS = 13, 6  # steps, epochs; 143 of the digits are held out
+# after each epoch; the run keeps the best before two worse ones in memory
+ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)
 BEST, END, TOTAL = 2 * EPOCH, 4 * EPOCH, EPOCHS * EPOCH
 FLAGS = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--holdout", "0.1", "--epochs", EPOCHS]
 FLAGS += ["--batch_size", "96", "--per_device_batch_size", "48", "--mixed_precision", "no"]
@@ -18,7 +19,7 @@ FLAGS += ["--trackers", "none", "--log_every", "4"]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """The project, where a script has known accuracies and runs the code in AT_STEP before checkpoints."""
+    """Copy the project. Its script has known accuracies and runs the code in AT_STEP before checkpoints."""
     folder = copy_project(tmp_path_factory.mktemp("early_end") / "project")
     old, call = "run.log_evaluation(step, measure(images.val))\n", "            run.checkpoint(step)\n"
     known = f"measure(images.val) | {{'accuracy': {ACCURACIES}[step // steps.per_epoch]}})\n"
@@ -35,32 +36,32 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(project, tmp_path_factory, cache):
-    """The run of all steps."""
+    """Train all steps without an early end."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run([*FLAGS, *cache, "--output_dir", folder], cwd=project, env=HALF_THE_CORES)
     return folder
 
 
 def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
-    """It finished with the schedule of the whole run, its best weights are there, and all places say so."""
-    found, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
-    said = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
-    assert said.items() <= found.items()
+    """Check for the schedule of the whole run, the best weights and the reason in every output."""
+    facts, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
+    expected = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
+    assert expected.items() <= facts.items()
     assert {BEST, end} <= set(steps_in(folder / "checkpoints"))
-    assert (folder / found["best_checkpoint"] / "manifest.json").exists()
-    assert "test_accuracy" in found, "of the best weights"
+    assert (folder / facts["best_checkpoint"] / "manifest.json").exists()
+    assert "test_accuracy" in facts, "of the best weights"
     assert output.count(f"{sentence}\n") == 1, "a line of the log"
     assert f"ended early by {by} " in output, "the table"
     assert md.text(sentence) in run_page(RunRecord(folder), "run", [])
-    ours, theirs = ({x["step"]: x for x in metrics(f) if "train/loss" in x} for f in (folder, whole))
-    assert len(ours.keys() & theirs.keys()) > end // 8
-    for step in ours.keys() & theirs.keys():
-        assert ours[step]["train/lr"] == theirs[step]["train/lr"]
+    losses, whole_losses = ({x["step"]: x for x in metrics(f) if "train/loss" in x} for f in (folder, whole))
+    assert len(losses.keys() & whole_losses.keys()) > end // 8
+    for step in losses.keys() & whole_losses.keys():
+        assert losses[step]["train/lr"] == whole_losses[step]["train/lr"]
         bound = 1e-5 if step <= 20 else 1e-3  # rounding differs between strategies, and grows
-        assert ours[step]["train/loss"] == pytest.approx(theirs[step]["train/loss"], abs=bound)
+        assert losses[step]["train/loss"] == pytest.approx(whole_losses[step]["train/loss"], abs=bound)
 
 
-ENDS = {  # name: (flags, environment, last step, the reason that is shown)
+ENDS = {  # name: (flags, environment, last step, reason that is shown)
     "patience": (["--patience", "2"], {}, END, "--patience 2"),
     "stop": ([], {"AT_STEP": f"if step == {END}: run.stop()"}, END, "the script"),
     "stop inside an epoch": ([], {"AT_STEP": f"if step == {END + 4}: run.stop()"}, END + 5, "the script"),
@@ -81,7 +82,7 @@ def test_every_end_writes_what_waits_and_says_why(end, project, whole, tmp_path,
 @pytest.mark.parametrize("strategy", ["fsdp", *map(full, ("ddp", "zero1", "zero2", "zero3"))])
 @pytest.mark.parametrize("end", ["patience", full("stop inside an epoch"), full("break inside an epoch")])
 def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, tmp_path, cache):
-    """Interrupted after one worse evaluation."""
+    """Interrupt the run after one worse evaluation, then resume it."""
     flags, env, step, by = ENDS[end]
     words = [*STRATEGIES[strategy], *FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
     kill = f"if step == {3 * EPOCH + 2} and rank == 0: __import__('signal').raise_signal(15)"
@@ -93,7 +94,7 @@ def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, 
 
 
 def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
-    """Killed before result.json, the same command ends at the same step; with more patience it goes on."""
+    """Start again without result.json: the command ends at the same step, or continues with more patience."""
     folder = tmp_path / "run"
     words = [*FLAGS, *cache, "--output_dir", folder, "--patience"]
     output = run([*words, "2"], cwd=project, env=HALF_THE_CORES)
@@ -104,8 +105,8 @@ def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
     assert_ended(folder, whole, END, "--patience 2", run([*words, "2"], cwd=project))
     (folder / "result.json").unlink()
     run([*words, "3"], cwd=project)
-    found = result(folder)
-    assert (found["steps"], found["best_step"], found["stopped_by"]) == (TOTAL, 5 * EPOCH, None)
+    facts = result(folder)
+    assert (facts["steps"], facts["best_step"], facts["stopped_by"]) == (TOTAL, 5 * EPOCH, None)
 
 
 FAILURES = {  # name: (launcher, environment)
@@ -122,5 +123,5 @@ def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
     words = [*launcher, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project, env=env).wait()
     assert (status, result(tmp_path / "run")["status"]) == (1, "failed"), output
-    waited = EPOCH - 4 if failure == "before an evaluation" else BEST
-    assert waited in steps_in(tmp_path / "run" / "checkpoints"), output
+    expected_step = EPOCH - 4 if failure == "before an evaluation" else BEST
+    assert expected_step in steps_in(tmp_path / "run" / "checkpoints"), output

@@ -18,12 +18,12 @@ from tests.support.data_sets import class_folders
 
 FLAGS = ["--batch_size", "12", "--max_steps", "8", "--lr", "0.02", "--best_by", "macro_f1"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none"]
-IMAGES = 37  # of validation
+IMAGES = 37  # in the validation set
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, cache) -> list:
-    """A training on few images of one class and many of another."""
+    """Train on few images of one class and many of another."""
     data = class_folders(tmp_path_factory.mktemp("prime") / "images", train=96, val=61)
     for file in sorted((data / "val" / "a").iterdir())[:24] + sorted((data / "train" / "a").iterdir())[:44]:
         file.unlink()
@@ -31,7 +31,7 @@ def words(tmp_path_factory, cache) -> list:
 
 
 def test_one_process_and_three_evaluate_alike(words, tmp_path):
-    """With --class_weights, too: the mean of weighted losses is the same for any micro-batches."""
+    """Check also --class_weights: the mean of weighted losses is the same for any micro-batches."""
     balanced = ["--class_weights", "balanced", "--output_dir"]
     output = run([*python(), *words, *balanced, tmp_path / "one"])
     assert "To weight classes equally, use --class_weights balanced and --best_by macro_f1" in output
@@ -54,7 +54,7 @@ def test_one_process_and_three_evaluate_alike(words, tmp_path):
     assert logs["one"][-1]["val/loss"] == pytest.approx(logs["three"][-1]["val/loss"], abs=1e-5)
 
 
-NEW = {  # a metric of images and one by class
+NEW = {  # one metric of images, one by class
     "top1": 'Metric("top-1", lambda logits, labels: (logits.topk(1).indices == labels[:, None]).any(1))',
     "macro_recall": 'Metric("macro recall", lambda n, _, right: (right, n), by_class=True)',
 }
@@ -63,34 +63,34 @@ NEW = {  # a metric of images and one by class
 @pytest.mark.parametrize(
     ("metric", "same"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
 )
-def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, same):
-    """It chooses the best, stands on the page for each split, and is verified as a share of images."""
+def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, equal_metric):
+    """Use it to select the best checkpoint, show it for each split, and verify it if it counts images."""
     first = "METRICS = {\n"
     mutate(project_copy, "onecurve/flags/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
     folder, held_out = tmp_path / "run", ["--holdout", "12", "--per_device_batch_size", "6"]
     run([*words, *held_out, "--best_by", metric, "--output_dir", folder], cwd=project_copy)
-    run([*words, *held_out, "--best_by", same, "--output_dir", tmp_path / "same"], cwd=project_copy)
-    found, expected = (result(path) for path in (folder, tmp_path / "same"))
-    for kind in ("best", "final", "test"):
-        assert found[f"{kind}_{metric}"] == expected[f"{kind}_{same}"], kind
+    run([*words, *held_out, "--best_by", equal_metric, "--output_dir", tmp_path / "same"], cwd=project_copy)
+    facts, expected = (result(path) for path in (folder, tmp_path / "same"))
+    for stage in ("best", "final", "test"):
+        assert facts[f"{stage}_{metric}"] == expected[f"{stage}_{equal_metric}"], stage
     run([*python(), "logbook.py", "add", folder, "--folder", tmp_path / "pages"], cwd=project_copy)
     (page,) = (tmp_path / "pages").glob("train_cnn_a/*/run.md")
     title = {"top1": "top-1", "macro_recall": "macro recall"}[metric]
     (row,) = re.findall(rf"^\| {title} \|.*", page.read_text(), re.MULTILINE)
-    shown = [f"{found[f'{kind}_{metric}']:.4f}" for kind in ("test", "best", "final")]
+    shown = [f"{facts[f'{stage}_{metric}']:.4f}" for stage in ("test", "best", "final")]
     assert re.findall(r"[\d.]{6}", row) == shown
     forged = {f"val/{metric}", f"best_{metric}", f"final_{metric}"}
     log = [{n: v - 0.3 if n in forged else v for n, v in line.items()} for line in metrics(folder)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
-    lowered = {n: v - 0.3 if n in forged else v for n, v in found.items()}
+    lowered = {n: v - 0.3 if n in forged else v for n, v in facts.items()}
     (folder / "result.json").write_text(json.dumps(lowered))
     status, output = Job([*python(), "verify.py", folder, "--sample", "1", *cache], cwd=project_copy).wait()
-    is_found = "a repeated evaluation changes 1 at most" in output
-    assert (status, is_found) == (int(metric == "top1"), metric == "top1"), output
+    reports_change = "a repeated evaluation changes 1 at most" in output
+    assert (status, reports_change) == (int(metric == "top1"), metric == "top1"), output
 
 
 def test_a_part_of_the_images_is_of_all_classes():
-    """The images are sorted by class: the first 20 are zeros."""
+    """Choose from images that are sorted by class: the first 20 are zeros."""
     labels = np.arange(97) // 49
     split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), SplitPart("val", labels))
     ids = evaluated_ids(split, ImageRecipe(max_val_images=20))
@@ -112,13 +112,13 @@ def test_counting_the_filling_is_found(words, tmp_path, project_copy):
 
 
 def test_the_metrics_and_weights_are_scikit_learns():
-    """Classes without images, or never predicted, among them."""
+    """Include classes without images and classes that are never predicted."""
     labels, predicted = np.array([0, 0, 0, 1, 3]), np.array([0, 0, 1, 1, 4])
     right = labels[labels == predicted]
     counts = np.array([np.bincount(ids, minlength=6) for ids in (labels, predicted, right)])
-    found = [mean_of_classes(METRICS[metric], counts) for metric in ("balanced_accuracy", "macro_f1")]
-    assert found[0] == pytest.approx(balanced_accuracy_score(labels, predicted))
-    assert found[1] == pytest.approx(f1_score(labels, predicted, average="macro"))
+    values = [mean_of_classes(METRICS[metric], counts) for metric in ("balanced_accuracy", "macro_f1")]
+    assert values[0] == pytest.approx(balanced_accuracy_score(labels, predicted))
+    assert values[1] == pytest.approx(f1_score(labels, predicted, average="macro"))
     split = ArraySplit(np.zeros((5, 1, 1, 3), np.uint8), SplitPart("train", labels))
     images, device = Images("x", tuple("abcdef"), split, split, "val"), torch.device("cpu")
     expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)

@@ -1,8 +1,8 @@
-"""SIGKILL, SIGTERM and SIGHUP at random moments of one run: it ends bit-equal to the uninterrupted run.
+"""SIGKILL, SIGTERM and SIGHUP at random moments: the run ends with the bits of an uninterrupted run.
 
-Each start trains one epoch more (--max_steps), so that ends of runs are interrupted too. The signal, its
-phase and its delay are drawn from FUZZ_SEED (0); the moment itself depends on the machine. FUZZ_HITS (100)
-and FUZZ_S (90) bound the number of signals and the seconds. `pytest -s` shows what was hit.
+Each start trains one more epoch (--max_steps), so that signals also interrupt the end of a run. FUZZ_SEED (0)
+determines the signal, the phase and the delay; the exact moment depends on the machine. FUZZ_HITS (100) and
+FUZZ_S (90) limit the number of signals and the seconds. `pytest -s` shows the interrupted phases.
 """
 
 import json
@@ -22,42 +22,42 @@ from tests.support.faults import called_first
 
 DEFAULTS = {"FUZZ_SEED": 0, "FUZZ_HITS": 100, "FUZZ_S": 90}
 SEED, HITS, BOUND_S = (int(os.environ.get(name, number)) for name, number in DEFAULTS.items())
-LEG = 14  # steps, an epoch
-# The longest delay of the signal after the beginning of a phase, in seconds.
+LEG = 14  # steps of an epoch
+# Longest delay of the signal after the start of a phase, in seconds
 PHASES = {"start-up": 0.8, "training": 0.1, "saving": 0.05, "evaluating": 0.05, "end": 0.5}
 CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "400"]
 CNN += ["--mixed_precision", "no", "--log_every", "3", "--checkpoint_every", "5", "--trackers", "none"]
-# SIGTERM and SIGHUP kill a process that has no handler yet; one that is done exits as usual.
+# SIGTERM and SIGHUP kill a process that has no handler yet; a finished process exits as usual.
 ALLOWED = {signal.SIGKILL: {-9, 0}, signal.SIGTERM: {75, -15, 0}, signal.SIGHUP: {75, -1, 0}}
 
 
 def mark_phases(file: str) -> None:
-    """Makes the run write its current phase into the file. Called in its process, before its script."""
+    """Let the run write its current phase to the file. The run's process calls it before its script."""
     from onecurve.checkpoint import saver
     from onecurve.run import evaluation
     from onecurve.run import run as tracking
 
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    doing = {"main": "start-up", "thread": ""}
+    phase_of = {"main": "start-up", "thread": ""}
 
-    def within(place, name: str, who: str, phase: str, after: str | None = None) -> None:
-        function = getattr(place, name)
+    def track(owner, name: str, thread_name: str, phase: str, after: str | None = None) -> None:
+        function = getattr(owner, name)
 
         def wrapped(*args, **options):
-            before, doing[who] = doing[who], phase
-            os.pwrite(descriptor, f"{doing['thread'] or doing['main']:20}".encode(), 0)
+            before, phase_of[thread_name] = phase_of[thread_name], phase
+            os.pwrite(descriptor, f"{phase_of['thread'] or phase_of['main']:20}".encode(), 0)
             try:
                 return function(*args, **options)
             finally:
-                doing[who] = before if after is None else after
-                os.pwrite(descriptor, f"{doing['thread'] or doing['main']:20}".encode(), 0)
+                phase_of[thread_name] = before if after is None else after
+                os.pwrite(descriptor, f"{phase_of['thread'] or phase_of['main']:20}".encode(), 0)
 
-        setattr(place, name, wrapped)
+        setattr(owner, name, wrapped)
 
-    within(tracking.Run, "begin", "main", "opening", after="training")
-    within(evaluation, "evaluate", "main", "evaluating")
-    within(tracking.Run, "finish", "main", "end", after="end")
-    within(saver.Saver, "_write", "thread", "saving")
+    track(tracking.Run, "begin", "main", "opening", after="training")
+    track(evaluation, "evaluate", "main", "evaluating")
+    track(tracking.Run, "finish", "main", "end", after="end")
+    track(saver.Saver, "_write", "thread", "saving")
 
 
 def phase_in(file: Path) -> str:
@@ -86,14 +86,14 @@ def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache)
             status, output = job.wait()
             assert status == 0, output
         phase.unlink(missing_ok=True)
-        found = result(folder) if (folder / "result.json").exists() else {}
-        is_finished = (found.get("status"), found.get("steps")) == ("finished", steps)
+        facts = result(folder) if (folder / "result.json").exists() else {}
+        is_finished = (facts.get("status"), facts.get("steps")) == ("finished", steps)
         assert is_finished or status != 0
-        steps += LEG * is_finished  # also where SIGKILL came after the end
-    for (kind, doing), count in sorted(hits.items()):
-        print(f"{kind:8} {doing:12} {count}")
+        steps += LEG * is_finished  # also if SIGKILL arrived after the end
+    for (signal_name, phase_name), count in sorted(hits.items()):
+        print(f"{signal_name:8} {phase_name:12} {count}")
     print(f"{hits.total()} hits, {steps} steps")
-    assert {kind for kind, _ in hits} == {number.name for number in ALLOWED}
+    assert {signal_name for signal_name, _ in hits} == {number.name for number in ALLOWED}
     run([*words, steps])
     run([*CNN, *cache, "--output_dir", tmp_path / "straight", "--max_steps", steps])
     assert_same_end(folder, tmp_path / "straight")

@@ -1,4 +1,4 @@
-"""A run folder has one owner: a second run is refused, a dead owner's record is taken over."""
+"""A run folder has one owner: a second run is refused, and the record of a dead owner is taken over."""
 
 import json
 import subprocess
@@ -35,17 +35,17 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
     assert job.wait()[0] == 75
 
 
-def own(folder) -> Lease:
+def take_lease(folder) -> Lease:
     return Lease(FolderRecord(folder), lambda: None)
 
 
 def test_the_record_goes_with_the_owner(tmp_path, capsys):
-    owner = own(tmp_path)
+    owner = take_lease(tmp_path)
     with pytest.raises(ValueError, match="is in use by process"):
-        own(tmp_path)
+        take_lease(tmp_path)
     owner.release()
     assert not list(tmp_path.iterdir())
-    own(tmp_path).release()
+    take_lease(tmp_path).release()
     assert not capsys.readouterr().out
 
 
@@ -65,16 +65,16 @@ def test_one_of_many_starts_becomes_the_owner(tmp_path):
     winner.kill()
 
 
-def foreign_record(folder, **about) -> dict:
-    theirs = {"id": "theirs", "beat": 0, "host": "far", "machine": "another"}
-    record = lease_module._this_process() | theirs | about
+def foreign_record(folder, **changes) -> dict:
+    record_of_owner = {"id": "theirs", "beat": 0, "host": "far", "machine": "another"}
+    record = lease_module._this_process() | record_of_owner | changes
     (folder / "owner.json").write_text(json.dumps(record))
     return record
 
 
 @pytest.fixture
 def second_round(monkeypatch):
-    """This process is of the second round of a job, and looks for heartbeats more often."""
+    """Let this process belong to the second round of a job, and check heartbeats more often."""
     sleep = time.sleep
     monkeypatch.setattr(lease_module, "time", SimpleNamespace(**vars(time) | {"sleep": lambda _: sleep(0.1)}))
     monkeypatch.setenv("LAUNCH_JOB", "ours")
@@ -82,33 +82,33 @@ def second_round(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("theirs", "is_watched"),
+    ("changes", "is_watched"),
     [({}, True), ({"round": 1}, False), ({"machine": lease_module._machine(), "start_ticks": 1}, False)],
     ids=["stands still", "of an earlier round", "another process with the same number"],
 )
-def test_a_dead_owners_record_is_taken_over(theirs, is_watched, second_round, tmp_path, monkeypatch, capsys):
+def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lease_module, "WATCH_S", 0.5)
-    foreign_record(tmp_path, **theirs)
-    owner, said = own(tmp_path), capsys.readouterr().out.splitlines()
-    assert ["waiting 0.5 s" in line and "on host far" in line for line in said[:-1]] == [True] * is_watched
-    assert said[-1].endswith("which is dead: taken over")
+    foreign_record(tmp_path, **changes)
+    owner, lines = take_lease(tmp_path), capsys.readouterr().out.splitlines()
+    assert ["waiting 0.5 s" in line and "on host far" in line for line in lines[:-1]] == [True] * is_watched
+    assert lines[-1].endswith("which is dead: taken over")
     owner.release()
 
 
-@pytest.mark.parametrize("theirs", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
-def test_a_record_from_elsewhere_that_moves_is_respected(theirs, second_round, tmp_path, monkeypatch):
-    """Only an earlier round of the same job is known to be over."""
+@pytest.mark.parametrize("changes", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
+def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, tmp_path, monkeypatch):
+    """Refuse unless the record is of an earlier round of the same job, which is known to be over."""
     monkeypatch.setattr(lease_module, "WATCH_S", 30)
-    text = json.dumps(foreign_record(tmp_path, **theirs) | {"beat": 1})
+    text = json.dumps(foreign_record(tmp_path, **changes) | {"beat": 1})
     threading.Timer(1, lambda: (tmp_path / "owner.json").write_text(text)).start()
     with pytest.raises(ValueError, match=r"in use by process .* on host far"):
-        own(tmp_path)
+        take_lease(tmp_path)
     assert json.loads((tmp_path / "owner.json").read_text())["id"] == "theirs"
 
 
 def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
-    owner = own(tmp_path)
+    owner = take_lease(tmp_path)
     foreign_record(tmp_path)
     wait_until(lambda: owner.lost)
     assert "was taken over by process" in owner.lost
@@ -118,7 +118,7 @@ def test_an_owner_that_was_taken_over_says_so(tmp_path, monkeypatch):
 
 def test_a_record_that_was_removed_is_not_another_owner(tmp_path, monkeypatch):
     monkeypatch.setattr(lease_module, "HEARTBEAT_S", 0.1)
-    owner = own(tmp_path)
+    owner = take_lease(tmp_path)
     (tmp_path / "owner.json").unlink()
     wait_until(lambda: owner.lost)
     assert (
@@ -132,7 +132,7 @@ def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
     assert 0 < before <= own_age_s() < before + 100
 
 
-# --- Which folder
+# --- The choice of the folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,14 +140,14 @@ class Small(Recipe):
     lr: float = flag(0.1, "learning rate")
 
 
-def place(tmp_path, **fields):
-    """The storage of a start of this recipe; this process owns it."""
+def open_folder(tmp_path, **fields):
+    """Open the storage for a start of this recipe. This process owns it."""
     recipe = Small(**{"output_dir": f"{tmp_path}/*"} | fields)
     return RunFolder(recipe, "named", 10, lambda: None)
 
 
-def began(folder, recipe: dict, steps: int = 1) -> None:
-    """A run of this recipe that has trained so many steps and was killed."""
+def write_run(folder, recipe: dict, steps: int = 1) -> None:
+    """Write the files of a run that trained so many steps of this recipe and was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.json").write_text(json.dumps({"script": script_name(), "recipe": recipe}))
     (folder / "metrics.jsonl").write_text('{"train/loss": 1.0, "step": 1}\n' * steps)
@@ -155,48 +155,48 @@ def began(folder, recipe: dict, steps: int = 1) -> None:
 
 def test_the_folder_of_a_start_that_trained_no_step_is_taken_again(tmp_path):
     parent, other = tmp_path / script_name(), recipe_part(Small(lr=0.2))
-    began(parent / "named", other, steps=0)
+    write_run(parent / "named", other, steps=0)
     for name in ("*", f"{script_name()}/named"):
-        opened = place(tmp_path, output_dir=f"{tmp_path}/{name}")
+        opened = open_folder(tmp_path, output_dir=f"{tmp_path}/{name}")
         assert opened.path.name == "named"
         opened.release()
-    began(parent / "named", other)
-    opened = place(tmp_path)
+    write_run(parent / "named", other)
+    opened = open_folder(tmp_path)
     assert opened.path.name == "named-2"
     opened.release()
     for name in ("named", "named-2"):
-        began(parent / name, recipe_part(Small()))
-    opened = place(tmp_path)
+        write_run(parent / name, recipe_part(Small()))
+    opened = open_folder(tmp_path)
     assert opened.path.name == "named", "the first of them"
     opened.release()
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfModels(Small):
+class SmallWithModel(Small):
     model: str = flag("hf-hub:timm/vit_b", "model")
 
 
 def test_runs_that_1_0_named_without_the_model_are_continued(tmp_path):
-    recipe = OfModels(output_dir=f"{tmp_path}/*")
+    recipe = SmallWithModel(output_dir=f"{tmp_path}/*")
     name, parent = f"{model_part(recipe)}ddp_8", tmp_path / script_name()
     assert next(folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
-    began(parent / "ddp_8", recipe_part(OfModels(lr=0.2)))
-    began(parent / "ddp_8-2", recipe_part(recipe))
+    write_run(parent / "ddp_8", recipe_part(SmallWithModel(lr=0.2)))
+    write_run(parent / "ddp_8-2", recipe_part(recipe))
     assert next(folders(recipe, name, 10)).name == "ddp_8-2"
     (parent / "ddp_8-2" / "result.json").write_text('{"status": "finished", "steps": 10}')
     assert next(folders(recipe, name, 10)).name == "hf-hub_timm_vit_b_ddp_8"
 
 
 def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json(tmp_path):
-    first = place(tmp_path)
+    first = open_folder(tmp_path)
     with pytest.raises(ValueError, match="is in use by process"):
-        place(tmp_path)
+        open_folder(tmp_path)
     assert [path.name for path in first.path.iterdir()] == ["owner.json"]
-    second, third = place(tmp_path, lr=0.2), place(tmp_path, resume="never")
+    second, third = open_folder(tmp_path, lr=0.2), open_folder(tmp_path, resume="never")
     names = [opened.path.name for opened in (first, second, third)]
     assert names == ["named", "named-2", "named-3"]
     with pytest.raises(ValueError, match="is in use by process"):
-        place(tmp_path, lr=0.2, output_dir=str(first.path))
+        open_folder(tmp_path, lr=0.2, output_dir=str(first.path))
     for opened in (first, second, third):
         opened.release()
 
@@ -204,22 +204,22 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
 def test_never_is_refused_where_the_launcher_starts_again(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ValueError, match="--resume never would start a new run each time"):
-        place(tmp_path, resume="never")
-    place(tmp_path).release()
+        open_folder(tmp_path, resume="never")
+    open_folder(tmp_path).release()
 
 
 def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
-    """A run of another recipe begins and ends between the check of the folder and the record."""
+    """Let a run of another recipe begin and end between the check of the folder and the record."""
 
     class Late(Lease):
-        def __init__(self, where, *rest):
-            if where.path.parent.name == "named":
-                theirs = {"recipe": recipe_part(Small(lr=0.2))}
-                began(where.path.parent, theirs["recipe"])
-            super().__init__(where, *rest)
+        def __init__(self, record, *rest):
+            if record.path.parent.name == "named":
+                other_run = {"recipe": recipe_part(Small(lr=0.2))}
+                write_run(record.path.parent, other_run["recipe"])
+            super().__init__(record, *rest)
 
     monkeypatch.setattr(folder_module, "Lease", Late)
-    opened = place(tmp_path)
+    opened = open_folder(tmp_path)
     assert opened.path.name == "named-2"
     assert not (tmp_path / script_name() / "named" / "owner.json").exists()
     opened.release()
@@ -227,20 +227,20 @@ def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("content", ["", '{"recipe": {', "[]"])
 def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
-    place(tmp_path).release()
+    open_folder(tmp_path).release()
     file = tmp_path / script_name() / "named" / "recipe.json"
     file.write_text(content)
     with pytest.raises(ValueError, match=f"{file} can't be read .*Remove that file") as error:
-        place(tmp_path)
+        open_folder(tmp_path)
     assert "\n" not in str(error.value)
     assert [path.name for path in file.parent.parent.iterdir()] == ["named"]
     file.unlink()
-    opened = place(tmp_path)
+    opened = open_folder(tmp_path)
     assert opened.path.name == "named"
     opened.release()
 
 
-FOREIGN = {  # files of other programs, which a run would replace or append to
+FOREIGN = {  # files of other programs that a run would replace or extend
     "metrics.jsonl": '{"loss": 1}\n',
     "result.json": '{"status": "preempted", "score": 1}',
     "confusion.json": "[]",
@@ -259,22 +259,22 @@ FOREIGN = {  # files of other programs, which a run would replace or append to
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_folder_of_another_program_is_refused_before_anything_is_written(name, tmp_path):
-    mine = tmp_path / "mine"
-    (mine / name).parent.mkdir(parents=True)
-    (mine / name).write_text(FOREIGN[name])
-    before = {path: path.stat() for path in mine.rglob("*")}
-    with pytest.raises(ValueError, match=f"--output_dir {mine} holds {name}, but no run. .*another folder"):
-        place(tmp_path, output_dir=str(mine))
-    assert {path: path.stat() for path in mine.rglob("*")} == before
-    mine.rename(tmp_path / "named")
+    folder = tmp_path / "mine"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).write_text(FOREIGN[name])
+    before = {path: path.stat() for path in folder.rglob("*")}
+    with pytest.raises(ValueError, match=f"--output_dir {folder} holds {name}, but no run. .*another folder"):
+        open_folder(tmp_path, output_dir=str(folder))
+    assert {path: path.stat() for path in folder.rglob("*")} == before
+    folder.rename(tmp_path / "named")
     (tmp_path / script_name()).mkdir()
     (tmp_path / "named").rename(tmp_path / script_name() / "named")
-    opened = place(tmp_path)
+    opened = open_folder(tmp_path)
     assert opened.path.name == "named-2"
     opened.release()
 
 
-LEFT = {  # by a start that ended early, and by what is no file of a run
+LEFT = {  # files that a start with an early end leaves, and files that no run writes
     "result.json": '{"status": "preempted"}',
     "restarts.json": '{"launcher": "h 1 2", "step": 0, "fruitless": 0}',
     "starts.jsonl": '{"recipe": {"lr": 0.1}, "step": 0}\n',

@@ -1,4 +1,4 @@
-"""Killed or out of space at any point of its end: the same command completes a run without training."""
+"""A run that is killed or out of space at its end: the same command completes it without training."""
 
 import errno
 import os
@@ -26,34 +26,36 @@ def disk(tmp_path_factory):
 
 
 class Trained:
-    """A run that was killed after its last checkpoint, and an undisturbed one."""
+    """A run that was killed after its last checkpoint, and an undisturbed run."""
 
     def __init__(self, parent: Path, cache: list):
         self.words = [*CNN, *cache]
         self.straight, self.killed = parent / "straight" / "run", parent / "killed" / "run"
         self.start(self.straight, parent, "list")
-        written = [what.split(" ", 1)[1] for what in operations(parent)]
+        written = [operation.split(" ", 1)[1] for operation in operations(parent)]
         drawn = max(written.index(f"open .{name}.tmp") for name in PICTURES)
         assert written.index("open .result.json.tmp") > drawn
-        second = [number for number, what in enumerate(written, 1) if what == "open .index.json.tmp"][1]
+        second = [
+            number for number, operation in enumerate(written, 1) if operation == "open .index.json.tmp"
+        ][1]
         status, output = self.start(self.killed, parent, second)
         assert status == -signal.SIGKILL, output
         assert not (self.killed / "result.json").exists()
 
     def operations(self, parent: Path) -> list[str]:
-        """The operations of the same command that complete the killed run."""
+        """Return the operations with which the same command completes the killed run."""
         shutil.copytree(self.killed, parent / "again" / "run")
         self.start(parent / "again" / "run", parent, "list")
-        return [what.split(" ", 1)[1] for what in operations(parent)]
+        return [operation.split(" ", 1)[1] for operation in operations(parent)]
 
     def start(self, folder: Path, tmp_path: Path, at: int | str | None = None, fill: Path | None = None):
-        """Starts the same command. Returns exit status and output. at, fill: the fault, if any."""
+        """Start the same command. Return its exit status and output. `at` and `fill` select a fault."""
         mark(tmp_path).unlink(missing_ok=True)
         env = {} if at is None else at_file_operation(tmp_path, "/run/", at, fill) | {"WRITES": "1"}
         return Job([*self.words, "--output_dir", folder], env=env).wait()
 
     def assert_completed(self, folder: Path) -> None:
-        """Checks that the run ended as the undisturbed one."""
+        """Check that the run ended like the undisturbed run."""
         assert_same_end(folder, self.straight)
         checkpoints = sorted((folder / "checkpoints").iterdir())
         assert [path.name for path in checkpoints] == ["index.json", "step_00000014"]
@@ -76,14 +78,16 @@ def assert_says_what_to_do(output: str) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(("number", "said"), [(errno.ENOSPC, "MiB are free"), (errno.EDQUOT, "the quota of")])
-def test_a_quota_is_not_the_disks_free_space(number, said, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "message"), [(errno.ENOSPC, "MiB are free"), (errno.EDQUOT, "the quota of")]
+)
+def test_a_quota_is_not_the_disks_free_space(number, message, tmp_path):
     text = str(not_written("the run", tmp_path, OSError(number, os.strerror(number))))
-    assert [part for part in ("MiB are free", "the quota of") if part in text] == [said]
+    assert [part for part in ("MiB are free", "the quota of") if part in text] == [message]
 
 
 def test_one_end_with_many_faults(trained, disk, tmp_path):
-    """One fault after the other: each start of the same command gets further."""
+    """Inject one fault after the other. Each start of the same command gets further."""
     folder = disk / "one" / "run"
     shutil.copytree(trained.killed, folder)
     for point in ("open .curves.png.tmp", "open .result.json.tmp"):
@@ -104,7 +108,7 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
 
 
 def test_a_script_that_finds_the_disk_full(disk, project_copy, tmp_path):
-    """The disk is full when train_hello.py draws its own picture, and its last checkpoint is written."""
+    """Fill the disk while train_hello.py draws its picture and its last checkpoint is written."""
     draw = "            plot(run.folder"
     mutate(project_copy, "train_hello.py", draw, f"            run.ranks.saver.wait()\n{draw}")
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]

@@ -1,64 +1,92 @@
-"""A run's results: its folder's name, result.json, a picture, the tables at its end."""
+"""Outputs of a run: the folder's name, result.json, a picture, and the tables at its end."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from PIL import Image
 
 from onecurve.run.end_tables import print_result
 from onecurve.run.lease import FolderRecord, Lease, is_owned
+from onecurve.run.plots import plot_curves
 from tests.conftest import Job, full, python, read_until, result, run, torchrun
+
+
+@pytest.mark.parametrize(("launcher", "processes"), [(python(), 1), full(torchrun(3), 3)])
+def test_hello_learns_its_curve_and_draws_it(launcher, processes, tmp_path):
+    words = ["train_hello.py", "--batch_size", 16 * processes, "--hidden_size", 48, "--data_size", 2000]
+    output = run([*launcher, *words, "--output_dir", tmp_path / "run"])
+    facts = result(tmp_path / "run")
+    assert (facts["processes"], facts["parameters"], facts["best_accuracy"]) == (processes, 2_497, None)
+    assert facts["final_loss"] < 0.05  # the noise alone has 0.01, the curve without learning 1
+    assert f"batch {16 * processes} = 16 points x {processes} process" in output
+    assert "image" not in output, "it learns from points"
+    for name in ("curves", "fit"):
+        with Image.open(tmp_path / "run" / "plots" / f"{name}.png") as image:
+            assert len(image.convert("RGB").getcolors(1 << 20)) > 50
+
+
+@pytest.mark.parametrize(("name", "scale"), [("val/loss", "log"), ("val/accuracy", "linear")])
+def test_a_loss_without_classes_is_plotted_on_a_log_scale(name, scale, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    lines = [{"step": k, "epoch": k, "train/loss": 10.0**-k, "val/loss": 0.1, name: 0.5} for k in range(3)]
+    plot_curves(tmp_path, lines, "title")
+    assert figures[0].axes[0].get_yscale() == scale
 
 
 @pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["python", "torchrun"])
 def test_a_closed_output_stops_nothing(launcher, tmp_path):
-    """The reader ends first, like `| tee` at Ctrl-C: the training continues to its end."""
+    """Close the reader first, as `| tee` does at Ctrl-C: the training continues to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
     job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())
     read_until("step 2/", job)
     job.process.stdout.close()
     assert job.process.wait(60) == 0
-    found = result(tmp_path / "run")
-    assert (found["status"], found["steps"], found["error"]) == ("finished", 60, None)
+    facts = result(tmp_path / "run")
+    assert (facts["status"], facts["steps"], facts["error"]) == ("finished", 60, None)
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    """The name has a flag's value in it."""
+    """Name the run by a flag's value."""
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine_{epochs}"]
     words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])
-    changed = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two values: another experiment
-    assert "holds an unfinished run" not in changed
-    changed = run([*words, 6, "--seed", "1"])
+    output = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # two changed values mean another experiment
+    assert "holds an unfinished run" not in output
+    output = run([*words, 6, "--seed", "1"])
     first = tmp_path / "train_hello" / "mine_9"
-    said = f"{first} holds an unfinished run (--seed was 0, now 1). To resume it, use that run's value"
-    assert said in changed.splitlines()
-    assert "holds an unfinished run" not in run([*words, 6])  # it is resumed
+    message = f"{first} holds an unfinished run (--seed was 0, now 1). To resume it, use that run's value"
+    assert message in output.splitlines()
+    assert "holds an unfinished run" not in run([*words, 6])  # the run resumes
 
 
 def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
-    """A launcher that restarts the job continues it, as torchrun may come back with fewer hosts."""
+    """Continue the run if a launcher restarts the job, because torchrun may return with fewer hosts."""
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
     run([*words, 3])
-    (began,) = (tmp_path / "train_hello").iterdir()
-    other = began.rename(began.with_name(began.name.replace("single", "ddp").removesuffix("1") + "4"))
+    (first_folder,) = (tmp_path / "train_hello").iterdir()
+    other = first_folder.rename(
+        first_folder.with_name(first_folder.name.replace("single", "ddp").removesuffix("1") + "4")
+    )
     lease = Lease(FolderRecord(other), lambda: None)
     for name, content in (("unknown", None), ("damaged", "{")):
         shutil.copytree(other, folder := other.with_name(name), ignore=shutil.ignore_patterns("owner.json"))
         (folder / "recipe.json").unlink() if content is None else (folder / "recipe.json").write_text(content)
-    assert is_owned(other)  # then it is not named
+    assert is_owned(other)  # so the run does not name it
     lease.release()
     assert not is_owned(other)
-    said = f"{other} holds an unfinished run of this recipe, which began with another number of processes"
+    message = f"{other} holds an unfinished run of this recipe, which began with another number of processes"
     output = run([*words, 4])
-    assert said in output
+    assert message in output
     assert f"add --name {other.name}\n" in output
-    assert f"run folder {began}\n" in output
-    shutil.rmtree(began)
+    assert f"run folder {first_folder}\n" in output
+    shutil.rmtree(first_folder)
     output = run([*words, 5], env={"TORCHELASTIC_MAX_RESTARTS": "3"})
     assert f"continuing at step 3 with {other}" in output
-    assert not began.exists()
+    assert not first_folder.exists()
 
 
 RESULT = {"script": "train_vit", "strategy": "ddp", "processes": 2, "device": "CPU", "data": "digits"}
@@ -68,12 +96,12 @@ RESULT |= {"parameters": 1_000, "epoch_s": 0.5, "steps": 30, "best_by": "accurac
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
-    """A run with an EMA, whose best checkpoint is not the last; then with that one only in S3."""
+    """Use an EMA and a best checkpoint that is not the last, first local and then only in S3."""
     steps = {f"checkpoints/step_000000{step}": step for step in (20, 30)}
-    for place in steps:
+    for checkpoint in steps:
         for name in ("model", "ema"):
-            (tmp_path / place).mkdir(parents=True, exist_ok=True)
-            (tmp_path / place / f"{name}.safetensors").touch()
+            (tmp_path / checkpoint).mkdir(parents=True, exist_ok=True)
+            (tmp_path / checkpoint / f"{name}.safetensors").touch()
     checkpoints = dict(zip(("best_checkpoint", "checkpoint"), steps, strict=True))
     (tmp_path / "result.json").write_text(json.dumps(RESULT | checkpoints))
     (tmp_path / "recipe.json").write_text(json.dumps({"unit": "images"}))
@@ -105,7 +133,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
 
 
 def weights(folder: Path, capsys, best: Path | None = None) -> list[str]:
-    """The rows of the last table, each in one line; the commands below it are checked."""
+    """Return the rows of the last table in one line each. Check the commands below it."""
     print_result(folder, None)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())

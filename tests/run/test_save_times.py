@@ -1,4 +1,4 @@
-"""Where epochs are short checkpoints are written --checkpoint_s apart; what a killed run loses."""
+"""Intervals of --checkpoint_s between checkpoints of short epochs, and the work that a killed run loses."""
 
 import itertools
 import threading
@@ -19,13 +19,13 @@ from onecurve.run.state import RunState
 
 
 class Simulation:
-    """Run.checkpoint and a Saver that writes at once into a list, by a clock of its own. No tensors."""
+    """Run.checkpoint with a Saver that writes to a list at once, and a simulated clock. No tensors."""
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
         for module in (ranks_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
-        self.written: list[tuple[int, float]] = []  # (step of the checkpoint, when)
+        self.written: list[tuple[int, float]] = []  # (step of the checkpoint, time)
         gathering = SimpleNamespace(hurry=threading.Event())
         training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gathering=gathering)
         saver = Saver(training, Path("nowhere"), {})
@@ -33,9 +33,9 @@ class Simulation:
         def submit(work, step, *to_write) -> Future:
             if to_write:
                 self.written.append((step, self.now_s))
-            done = Future()
-            done.set_result(None)
-            return done
+            future = Future()
+            future.set_result(None)
+            return future
 
         saver.thread = SimpleNamespace(submit=submit)
         recipe = {
@@ -57,10 +57,11 @@ class Simulation:
         run, state, steps = self.run, self.run.ranks.state, self.run.ranks.steps
         for step in range(steps.last + 1):
             if run.should_evaluate(step):
-                found = accuracy(step // steps.per_epoch)
-                state.add_evaluation(step, {"loss": 0.0, "accuracy": found})
+                value = accuracy(step // steps.per_epoch)
+                state.add_evaluation(step, {"loss": 0.0, "accuracy": value})
             run.checkpoint(step)
-            newest = max((s for s, _ in self.written), default=0)  # all that a kill at this moment leaves
+            # a kill at this moment leaves only this checkpoint
+            newest = max((s for s, _ in self.written), default=0)
             self.lost_s = max(self.lost_s, (step - newest) * step_s)
             if step < steps.last:
                 self.now_s += step_s
@@ -70,13 +71,13 @@ class Simulation:
 @pytest.mark.parametrize("improves", [True, False])
 @pytest.mark.parametrize("epoch_s", [2.0, 7.0, 25.0, 45.0, 100.0])
 def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improves, monkeypatch):
-    one = Simulation(monkeypatch, per_epoch=10, epochs=60)
-    one.train(epoch_s / 10, accuracy=lambda epoch: epoch if improves else -epoch)
-    steps, times = zip(*one.written, strict=True)
+    simulation = Simulation(monkeypatch, per_epoch=10, epochs=60)
+    simulation.train(epoch_s / 10, accuracy=lambda epoch: epoch if improves else -epoch)
+    steps, times = zip(*simulation.written, strict=True)
     assert steps[0] == 10, "the first epoch shows early that the disk can be written to"
     assert steps[-1] == 600
-    assert one.run.ranks.state.best_step in steps
-    assert one.lost_s <= max(60.0, epoch_s) + 1e-6
+    assert simulation.run.ranks.state.best_step in steps
+    assert simulation.lost_s <= max(60.0, epoch_s) + 1e-6
     if epoch_s < 30:
         gaps = [b - a for a, b in itertools.pairwise(times)][:-1]
         assert min(gaps) > 60 - 2 * epoch_s
@@ -87,12 +88,12 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
     ("flags", "step_s", "written"),
     [
         ({"checkpoint_s": 0}, 1, [(10, 10), (20, 20), (30, 30), (40, 40)]),
-        # The best of step 10 is written at once, that of step 20 before the checkpoint of step 25; 30's is
-        # replaced by 40's, which is the last one.
+        # The best of step 10 is written at once, and the best of step 20 before the checkpoint of step 25.
+        # The best of step 40, the last step, replaces the best of step 30.
         ({"checkpoint_every": "25"}, 1, [(10, 10), (20, 25), (25, 25), (40, 40)]),
-        # 20's best is held for 60 s after the first, until the middle of an epoch.
+        # The best of step 20 is held until 60 s after the first checkpoint, in the middle of an epoch.
         ({"checkpoint_every": "1000000"}, 4, [(10, 40), (20, 100), (40, 160)]),
-        # Multiples of --keep_every are due inside and at the end of epochs, however short the epochs are.
+        # Multiples of --keep_every are due inside and at the end of epochs, even of short epochs.
         ({"keep_every": 15}, 1, [(10, 10), (15, 15), (30, 30), (40, 40)]),
         # The best of step 30 is held until the next checkpoint.
         (
@@ -103,6 +104,6 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
     ],
 )
 def test_when_checkpoints_are_written(flags, step_s, written, monkeypatch):
-    one = Simulation(monkeypatch, per_epoch=10, epochs=4, **flags)
-    one.train(step_s)
-    assert [(step, at_s - 1000) for step, at_s in one.written] == written
+    simulation = Simulation(monkeypatch, per_epoch=10, epochs=4, **flags)
+    simulation.train(step_s)
+    assert [(step, at_s - 1000) for step, at_s in simulation.written] == written

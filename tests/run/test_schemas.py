@@ -1,4 +1,4 @@
-"""onecurve/run/schemas.py: a run's files have the keys and types of their schemas, which readers keep."""
+"""Files of a run have the keys and types of the schemas in onecurve/run/schemas.py, which readers rely on."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def folder(tmp_path_factory, cache):
 
 
 def contents(folder: Path) -> Iterator[tuple[Any, dict]]:
-    """Yield each schema with a file's content, and with each line of a file of lines."""
+    """Yield each schema with the content of a file, or with each line of a file of lines."""
     for schema, name in {RecipeFile: "recipe.json", Result: "result.json"}.items():
         yield schema, json.loads((folder / name).read_text())
     for schema, name in {StartLine: "starts.jsonl", MetricsLine: "metrics.jsonl"}.items():
@@ -34,16 +34,16 @@ def contents(folder: Path) -> Iterator[tuple[Any, dict]]:
 
 
 def test_a_run_writes_what_the_schemas_say(folder):
-    seen = set()
+    schemas = set()
     for schema, content in contents(folder):
-        seen.add(schema)
+        schemas.add(schema)
         left_out = {"argv", "defaults"} if schema is StartLine else set()
         assert schema.__required_keys__ - left_out <= content.keys()
         assert typed_values(content, kinds(schema))[1] == []
         unknown = content.keys() - kinds(schema).keys()
         metrics = {name for name in unknown if name.startswith(("train/", "val/", "test/"))}
         assert unknown == (metrics if schema is MetricsLine else set())
-    assert seen == {RecipeFile, Result, StartLine, MetricsLine}
+    assert schemas == {RecipeFile, Result, StartLine, MetricsLine}
 
 
 def test_the_log_book_keeps_every_value_of_a_result(folder):

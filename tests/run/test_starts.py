@@ -1,4 +1,4 @@
-"""starts.jsonl: each start is recorded, none is overwritten, and pages, tables and titles tell of all."""
+"""starts.jsonl records each start and overwrites none; pages, tables and titles name every start."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tools.logbook.run_record import RunRecord
 
 FLAGS = ["--data", "digits", "--batch_size", 64, "--epochs", 2, "--telemetry_s", 0, "--trackers", "none"]
 FLAGS += ["--mixed_precision", "no", "--log_every", 10]
-LAUNCHES = {  # the launcher and further flags of each start
+LAUNCHES = {  # launcher and further flags of each start
     "one process": [(python(), ["--max_steps", 20]), (python(), ["--lr", 1e-3, "--allow_changed", "lr"])],
     "strategies": [
         (STRATEGIES["ddp"], ["--max_steps", 12]),
@@ -34,11 +34,11 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", ["one process", full("strategies")])
 def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
-    where, steps, title = EXPECTED[name]
+    devices, steps, title = EXPECTED[name]
     for launcher, flags in LAUNCHES[name]:
         output = run([*launcher, *CNN, *FLAGS, *cache, *flags, "--output_dir", tmp_path / "run"])
     record = RunRecord(tmp_path / "run")
-    assert record.where.replace(" (x86_64)", "") == where
+    assert record.where.replace(" (x86_64)", "") == devices
     assert [(start.first, start.last) for start in record.kept] == steps
     last = record.starts[-1].about
     assert last["changed"] == {"lr": [0.003, 0.001]}
@@ -50,8 +50,8 @@ def test_a_run_records_each_of_its_starts(name, tmp_path, cache):
 
 
 def start(step: int, **changes) -> dict:
-    known = {"step": step, "source": "digits-1", "cropped": None, "has_optimizer": True, "argv": ["secret"]}
-    return {"recipe": {"lr": 0.1, "name": "mine"}} | known | changes
+    facts = {"step": step, "source": "digits-1", "cropped": None, "has_optimizer": True, "argv": ["secret"]}
+    return {"recipe": {"lr": 0.1, "name": "mine"}} | facts | changes
 
 
 MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy": "ddp", "processes": 2}}
@@ -60,7 +60,7 @@ MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy"
 def test_a_start_changes_no_earlier_line(tmp_path):
     add_start(tmp_path, start(0), None, ())
     first = (tmp_path / STARTS).read_bytes()
-    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # a full disk
+    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # cut off by a full disk
     changed = {"recipe": {"lr": 0.2}, "source": "digits-2", "has_optimizer": False}
     add_start(tmp_path, start(7, **changed), MANIFEST, ())
     assert (tmp_path / STARTS).read_bytes().startswith(first)
@@ -82,9 +82,9 @@ def test_another_path_to_the_same_data_is_no_change(tmp_path, monkeypatch):
 
 def test_the_steps_of_an_earlier_version_are_a_start_without_a_step(tmp_path):
     add_start(tmp_path, start(7), MANIFEST, ())
-    earlier, now = read_lines(tmp_path / STARTS)
+    earlier, later = read_lines(tmp_path / STARTS)
     assert earlier == {"strategy": "ddp", "processes": 2, "recipe": {"lr": 0.1}, "source": "digits-1"}
-    assert (now["step"], now["changed"]) == (7, {})
+    assert (later["step"], later["changed"]) == (7, {})
 
 
 def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
@@ -104,14 +104,14 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
     [
         ([0], 30, [(0, 30)]),
         ([0, 10, 20], 30, [(0, 10), (10, 20), (20, 30)]),
-        ([0, 10, 10, 5], 30, [(0, 5), (10, 10), (10, 10), (5, 30)]),  # from an older checkpoint
+        ([0, 10, 10, 5], 30, [(0, 5), (10, 10), (10, 10), (5, 30)]),  # resumed from an older checkpoint
         ([0, 0], 0, [(0, 0), (0, 0)]),
     ],
 )
 def test_a_step_is_of_the_last_start_that_trained_it(begins, last_step, steps):
     starts = in_order([{"step": step} for step in begins], last_step)
-    assert [(one.first, one.last) for one in starts] == steps
-    assert kept(starts) == ([one for one in starts if one.last > one.first] or starts[-1:])
+    assert [(entry.first, entry.last) for entry in starts] == steps
+    assert kept(starts) == ([entry for entry in starts if entry.last > entry.first] or starts[-1:])
     assert kept([]) == []
 
 

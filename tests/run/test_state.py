@@ -1,4 +1,4 @@
-"""state.json: written and read, refused when malformed, read from older versions."""
+"""state.json: it is written and read, refused when malformed, and read from older versions."""
 
 import json
 import math
@@ -18,11 +18,11 @@ def test_a_state_comes_back_through_its_file(tmp_path):
     state = RunState(4, True, {"accuracy": 0.5, "step": 4}, {"accuracy": 0.5, "images": 360}, 3, 1.5, 2.5)
     saved = state.at_save(losses=[0.1, 0.2], accumulations=2, epoch=0.3, optimizer=OPTIMIZER, wandb_id="a")
     (tmp_path / "state.json").write_text(json.dumps(saved.to_json()))
-    found = RunState.read(Checkpoint(tmp_path, {"step": 4}))
-    assert found == saved
-    assert found.wall_s > state.wall_s
-    assert found.wall_s - state.wall_s == pytest.approx(sum(found.spent_s.values()), abs=0.1)
-    assert found.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
+    loaded = RunState.read(Checkpoint(tmp_path, {"step": 4}))
+    assert loaded == saved
+    assert loaded.wall_s > state.wall_s
+    assert loaded.wall_s - state.wall_s == pytest.approx(sum(loaded.spent_s.values()), abs=0.1)
+    assert loaded.scalars() == {"optimizer": OPTIMIZER, "loss_scale": None}
     with pytest.raises(ValueError, match="is not a state of step 5: it belongs to step 4"):
         RunState.read(Checkpoint(tmp_path, {"step": 5}))
 
@@ -57,11 +57,11 @@ def test_a_state_that_no_run_has_written_is_refused_with_the_field(name, value):
 
 
 def test_fitting_keeps_what_has_the_expected_type():
-    kinds = {"a": int, "b": list[str], "c": {"*": float, "d": str}, "e": int | None}
+    schema = {"a": int, "b": list[str], "c": {"*": float, "d": str}, "e": int | None}
     content = {"a": 1, "b": ["x"], "c": {"d": "x", "z": 2, "none": None}, "e": 3, "unknown": object()}
-    kept = {name: value for name, value in content.items() if name != "unknown"}
-    assert typed_values(content, kinds) == (kept, [])
+    expected = {name: value for name, value in content.items() if name != "unknown"}
+    assert typed_values(content, schema) == (expected, [])
     wrong = {"a": True, "b": ["x", 1], "c": {"d": 1}, "e": "3"}
-    assert typed_values(wrong, kinds) == ({}, ["a", "b", "c", "e"])
+    assert typed_values(wrong, schema) == ({}, ["a", "b", "c", "e"])
     assert fits([{"n": 1.5}], [{"n": float}])
     assert not fits([{"n": "1"}], [{"n": float}])

@@ -1,4 +1,4 @@
-"""Run folders that come from a stranger: links in them lead to no other file, and pipes hold no command."""
+"""Run folders from unknown sources: their links lead to no other file, and pipes block no command."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FLAGS = ["--data", "digits", "--batch_size", 64, "--mixed_precision", "no", "--l
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory, cache) -> Path:
-    """A run that has more steps to do."""
+    """Train a run that has further steps to do."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     run([*python(), *CNN, *FLAGS, *cache, "--max_steps", 10, "--output_dir", folder])
     return folder
@@ -34,26 +34,26 @@ COMMANDS = {
 
 
 def test_no_file_behind_a_link_is_overwritten(strange, cache, tmp_path):
-    """Links in the place of all files that the commands write, and of their temporary files."""
-    mine, report = tmp_path / "home" / "bashrc", strange / "validation" / "val_20"
-    mine.parent.mkdir()
-    mine.write_text("mine\n")
+    """Replace all files that the commands write, and their temporary files, by links."""
+    target, report = tmp_path / "home" / "bashrc", strange / "validation" / "val_20"
+    target.parent.mkdir()
+    target.write_text("mine\n")
     report.mkdir(parents=True)
-    made = [file for file in strange.rglob("*") if file.is_file() and "step_" not in str(file)]
-    made += [strange / "verified.json", *(report / name for name in ("report.json", "worst.png"))]
-    assert len(made) > 10
-    for file in made:
-        if file.name not in ("recipe.json", "metrics.jsonl"):  # which are read first
+    written_files = [file for file in strange.rglob("*") if file.is_file() and "step_" not in str(file)]
+    written_files += [strange / "verified.json", *(report / name for name in ("report.json", "worst.png"))]
+    assert len(written_files) > 10
+    for file in written_files:
+        if file.name not in ("recipe.json", "metrics.jsonl"):  # the commands read these first
             file.unlink(missing_ok=True)
-            file.symlink_to(mine)
-        file.with_name(f".{file.name}.tmp").symlink_to(mine)
+            file.symlink_to(target)
+        file.with_name(f".{file.name}.tmp").symlink_to(target)
     for command in COMMANDS.values():
         Job([*python(), *command(strange), *cache]).wait()
     assert result(strange)["steps"] == 20
     assert (report / "report.json").is_file()
     assert (strange / "verified.json").is_file()
-    assert mine.read_text() == "mine\n"
-    assert list(mine.parent.iterdir()) == [mine]
+    assert target.read_text() == "mine\n"
+    assert list(target.parent.iterdir()) == [target]
 
 
 LINKS = {"validation": "validate.py", "validation/val_10": "validate.py"}
@@ -62,14 +62,14 @@ LINKS |= dict.fromkeys(("checkpoints", "plots", "tensorboard"), "a resume")
 
 @pytest.mark.parametrize("name", LINKS)
 def test_a_folder_that_is_a_link_is_refused(name, strange, cache, tmp_path):
-    mine, link = tmp_path / "mine", strange / name
+    target, link = tmp_path / "mine", strange / name
     link.mkdir(parents=True, exist_ok=True)
-    link.rename(mine)
-    link.symlink_to(mine)
-    before = sorted(mine.rglob("*"))
+    link.rename(target)
+    link.symlink_to(target)
+    before = sorted(target.rglob("*"))
     status, output = Job([*python(), *COMMANDS[LINKS[name]](strange), *cache]).wait()
-    assert (status, f"error: {link} is a link to {mine}" in output) == (1, True), output
-    assert sorted(mine.rglob("*")) == before
+    assert (status, f"error: {link} is a link to {target}" in output) == (1, True), output
+    assert sorted(target.rglob("*")) == before
 
 
 PIPES = {
@@ -83,16 +83,16 @@ PIPES = {
 
 @pytest.mark.parametrize("name", PIPES)
 def test_a_pipe_holds_no_command(name, strange, cache):
-    command, said = PIPES[name]
+    command, message = PIPES[name]
     (strange / name).unlink(missing_ok=True)
     os.mkfifo(strange / name)
     status, output = Job([*python(), *COMMANDS[command](strange), *cache]).wait(60)
-    assert (status == 0, "Traceback" in output) == (said is None, False), output
-    assert (said or "") in output
+    assert (status == 0, "Traceback" in output) == (message is None, False), output
+    assert (message or "") in output
 
 
 def test_a_pipe_in_the_place_of_weights(tmp_path):
-    """As --weights FILE."""
+    """Pass the pipe as --weights FILE."""
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*not a regular file"):
         model_with_weights("test_vit", tmp_path / "model.safetensors", 10)
