@@ -1,4 +1,4 @@
-"""docs/add_a_model.md as written: its changes to the scripts, then its commands. Both of its examples."""
+"""Both examples of docs/add_a_model.md: the changes to the scripts, then the commands, as written."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ def commands(example: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project, with its tests and documents, and with the document's changes."""
+    """Copy the project with its tests and documents, and apply the document's changes."""
     folder = tmp_path_factory.mktemp("add_a_model") / "project"
     left_out = shutil.ignore_patterns(".git", ".venv", "runs", "weights", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=left_out)
@@ -56,15 +56,15 @@ def test_it_trains_resumes_and_is_validated(example, project, cache):
     ]
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    found = result(project / "runs" / f"{example}_ddp")
-    assert (found["script"], found["strategy"], found["steps"]) == (f"train_{example}", "fsdp", 5)
+    facts = result(project / "runs" / f"{example}_ddp")
+    assert (facts["script"], facts["strategy"], facts["steps"]) == (f"train_{example}", "fsdp", 5)
     (validate,) = (words for words in map(shlex.split, commands(example)) if "validate.py" in words)
     output = run([*validate, *cache], cwd=project)
     assert "top-1" in output.lower()
 
 
 def test_documents_and_tests_find_it(project):
-    """They discover the script; no list has to be edited."""
+    """Check that they discover the script: no list has to be edited."""
     for words in map(shlex.split, commands("convnext")):
         if words[:2] == ["python", "-m"]:
             run(words, cwd=project)
@@ -84,9 +84,9 @@ NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1)
 
 
 @pytest.mark.full
-@pytest.mark.real_processes  # it forks itself
+@pytest.mark.real_processes  # the project forks
 def test_a_flag_a_metric_and_scripts_pass_the_tests_of_the_house(project):
-    """By the steps of CONTRIBUTING.md."""
+    """Follow the steps of CONTRIBUTING.md."""
     for before, new in (("    image_column: str", NEW_FLAG), ('    "loss": Metric("loss"', NEW_METRIC)):
         mutate(project, "onecurve/flags/recipe.py", before, new + before)
     run([*python(), "-m", "docs.generate"], cwd=project)

@@ -1,4 +1,4 @@
-"""The table of a sample's random numbers, onecurve/numerics/augment.py's COLUMNS: one use for each column."""
+"""COLUMNS of onecurve/numerics/augment.py: each column of a sample's random numbers has one use."""
 
 import ast
 import itertools
@@ -9,8 +9,8 @@ from tests.conftest import ROOT
 
 
 def test_no_two_uses_share_a_column():
-    for (one, columns), (other, others) in itertools.combinations(COLUMNS.items(), 2):
-        assert not set(range(DRAWS)[columns]) & set(range(DRAWS)[others]), f"{one} and {other}"
+    for (name, columns), (other_name, other_columns) in itertools.combinations(COLUMNS.items(), 2):
+        assert not set(range(DRAWS)[columns]) & set(range(DRAWS)[other_columns]), f"{name} and {other_name}"
     assert max(columns.stop for columns in COLUMNS.values()) == DRAWS
 
 

@@ -1,4 +1,4 @@
-"""The house stays small: budgets of lines, imports that go one way, one meaning of each file name."""
+"""Limits of the repository: line budgets, imports in one direction, and unique file names."""
 
 import ast
 import itertools
@@ -13,18 +13,18 @@ import pytest
 from onecurve.flags.recipe import ImageRecipe
 from tests.conftest import BIN, ROOT, Job, full, python
 
-# Statements of each layer, with a tenth of slack over what there was when they were set: a change that needs
-# more room should say in its commit what it is for.
-# "": the commands at the top, without the train scripts, of which anyone may add one.
+# Statements of each layer, with a tenth of slack over the count when the budget was set. A commit that needs
+# more should state the reason.
+# "": the commands at the top, without the train scripts, because anyone may add one.
 BUDGETS = {"onecurve/": 12_400, "tools/": 5_400, "": 1_150, "tests/": 20_400, "benchmarks/": 2_200}
-MOST_LINES = 600  # of a file outside of tests/ and benchmarks/
-SHARED_FLAGS = 44  # that all image scripts have
+MAX_LINES = 600  # of a file outside of tests/ and benchmarks/
+SHARED_FLAGS = 44  # shared by all image scripts
 
 
 def sources() -> list[Path]:
     folders = [ROOT / name for name in ("onecurve", "tools", "tests", "benchmarks")]
-    found = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
-    return [path.relative_to(ROOT) for path in found]
+    files = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    return [path.relative_to(ROOT) for path in files]
 
 
 def lines_of(path: Path) -> list[str]:
@@ -52,8 +52,8 @@ def test_the_budget(folder, budget):
 
 
 def test_files_are_short():
-    ours = [path for path in sources() if path.parts[0] not in ("tests", "benchmarks")]
-    assert [str(path) for path in ours if len(lines_of(path)) > MOST_LINES] == []
+    files = [path for path in sources() if path.parts[0] not in ("tests", "benchmarks")]
+    assert [str(path) for path in files if len(lines_of(path)) > MAX_LINES] == []
 
 
 def test_each_file_name_has_one_meaning():
@@ -62,7 +62,7 @@ def test_each_file_name_has_one_meaning():
 
 
 def test_each_public_name_has_one_meaning():
-    """Every command has its own main and parse_flags. All other functions and classes can be told by name."""
+    """Check that functions and classes have unique names, except main and parse_flags of each command."""
     places = defaultdict(list)
     for path in sources():
         if path.parts[0] not in ("tests", "benchmarks") and not path.match("train_*.py"):
@@ -110,13 +110,13 @@ def test_another_import_is_found(tmp_path, file, line, contract):
     assert f"{contract} BROKEN" in output
 
 
-# --- docs/architecture.md: what to read first, and what can leave
+# --- docs/architecture.md: what to read first, and what can be removed
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The table's cells below a heading."""
+    """Return the cells of the table below a heading."""
     text = ARCHITECTURE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
 
@@ -128,8 +128,8 @@ def test_the_core_is_read_in_one_sitting():
         for node in ast.walk(ast.parse((ROOT / file.strip("`")).read_text())):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
-                    within = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-                    nodes[within + child.name] = child.end_lineno - child.lineno + 1
+                    prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+                    nodes[prefix + child.name] = child.end_lineno - child.lineno + 1
         count += sum(nodes[name] for name in re.findall("`(.*?)`", names))
     assert 250 < count < 350
 

@@ -1,4 +1,4 @@
-"""Whole sentences of a user's mistakes, in messages.yaml. Other tests look for an error's kind and flag."""
+"""Complete messages for a user's mistakes, from messages.yaml. Other tests check an error's type and flag."""
 
 import os
 import shutil
@@ -21,12 +21,12 @@ from train_cnn_a import CnnA
 from train_vit import Vit, build_model
 
 
-def data(place: str, **flags) -> None:
-    find_source(ImageRecipe(data=place, **flags), lambda: None)
+def data(path: str, **flags) -> None:
+    find_source(ImageRecipe(data=path, **flags), lambda: None)
 
 
 def images(*files: str) -> None:
-    """Empty files."""
+    """Create empty files."""
     for file in files:
         os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
         open(file, "wb").close()
@@ -115,8 +115,8 @@ def test_a_mistake_has_this_message(mistake, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises((ValueError, SystemExit)) as raised:
         MISTAKES[mistake]()
-    said = capsys.readouterr().err.strip() if raised.type is SystemExit else str(raised.value)
-    assert said == MESSAGES[mistake].format(here=tmp_path)
+    message = capsys.readouterr().err.strip() if raised.type is SystemExit else str(raised.value)
+    assert message == MESSAGES[mistake].format(here=tmp_path)
 
 
 def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
@@ -130,23 +130,23 @@ def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
         assert capsys.readouterr().err == f"{script}: error: {expected}\n"
 
 
-@pytest.mark.parametrize(("offline", "why"), [(False, "refused"), (True, "")])
-def test_a_hub_out_of_reach_is_one_line(offline, why, monkeypatch, capfd, caplog):
-    """Its client does not try again, five times for each file. The line fetches the file elsewhere."""
+@pytest.mark.parametrize(("offline", "reason"), [(False, "refused"), (True, "")])
+def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, caplog):
+    """Check that the hub's client does not retry five times per file. The message names another way."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     model, file = "vit_tiny_patch16_224.augreg_in21k", "model.safetensors"
-    why += r"\)\. On a machine with access, run `hf download timm/"
-    why += rf"{model} {file} --local-dir \.`\. Then copy the file here and use --weights {file}\.$"
-    with pytest.raises(ValueError, match=rf"the hub can't be reached \(.*{why}"):
+    reason += r"\)\. On a machine with access, run `hf download timm/"
+    reason += rf"{model} {file} --local-dir \.`\. Then copy the file here and use --weights {file}\.$"
+    with pytest.raises(ValueError, match=rf"the hub can't be reached \(.*{reason}"):
         build_model(Vit(model=model, pretrained=True), 10)
     assert time.monotonic() - began < 5
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 
 
 def test_photographs_of_phones_without_the_package_that_reads_them(tmp_path):
-    """By their extension, and by their first bytes where they have another."""
+    """Recognize them by extension, or by their first bytes if the extension is another."""
     images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
     code = """import sys
 sys.modules["pillow_heif"] = None
@@ -161,9 +161,11 @@ for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode_image(fil
         print(error)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "d")]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    messages = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60
+    ).stdout.splitlines()
     remedy = "to read HEIC, pip install pillow-heif, or convert the files: magick mogrify -format jpg *.heic"
-    assert said[0].endswith(f". Left out: 2 .heic, 1 .heif ({remedy})")
-    assert said[1].endswith(
+    assert messages[0].endswith(f". Left out: 2 .heic, 1 .heif ({remedy})")
+    assert messages[1].endswith(
         "HEIC. To read it, pip install pillow-heif, or convert it: magick heic:FILE NEW.jpg"
     )

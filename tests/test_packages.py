@@ -1,4 +1,4 @@
-"""What `make setup` installs. The tests on a bare Debian: what needs a package is skipped, in CI it fails."""
+"""Packages that `make setup` installs. On a bare Debian, tests without a package skip, or fail in CI."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from tests.conftest import ROOT
 from tests.support.packages import PACKAGES
 
-# A few tests of each kind: hosts, Slurm, a compiler, ssh, real images; and some that need nothing.
+# A few tests for each requirement (hosts, Slurm, a compiler, ssh, real images), and some without requirements
 PART = ["tests/cluster", "tests/distributed/test_compilation.py", "tests/scripts/test_launchers.py"]
 PART += ["tests/scripts/test_real_data.py", "-m", "not full", "-k"]
 PART += ["cluster or slurm or flag or health or other_script or real_data"]
@@ -29,18 +29,18 @@ def test_each_requirement_has_one_version_with_hashes():
     versions = dict(re.findall(r"^([\w-]+)==(\S+).* \\\n    --hash=sha256:", text, re.MULTILINE))
     assert len(versions) == len(re.findall(r"^\S+==", text, re.MULTILINE))
     lines = "".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
-    wanted = [Requirement(line.partition("#")[0]) for line in re.findall(r"^\w.*", lines, re.MULTILINE)]
-    assert len(wanted) > 30
-    for one in wanted:
-        assert one.specifier.contains(versions[canonicalize_name(one.name)]), one
+    requirements = [Requirement(line.partition("#")[0]) for line in re.findall(r"^\w.*", lines, re.MULTILINE)]
+    assert len(requirements) > 30
+    for requirement in requirements:
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
 def test_the_package_asks_for_what_the_checkout_does():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    dependencies = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     listed = re.findall(r"^\w\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert len(asked) > 10
-    assert set(asked) <= set(listed)
+    assert len(dependencies) > 10
+    assert set(dependencies) <= set(listed)
 
 
 UV = "uv pip install --python V/bin/python"
@@ -60,7 +60,8 @@ def test_make_setup_installs_by(flags):
     assert f" V/bin/{INSTALLS[flags]} touch V/installed" in " ".join(commands)
 
 
-ANOTHER_PYTHON = ["make", "setup", "FITS=import sys; sys.exit(1)", "INSTALL=true"]  # as if python3 were one
+# as if python3 were another version
+ANOTHER_PYTHON = ["make", "setup", "FITS=import sys; sys.exit(1)", "INSTALL=true"]
 
 
 @pytest.mark.full
@@ -68,8 +69,8 @@ def test_beside_another_python_uv_takes_one_that_fits(tmp_path):
     words = [*ANOTHER_PYTHON, f"VENV={tmp_path}/venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    said = r"^Python 3\.\d+\.\d+ is not in >=3\.11,<3\.14\. uv installs a version that is$"
-    assert re.search(said, done.stdout, re.MULTILINE)
+    message = r"^Python 3\.\d+\.\d+ is not in >=3\.11,<3\.14\. uv installs a version that is$"
+    assert re.search(message, done.stdout, re.MULTILINE)
     words = [tmp_path / "venv" / "bin" / "python", "-c", "import sys; print(sys.version_info[:2])"]
     assert (3, 11) <= eval(subprocess.check_output(words, text=True)) <= (3, 13)
 
@@ -85,14 +86,14 @@ def test_pip_alone_takes_no_other_python(tmp_path):
 def test_an_index_that_does_not_answer_is_one_line(tmp_path):
     words = ["make", "setup", f"VENV={tmp_path}/venv", "CPU=1", "CPU_INDEX=http://127.0.0.1:9"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    error, _ = done.stderr.splitlines()  # the other one is make's
+    error, _ = done.stderr.splitlines()  # the other line is from make
     assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer. Leave out CPU=1"
     assert not (tmp_path / "venv").exists()
 
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """A folder as the PATH: the programs of Debian's required packages, Python, make, a false apt-get."""
+    """Return a folder for PATH: programs of Debian's required packages, Python, make and a fake apt-get."""
     listed = subprocess.check_output(["dpkg-query", "-W", "-f", "${Priority} ${Package}\n"], text=True)
     required = re.findall("^required (.*)", listed, re.MULTILINE)
     files = subprocess.check_output(["dpkg", "--listfiles", *required], text=True).splitlines()
@@ -120,18 +121,18 @@ def test_tests_without_their_packages(ci, path, tmp_path):
     status, output = bare(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *PART)
     assert status == (1 if ci else 0), output
     *_, summary, last = output.splitlines()
-    lacking = {*PACKAGES.values(), "TEST_DATA_DIR"}
+    missing_packages = {*PACKAGES.values(), "TEST_DATA_DIR"}
     if ci:
         assert "failed" in last
         assert "skipped" not in last
         return
     assert int(re.search(r"(\d+) passed", summary).group(1)) > 10
     assert "failed" not in summary
-    said = r"Skipped tests, by what is missing: (.*)\. To install packages: (.*)"
-    counts, command = re.fullmatch(said, last).groups()
+    pattern = r"Skipped tests, by what is missing: (.*)\. To install packages: (.*)"
+    counts, command = re.fullmatch(pattern, last).groups()
     numbers = {name: int(number) for name, number in re.findall(r"([\w+-]+) \((\d+)\)", counts)}
-    assert numbers.keys() == lacking
+    assert numbers.keys() == missing_packages
     by_package = re.findall(r"SKIPPED \[(\d+)\] .* needs .*slurm-wlm", output)
     assert numbers["slurm-wlm"] == sum(map(int, by_package))
     assert bare(*command.split())[0] == 0
-    assert {*(tmp_path / "installed").read_text().split()} > lacking - {"TEST_DATA_DIR"}
+    assert {*(tmp_path / "installed").read_text().split()} > missing_packages - {"TEST_DATA_DIR"}

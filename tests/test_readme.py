@@ -1,4 +1,4 @@
-"""Documents say what the code does: generated pages, links, recipes."""
+"""Documents match the code: generated pages, links and recipes."""
 
 import dataclasses
 import re
@@ -52,11 +52,13 @@ def test_every_link_and_file_of_a_document_is_there(document):
 def test_each_flag_for_newcomers_is_one_of_ours():
     rows = [row for project in elsewhere() for row in project["rows"]]
     assert all(row.get("here") or row["note"] for row in rows)
-    named = {name for row in rows for name in re.findall(r"(?<!\S)`?--(\w+)", _answer(row))}
-    assert len(named) > 30
-    known = set(re.findall(r"^\| `--(\w+)`", FLAGS.read_text(), re.MULTILINE))
-    launchers = {"config_file", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port"}
-    assert named <= known | launchers | {field.name for field in dataclasses.fields(Validation)}
+    flags = {name for row in rows for name in re.findall(r"(?<!\S)`?--(\w+)", _answer(row))}
+    assert len(flags) > 30
+    documented_flags = set(re.findall(r"^\| `--(\w+)`", FLAGS.read_text(), re.MULTILINE))
+    launcher_flags = {"config_file", "nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port"}
+    assert flags <= documented_flags | launcher_flags | {
+        field.name for field in dataclasses.fields(Validation)
+    }
 
 
 def _answer(row: dict) -> str:
@@ -69,11 +71,12 @@ def test_the_architecture_names_every_room_and_only_files_that_are_there():
         assert (ROOT / name).exists() or (ROOT / "onecurve" / name).exists(), name
     for path in (*(ROOT / "onecurve").iterdir(), *(ROOT / "tools").iterdir()):
         name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
-        is_left_over = path.is_dir() and not list(path.rglob("*.py"))  # of a package that has moved
+        # left over from a package that has moved
+        is_left_over = path.is_dir() and not list(path.rglob("*.py"))
         assert name in text or path.name == "__init__.py" or is_left_over, name
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that a Markdown viewer gives the headings."""
+    """Return the anchors that a Markdown viewer gives the headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

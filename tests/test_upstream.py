@@ -1,7 +1,7 @@
-"""Other libraries' private names: each function of onecurve/upstream/ is still needed and still works.
+"""Private names of other libraries: each function of onecurve/upstream/ is still needed and still works.
 
-A row that fails after an update says that the library has changed: the function can leave, or must follow.
-Rows read a library's own file, or a fresh copy of its module, as other tests replace names in this process.
+A row that fails after an update means that the library has changed: remove or adapt the function. Rows read a
+library's file, or a fresh copy of its module, because other tests replace names in this process.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ROWS: dict[Callable, Row] = {}
 
 
 def needs(*functions: Callable) -> Callable[[Row], Row]:
-    """Declare a row of these functions. It fails if the library no longer needs them."""
+    """Declare a row for these functions. It fails if the library no longer needs them."""
 
     def declare(row: Row) -> Row:
         ROWS.update(dict.fromkeys(functions, row))
@@ -64,22 +64,22 @@ def test_each_function_has_a_row():
 
 
 ALLOWED = {"_replace", "_asdict", "_exit"}  # documented names of namedtuples and os
-ALLOWED |= {"_span_bytes", "_typeshed"}  # of this project, and of mypy
+ALLOWED |= {"_span_bytes", "_typeshed"}  # in this project and in mypy
 
 
 def private_names(file: Path) -> set[str]:
     """Return the private names of other objects in a file: attributes, imports, and arguments of getattr."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
-            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
-            found |= set() if is_own else {node.attr}
+            is_object_itself = ast.unparse(node.value) in ("self", "cls", "super()")
+            names |= set() if is_object_itself else {node.attr}
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             parts = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            found |= {name for part in parts for name in part.split(".")}
+            names |= {name for part in parts for name in part.split(".")}
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr"):
-            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
-    return {name for name in found if re.match("_[a-zA-Z]", str(name))} - ALLOWED
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
+    return {name for name in names if re.match("_[a-zA-Z]", str(name))} - ALLOWED
 
 
 def test_private_names_are_in_one_room():
@@ -88,7 +88,7 @@ def test_private_names_are_in_one_room():
     names = {str(path.relative_to(ROOT)): private_names(path) for path in files}
     room = [path for path in names if path.startswith("onecurve/upstream/")]
     assert {"_hp_mapping", "_dynamo"} <= set().union(*(names.pop(path) for path in room))
-    assert {path: own for path, own in names.items() if own} == {}
+    assert {path: private for path, private in names.items() if private} == {}
 
 
 def test_each_function_says_what_it_is_for():
@@ -123,9 +123,9 @@ def code(module: str, function: str = "") -> str:
 def fresh(module: str) -> ModuleType:
     """Return a copy of a module as it is after import, before anything in it is replaced."""
     spec = importlib.util.find_spec(module)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 # --- Accelerate
@@ -142,7 +142,7 @@ def looks_for_lomo_at_each_step():
 
 
 def process_state(**values):
-    """Return Accelerate's state of a process, with these values alone."""
+    """Return Accelerate's state of a process with only these values."""
     state_class = fresh("accelerate.state").PartialState
     state = state_class.__new__(state_class)
     vars(state).clear()
@@ -213,7 +213,7 @@ def wraps_what_the_model_names():
     assert accelerate_.block_names(nn.Linear(1, 1)) == ()
 
 
-# --- DeepSpeed, which is not imported: that takes seconds
+# --- DeepSpeed, which is not imported because that takes seconds
 
 ZERO_2, ZERO_3 = "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"
 LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
@@ -258,13 +258,13 @@ def skips_a_step_in_silence():
     for module, optimizer in ((ZERO_2, "DeepSpeedZeroOptimizer"), (ZERO_3, "DeepSpeedZeroOptimizer_Stage3")):
         assert "self._update_scale(self.overflow)" in code(module, optimizer)
         assert "self.loss_scaler.update_scale(has_overflow)" in code(module, f"{optimizer}._update_scale")
-    zero, said = SimpleNamespace(_update_scale=Mock()), []
+    zero, calls = SimpleNamespace(_update_scale=Mock()), []
     update_scale = zero._update_scale
-    deepspeed_.call_at_overflow(zero, lambda: said.append(True))
+    deepspeed_.call_at_overflow(zero, lambda: calls.append(True))
     zero._update_scale(False)
-    assert said == []
+    assert calls == []
     zero._update_scale(True)
-    assert said == [True]
+    assert calls == [True]
     assert [call.args for call in update_scale.call_args_list] == [(False,), (True,)]
 
 
@@ -336,8 +336,8 @@ def calls_torchs_attention():
 def projects_patches_by_a_convolution():
     embedding = timm.layers.PatchEmbed(img_size=8, patch_size=4, embed_dim=6)
     assert type(embedding.proj) is nn.Conv2d
-    timm_.replace_patch_convolution(embedding, kind := type("Conv2d", (nn.Conv2d,), {}))
-    assert type(embedding.proj) is kind
+    timm_.replace_patch_convolution(embedding, convolution_class := type("Conv2d", (nn.Conv2d,), {}))
+    assert type(embedding.proj) is convolution_class
 
 
 # --- torch
@@ -378,7 +378,7 @@ def test_a_step_imports_no_compiler(more):
 
 @needs(torch_.postpone_compiler)
 def imports_the_compiler_with_the_first_step():
-    """The test above runs both ways."""
+    """The test above runs both cases."""
     assert "import torch._dynamo" in code("torch.optim.optimizer", "_use_grad_for_differentiable")
 
 
@@ -403,13 +403,13 @@ def raises_without_a_cpp_compiler():
 @needs(torch_.lerp_, torch_.add_, torch_.multiply_, torch_.norms)
 def computes_on_lists():
     oldest = re.search(r"^torch>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
-    assert int(oldest.split(".")[1]) < 15  # torch.foreach is new in 2.15
-    one, two = torch.ones(2), torch.full((3,), 2.0)
-    torch_.lerp_([one, two], [torch.zeros(2), torch.zeros(3)], 0.5)
-    torch_.add_((one, two), 1)
-    torch_.multiply_([one, two], torch.tensor(2.0))
-    assert [one.tolist(), two.tolist()] == [[3.0] * 2, [4.0] * 3]
-    assert torch.stack(torch_.norms([one, -two], float("inf"))).tolist() == [3.0, 4.0]
+    assert int(oldest.split(".")[1]) < 15  # torch 2.15 introduces torch.foreach
+    first, second = torch.ones(2), torch.full((3,), 2.0)
+    torch_.lerp_([first, second], [torch.zeros(2), torch.zeros(3)], 0.5)
+    torch_.add_((first, second), 1)
+    torch_.multiply_([first, second], torch.tensor(2.0))
+    assert [first.tolist(), second.tolist()] == [[3.0] * 2, [4.0] * 3]
+    assert torch.stack(torch_.norms([first, -second], float("inf"))).tolist() == [3.0, 4.0]
 
 
 @needs(torch_.has_bf16_instructions)
@@ -595,10 +595,10 @@ def keeps_its_peak():
 def runs_finalizers_at_exit_alone():
     import multiprocessing.util
 
-    done = []
-    multiprocessing.util.Finalize(None, done.append, (1,), exitpriority=5)
+    calls = []
+    multiprocessing.util.Finalize(None, calls.append, (1,), exitpriority=5)
     python_.run_finalizers()
-    assert done == [1]
+    assert calls == [1]
     assert "run_finalizers" not in multiprocessing.util.__all__
 
 

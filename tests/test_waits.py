@@ -1,6 +1,6 @@
-"""Train scripts wait for the device at each line of the log and at each evaluation, else never.
+"""Train scripts wait for the device only at each line of the log and at each evaluation.
 
-Simulated on fake CUDA tensors: tests/support/waits.py says how, and what it can't see.
+The tests use fake CUDA tensors; tests/support/waits.py explains how, and which waits it can't see.
 """
 
 from pathlib import Path
@@ -31,15 +31,15 @@ RECIPES = {
     "train_cnn_b": dict(width=8),
     "train_vit": dict(model="test_vit", image_size=32, patch_size=8, **AUGMENTED),
 }
-# Of 2 epochs of 3 steps, with a line at each second step and at each end of an epoch
+# For 2 epochs of 3 steps, with a line at every second step and at each end of an epoch
 LINES = {"session.py:mean_loss": 4}
-EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}  # once: the images themselves
+EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}  # the images move once
 WAITS = {
-    # After the loop it draws a picture.
+    # The script draws a picture after the loop.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
     "train_cnn_a": EVALUATIONS,
     "train_cnn_b": EVALUATIONS,
-    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},  # the EMA, too
+    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},  # with the EMA
 }
 
 
@@ -66,7 +66,7 @@ def test_a_script_waits_for_its_log_alone(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "more"),
+    ("name", "old", "new", "added_waits"),
     [
         ("train_cnn_a", "run.add(loss, ids)", "run.add(loss, ids), loss.item()", 12),
         ("train_cnn_a", "run.add(loss, ids)", "run.add(loss + loss.new_tensor(1.0), ids)", 12),
@@ -75,38 +75,38 @@ def test_a_script_waits_for_its_log_alone(name, tmp_path):
         ("train_hello", "rows(y, ids))[:valid]", "rows(y, ids))[y[:8, 0] > 0][:valid]", None),
     ],
 )
-def test_a_wait_in_a_loop_is_seen(name, old, new, more, tmp_path):
+def test_a_wait_in_a_loop_is_seen(name, old, new, added_waits, tmp_path):
     text = (ROOT / f"{name}.py").read_text()
     assert text.count(old) == 1
     changed = tmp_path / f"{name}.py"
     changed.write_text(text.replace(old, new))
-    if more is None:  # a size that only the device knows
+    if added_waits is None:  # a size that only the device knows
         with pytest.raises(Exception, match="nonzero"):
             waits(changed, name, tmp_path)
         return
-    found = waits(changed, name, tmp_path)
-    place = f"{name}.py:main"
-    assert found == WAITS[name] | {place: WAITS[name].get(place, 0) + more}
+    counts = waits(changed, name, tmp_path)
+    caller = f"{name}.py:main"
+    assert counts == WAITS[name] | {caller: WAITS[name].get(caller, 0) + added_waits}
 
 
 def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
     draws = uniforms(0, 0, np.arange(64), DRAWS)
-    with counted() as seen:
+    with counted() as waits_seen:
         images = torch.zeros(64, 32, 32, 3, dtype=torch.uint8, device="cuda")
         rand_augment(images, draws[:, RAND_AUGMENT], 2, 10)
-        assert seen.copies == 1
+        assert waits_seen.copies == 1
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (2**40, 2**40))
         split = ArraySplit(np.zeros((64, 32, 32, 3), np.uint8), SplitPart("train", np.arange(64) % 10))
         plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
-        found = [seen.copies for _ in split.batches(iter(plan), train=True, **options)]
-    assert found == [3] * AHEAD + [4] + [5] * AHEAD + [6]  # the images, then groups
-    assert set(seen.places) == {"splits.py:_move"}
+        copies = [waits_seen.copies for _ in split.batches(iter(plan), train=True, **options)]
+    assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]  # the images, then groups
+    assert set(waits_seen.places) == {"splits.py:_move"}
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_step_of_an_array_takes_its_part_of_a_group(train):
-    """And has the images and labels that it would have alone."""
+    """Check that the images and labels are the same as for a step without a group."""
     pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
     split, draw = ArraySplit(pixels, SplitPart("train", np.arange(64) % 10)), np.random.RandomState(1)
     split.mirror = True
@@ -114,21 +114,21 @@ def test_a_step_of_an_array_takes_its_part_of_a_group(train):
     options = dict(device="cpu", train=train, size=8, seed=0, workers=0)
     alone = [next(split.batches(iter([item]), **options)) for item in plan]
     with Operators() as operators:
-        found = []
+        grouped = []
         for batch in split.batches(iter(plan), **options):
-            found.append((batch, [f.overloadpacket.__name__ for f in operators.called if not f.is_view]))
+            grouped.append((batch, [f.overloadpacket.__name__ for f in operators.called if not f.is_view]))
             operators.called.clear()
-    for (batch, _), other in zip(found, alone, strict=True):
-        assert (batch.epoch, batch.ids is other.ids) == (other.epoch, True)
-        assert torch.equal(batch.images, other.images)
-        assert torch.equal(batch.labels, other.labels)
-    begin_groups = {first + at for first in (0, AHEAD + 2) for at in (0, AHEAD)}
-    steps = {tuple(names) for at, (_, names) in enumerate(found) if at not in begin_groups}
+    for (batch, _), single_batch in zip(grouped, alone, strict=True):
+        assert (batch.epoch, batch.ids is single_batch.ids) == (single_batch.epoch, True)
+        assert torch.equal(batch.images, single_batch.images)
+        assert torch.equal(batch.labels, single_batch.labels)
+    begin_groups = {first + index for first in (0, AHEAD + 2) for index in (0, AHEAD)}
+    steps = {tuple(names) for index, (_, names) in enumerate(grouped) if index not in begin_groups}
     assert steps == {("empty", "add", "index_select") if train else ("empty",)}  # and NumPy's take
 
 
 def test_packed_arrays_arrive_whole(monkeypatch):
-    """The copy itself is replaced: it would need a device."""
+    """Replace the copy, which would need a device."""
     monkeypatch.setattr(augment, "send", lambda tensor, device: tensor)
     arrays = [
         np.arange(5),
@@ -137,15 +137,17 @@ def test_packed_arrays_arrive_whole(monkeypatch):
         np.arange(3, dtype=np.int32),
     ]
     arrays.append(np.arange(12).reshape(3, 4).T)
-    found = augment.send_arrays(arrays, torch.device("cuda"))
-    for theirs, ours in zip(arrays, found, strict=True):
-        np.testing.assert_array_equal(theirs, ours.numpy(), strict=True)
+    received = augment.send_arrays(arrays, torch.device("cuda"))
+    for array, tensor in zip(arrays, received, strict=True):
+        np.testing.assert_array_equal(array, tensor.numpy(), strict=True)
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "fused"),
+    ("device", "distributed_type", "fused"),
     [("cuda", "MULTI_GPU", True), ("cuda", "DEEPSPEED", True), ("cuda", "FSDP", False), ("cpu", "NO", False)],
 )
-def test_sgd_is_fused_on_gpus_without_fsdp(device, kind, fused):
-    accelerator = SimpleNamespace(device=torch.device(device), distributed_type=DistributedType(kind))
+def test_sgd_is_fused_on_gpus_without_fsdp(device, distributed_type, fused):
+    accelerator = SimpleNamespace(
+        device=torch.device(device), distributed_type=DistributedType(distributed_type)
+    )
     assert can_fuse_sgd(accelerator) == fused

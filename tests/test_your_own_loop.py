@@ -22,7 +22,7 @@ TEXT = (ROOT / "docs" / "your_own_loop.md").read_text()
 EXACT = [("EVERY = 0, 10, 64, 32,", "EVERY = 0, 10, 64, 16,")]  # four micro-batches
 for change in re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL):
     EXACT.append(tuple("\n".join(re.findall(rf"^[{sign}](.*)$", change, re.MULTILINE)) for sign in "-+"))
-# Layers that are left out of half of the micro-batches: in some steps of all, or of those of a process.
+# Layers that half of the micro-batches skip: all micro-batches of some steps, or all of one process.
 DROP = """class Layers(nn.Sequential):
     def forward(self, x):
         return x + super().forward(x) if torch.rand(()) < 0.5 else x
@@ -33,11 +33,11 @@ LAYERS = "nn.Dropout(0.2), Layers(nn.Linear(128, 128), nn.GELU()), Layers(nn.Lin
 LAYER_DROP = [*EXACT, ("torch.manual_seed(SEED)\n", DROP), ("nn.Dropout(0.2),", LAYERS)]
 ENV = {"OMP_NUM_THREADS": "1"}
 STEPS = 280  # 28 in an epoch
-MOST_LINES = 4300  # of the core that the loop loads, docstrings included
+MAX_LINES = 4300  # in the part of the core that the loop loads, docstrings included
 
 
 def weights(folder: Path) -> list[bytes]:
-    """The last checkpoint's model and optimizer."""
+    """Return the last checkpoint's model and optimizer."""
     return [file.read_bytes() for file in sorted(folder.glob(f"checkpoints/*{STEPS}/*.safetensors"))]
 
 
@@ -48,7 +48,7 @@ def python(tmp_path_factory) -> Path:
     Other packages come from the environment of the tests, so that the test needs no network.
     """
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"  # setuptools leaves files beside what it builds
+    source = folder / "source"  # setuptools leaves files next to its input
     shutil.copytree(ROOT / "onecurve", source / "onecurve", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -65,7 +65,7 @@ def python(tmp_path_factory) -> Path:
 
 
 def test_the_package_is_the_core_alone(python, tmp_path):
-    """The loop needs neither scripts nor tools, and loads no flags and nothing that talks to other ranks."""
+    """Check that the loop needs no scripts or tools, and loads no flags or communication between ranks."""
     imports = re.findall("^from onecurve.*$", LOOP, re.MULTILINE)
     shown = "import importlib.util, sys\n"
     shown += "print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('onecurve')))"
@@ -76,7 +76,7 @@ def test_the_package_is_the_core_alone(python, tmp_path):
     names = {file.name for file in files}
     assert "training.py" in names
     assert not names & {"watch.py", "channel.py", "agreement.py", "recipe.py", "fields.py", "timm_models.py"}
-    assert sum(len(file.read_text().splitlines()) for file in files) < MOST_LINES
+    assert sum(len(file.read_text().splitlines()) for file in files) < MAX_LINES
 
 
 CASES = [([], (1, 2, 1)), full(LAYER_DROP, (4, 1)), full(EXACT, (4, 1, 2, 4)), full(LAYER_DROP, (2, 1, 4))]
@@ -91,7 +91,7 @@ def test_it_is_killed_at_random_and_ends_with_the_same_bits(
     s3,  # noqa: F811
     monkeypatch,
 ):
-    """What a killed one leaves is in S3 alone, as on another machine."""
+    """Leave the state of a killed loop only in S3, as when another machine continues."""
     use_s3(monkeypatch, s3)
     url, script = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "my_loop.py"
     script.write_text(LOOP)
@@ -100,14 +100,16 @@ def test_it_is_killed_at_random_and_ends_with_the_same_bits(
     run([python, script, "--folder", tmp_path / "alone"], env=ENV, cwd=tmp_path)
     store, outputs = ObjectStore(url), []
     for count in processes:
-        folder = tmp_path / f"run{len(outputs)}"  # of another disk
+        folder = tmp_path / f"run{len(outputs)}"  # as on another disk
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         words = [python, *torchrun[: 4 * (count > 1)], script, "--folder", folder, "--s3", url]
         job = Job(words, env=ENV, cwd=tmp_path)
         if len(outputs) < len(processes) - 1:
             step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
             wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023
-            if job.process.poll() is None:  # a busy machine may see the store's last step first
+            if (
+                job.process.poll() is None
+            ):  # on a busy machine, the loop may end before the test sees the store's last step
                 kill(psutil.Process(job.process.pid).children(recursive=True))
                 job.process.kill()
         outputs.append(job.wait()[1])

@@ -1,5 +1,7 @@
-"""What a run leaves: its name and result, metrics.jsonl, TensorBoard and W&B with the same values. A server
-that fails does not delay the training."""
+"""Outputs of a run: its name and result, and the same values in metrics.jsonl, TensorBoard and W&B.
+
+A server that fails does not delay the training.
+"""
 
 import http.server
 import json
@@ -25,7 +27,7 @@ from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
-TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # of a host without GPUs
+TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # on a host without GPUs
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 WANDB = {"WANDB_RUN_ID": "chosen1", "WANDB_NAME": "mine", "WANDB_ENTITY": "we", "WANDB_RUN_GROUP": "group"}
 WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
@@ -33,36 +35,36 @@ WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache, stoppable) -> Path:
-    """The folder of a run of two processes with both trackers, without a W&B key; W&B's variables are set."""
+    """Train on two processes with both trackers, with W&B's variables but without a W&B key."""
     parent = tmp_path_factory.mktemp("shared") / "weights"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache]
     output = run([*words, "--model_folder", parent], cwd=stoppable, env=WANDB | {"STEP_S": "0.05"})
     assert output.count("W&B has no key (wandb login): the run is logged offline") == 1
     assert not re.search("W&B does not|W&B has stopped|not have the pictures", output)
-    (found,) = (parent / "train_cnn_a").iterdir()
-    return found
+    (run_folder,) = (parent / "train_cnn_a").iterdir()
+    return run_folder
 
 
 def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
-    assert folder.name == "ddp_64_2_1_2"  # strategy, batch, epochs, hosts, processes on each
-    found = result(folder)
+    assert folder.name == "ddp_64_2_1_2"  # strategy, batch, epochs, hosts, processes on each host
+    facts = result(folder)
     expected = {"script": "train_cnn_a", "strategy": "ddp", "hosts": 1, "processes": 2, "batch_size": 64}
     expected |= {"per_device_batch_size": 32, "accumulation_steps": 1, "epochs": 2, "steps": 30, "seed": 0}
     expected |= {"val_images": 360, "status": "finished", "checkpoint": "checkpoints/step_00000030"}
-    assert expected.items() <= found.items()
+    assert expected.items() <= facts.items()
     for number in ("best_accuracy", "final_accuracy", "train_s", "wall_s", "images_per_s", "peak_memory_gib"):
-        assert found[number] > 0, number
-    assert found["wall_s"] > found["train_s"]
+        assert facts[number] > 0, number
+    assert facts["wall_s"] > facts["train_s"]
     walls = [line["wall_s"] for line in metrics(folder)]
     assert walls == sorted(walls)
-    assert found["train_s"] < walls[-1] < found["wall_s"]
-    about = json.loads((folder / "recipe.json").read_text())
-    assert about["recipe"]["batch_size"] == 64
-    assert {"argv", "git_commit", "versions", "hosts", "devices"} <= about.keys()
+    assert facts["train_s"] < walls[-1] < facts["wall_s"]
+    record = json.loads((folder / "recipe.json").read_text())
+    assert record["recipe"]["batch_size"] == 64
+    assert {"argv", "git_commit", "versions", "hosts", "devices"} <= record.keys()
     # Both processes share one log and one sampler.
     assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
     (file,) = folder.glob("telemetry-*")
-    assert [host["samples"] for host in found["telemetry"]] == [len(lines(file)) - 1]
+    assert [host["samples"] for host in facts["telemetry"]] == [len(lines(file)) - 1]
     with Image.open(folder / "plots" / "curves.png") as image:
         assert image.size[0] > 800
         assert len(image.convert("RGB").getcolors(1 << 20)) > 50
@@ -71,10 +73,12 @@ def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
 def test_tensorboard_has_what_metrics_jsonl_has(folder):
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == curves(folder).keys() | TELEMETRY
-    for name, ours in curves(folder).items():
-        theirs = [(event.step, event.value) for event in events.Scalars(name)]
-        assert [step for step, _ in theirs] == [step for step, _ in ours]
-        assert [value for _, value in theirs] == pytest.approx([value for _, value in ours], rel=1e-6)
+    for name, points in curves(folder).items():
+        events_of_curve = [(event.step, event.value) for event in events.Scalars(name)]
+        assert [step for step, _ in events_of_curve] == [step for step, _ in points]
+        assert [value for _, value in events_of_curve] == pytest.approx(
+            [value for _, value in points], rel=1e-6
+        )
     for name in TELEMETRY:
         steps = [event.step for event in events.Scalars(name)]
         assert set(steps) <= {line["step"] for line in metrics(folder) if "train/loss" in line}
@@ -83,7 +87,7 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
-    # The hyper-parameters are in the run's own folder, with the names of the headline curves.
+    # The hyper-parameters are in the run folder, with the names of the headline curves.
     content = events.PluginTagToContent("hparams")
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
     assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
@@ -101,15 +105,17 @@ def test_tensorboard_has_what_metrics_jsonl_has(folder):
 
 def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
     write_curves(folder, tmp_path)
-    theirs, ours = (EventAccumulator(str(place)).Reload() for place in (tmp_path, folder / "tensorboard"))
-    assert theirs.Tags() == ours.Tags() | {"images": []}
-    assert all(theirs.Scalars(name) == ours.Scalars(name) for name in ours.Tags()["scalars"])
-    for place, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
-        assert any(b"output_dir" in file.read_bytes() for file in place.iterdir()) == has_recipe
+    written, recorded = (
+        EventAccumulator(str(events_folder)).Reload() for events_folder in (tmp_path, folder / "tensorboard")
+    )
+    assert written.Tags() == recorded.Tags() | {"images": []}
+    assert all(written.Scalars(name) == recorded.Scalars(name) for name in recorded.Tags()["scalars"])
+    for events_folder, has_recipe in ((tmp_path, False), (folder / "tensorboard", True)):
+        assert any(b"output_dir" in file.read_bytes() for file in events_folder.iterdir()) == has_recipe
 
 
 def test_wandb_has_what_metrics_jsonl_has(folder):
-    """One process logs one run; the optimizer step is the axis of every curve."""
+    """Check that one process logs one run, and that every curve uses the optimizer step as its axis."""
     (file,) = folder.glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
     records = wandb_records(file)
     history = [
@@ -117,17 +123,17 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
         for record in records
         if record.HasField("history")
     ]
-    for name, ours in curves(folder).items():
-        assert [(row["step"], row[name]) for row in history if name in row] == ours
+    for name, points in curves(folder).items():
+        assert [(row["step"], row[name]) for row in history if name in row] == points
     assert {name for row in history for name in row if name.startswith("telemetry/")} == TELEMETRY
     for name, picture in pictures(folder).items():
         assert [row["step"] for row in history if name in row] == [30]
-        (sent,) = file.parent.glob(f"files/media/images/{name}_*.png")
-        with Image.open(sent) as theirs, Image.open(picture) as ours:
-            assert theirs.convert("RGB").tobytes() == ours.convert("RGB").tobytes()
+        (sent_file,) = file.parent.glob(f"files/media/images/{name}_*.png")
+        with Image.open(sent_file) as sent_image, Image.open(picture) as image:
+            assert sent_image.convert("RGB").tobytes() == image.convert("RGB").tobytes()
     (started,) = (record.run for record in records if record.HasField("run"))
-    said = started.display_name, started.entity, started.run_group, list(started.tags), started.notes
-    assert said == ("mine", "we", "group", ["a", "b"], "some notes")
+    labels = started.display_name, started.entity, started.run_group, list(started.tags), started.notes
+    assert labels == ("mine", "we", "group", ["a", "b"], "some notes")
     axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
     assert axes["*"] == "step"
     items = [item for r in records for item in (*r.config.update, *r.run.config.update)]
@@ -137,9 +143,9 @@ def test_wandb_has_what_metrics_jsonl_has(folder):
 
 def test_a_scripts_own_scalars_are_in_the_next_line(project_copy, tmp_path):
     call = "            if run.should_evaluate(step):\n"
-    own = "            run.log_scalars({'train/own': step, 'train/bad': math.nan})\n"
-    of_evaluation = "                run.log_scalars({'val/own': torch.tensor(step / 2)})\n"
-    mutate(project_copy, "train_hello.py", call, own + call + of_evaluation)
+    new_scalar = "            run.log_scalars({'train/own': step, 'train/bad': math.nan})\n"
+    new_evaluation = "                run.log_scalars({'val/own': torch.tensor(step / 2)})\n"
+    mutate(project_copy, "train_hello.py", call, new_scalar + call + new_evaluation)
     words = ["train_hello.py", "--data_size", "640", "--epochs", "2", "--log_every", "10"]
     run([*python(), *words, "--trackers", "none", "--output_dir", tmp_path / "run"], cwd=project_copy)
     for name, loss, values in (("train/own", "train/loss", [9, 19]), ("val/own", "val/loss", [5, 10])):
@@ -165,20 +171,21 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
     indirect=True,
 )
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
-    """The server is asked to continue the run of WANDB_RUN_ID, which recipe.json has."""
-    url, seen = server
+    """Let the server be asked to continue the run of WANDB_RUN_ID, which recipe.json records."""
+    url, requests = server
     mutate(project_copy, "onecurve/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
     output = run(words, cwd=project_copy, env=KEY | {"WANDB_BASE_URL": url, "WANDB_RUN_ID": "chosen1"})
-    assert seen, "the server was never asked"
+    assert requests, "the server was never asked"
     if request.node.callspec.id == "refuses the key":
-        assert b"chosen1" in next(body for body in seen if b"RunResumeStatus" in body)
+        assert b"chosen1" in next(body for body in requests if b"RunResumeStatus" in body)
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["wandb_id"] == "chosen1"
     assert output.count("W&B does not accept the run") == 1
     assert KEY["WANDB_API_KEY"] not in output
-    found = result(tmp_path / "run")
-    assert found["status"] == "finished"
-    assert found["wall_s"] < result(folder)["wall_s"] + 60  # INIT_S of them for the server; W&B's own is 90 s
+    facts = result(tmp_path / "run")
+    assert facts["status"] == "finished"
+    # INIT_S of these seconds are for the server; W&B's default is 90 s
+    assert facts["wall_s"] < result(folder)["wall_s"] + 60
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
@@ -197,10 +204,10 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
 
 @pytest.mark.full
 def test_trackio_has_what_metrics_jsonl_has(tmp_path, cache):
-    """Also after a stop: the run is continued there. trackio needs an older Pillow than requirements.txt."""
+    """Train, stop and resume with trackio, which needs an older Pillow than requirements.txt."""
     python = environment("trackio", "0.43.0")
     (other,) = python.parent.parent.glob("lib/python*/site-packages")
-    (other / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")  # after its own packages
+    (other / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")  # after its packages
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     words = [python, *CNN, *FLAGS, "--trackers", "trackio", *cache, "--output_dir", tmp_path / "run"]
     for steps in (15, 30):
@@ -211,9 +218,9 @@ def test_trackio_has_what_metrics_jsonl_has(tmp_path, cache):
     with sqlite3.connect(file) as base:
         rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
     assert len({name for name, *_ in rows}) == 1
-    for name, ours in curves(tmp_path / "run").items():
+    for name, points in curves(tmp_path / "run").items():
         logged = [(step, json.loads(text)) for _, step, text in rows]
-        assert [(step, values[name]) for step, values in logged if name in values] == ours
+        assert [(step, values[name]) for step, values in logged if name in values] == points
 
 
 def test_the_training_outlives_the_wandb_service(tmp_path, cache):
@@ -239,26 +246,28 @@ def test_the_stop_button_of_wandb_saves_a_checkpoint(server, tmp_path, cache):
     status, output = job.wait(120)
     assert (status, output.count("W&B's Stop button was pressed: saving a checkpoint")) == (75, 1), output
     assert "W&B does not" not in output
-    found = result(tmp_path / "run")
-    assert found["status"] == "preempted"
-    assert (tmp_path / "run" / found["checkpoint"] / "manifest.json").exists()
+    facts = result(tmp_path / "run")
+    assert facts["status"] == "preempted"
+    assert (tmp_path / "run" / facts["checkpoint"] / "manifest.json").exists()
 
 
 @pytest.fixture
 def server(request) -> Iterator[tuple[str, list]]:
-    """A server that answers with an HTTP status, never (None), or as W&B's does ("stops"). Yields its URL and
-    the requests."""
-    seen: list = []
+    """Run a server that answers with an HTTP status, never (None), or like W&B's server ("stops").
+
+    Yield its URL and the requests.
+    """
+    requests: list = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            seen.append(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+            requests.append(self.rfile.read(int(self.headers.get("Content-Length", 0))))
             status = request.param
             if status is None:
                 closing.wait()
             elif status == "stops":
                 url = f"http://{self.headers['Host']}"
-                self.send_json(answer_of_wandb(self.path, seen[-1], url))
+                self.send_json(answer_of_wandb(self.path, requests[-1], url))
             else:
                 self.send_error(status)
 
@@ -277,14 +286,14 @@ def server(request) -> Iterator[tuple[str, list]]:
     closing = threading.Event()
     http_server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=http_server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http_server.server_port}", seen
+    yield f"http://127.0.0.1:{http_server.server_port}", requests
     closing.set()
     http_server.shutdown()
     http_server.server_close()
 
 
 def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
-    """Return what W&B's server answers to its client's requests; the user stops a run that has a loss."""
+    """Return the answer of W&B's server to its client. The user stops a run that has a loss."""
     if "file_stream" in path:
         return {"stopped": b"train/loss" in body}
     request = json.loads(body) if path == "/graphql" else {"query": ""}
@@ -299,36 +308,36 @@ def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The curves of metrics.jsonl: name -> [(step, value)]."""
-    found: dict[str, list] = {}
+    """Return the curves of metrics.jsonl: name -> [(step, value)]."""
+    points: dict[str, list] = {}
     for line in metrics(folder):
         for name in line.keys() - {"step"}:
-            found.setdefault(name, []).append((line["step"], line[name]))
+            points.setdefault(name, []).append((line["step"], line[name]))
     expected = {"epoch", "wall_s", "train/loss", "train/lr", "train/images_per_s", "val/loss", "val/accuracy"}
-    assert found.keys() == expected
-    return found
+    assert points.keys() == expected
+    return points
 
 
 def pictures(folder: Path) -> dict[str, Path]:
-    """The pictures: name in the trackers -> file."""
+    """Return the pictures: name in the trackers -> file."""
     return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
 
 
 def wandb_records(file: Path) -> list:
-    """The protobuf records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    """Return the protobuf records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, records, parts = file.read_bytes(), [], []
     position = 7
     while position + 7 <= len(data):
         left_in_block = 32768 - position % 32768
-        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
-        if left_in_block < 7 or kind == 0:
+        _, length, record_type = struct.unpack("<IHB", data[position : position + 7])
+        if left_in_block < 7 or record_type == 0:
             position += left_in_block
             continue
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if record_type in (1, 4):  # whole, or the last part
             records.append(Record.FromString(b"".join(parts)))
             parts = []
     return records
