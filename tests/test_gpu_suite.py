@@ -1,4 +1,4 @@
-"""benchmarks/gpu_suite.py on a CPU: --dry_run, verdicts of rows, limits of time, and flags for the peers."""
+"""benchmarks/gpu_suite.py on a CPU: --dry_run, the verdicts of rows, time limits, and flags for the peers."""
 
 import json
 import signal

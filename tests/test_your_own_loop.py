@@ -107,9 +107,8 @@ def test_it_is_killed_at_random_and_ends_with_the_same_bits(
         if len(outputs) < len(processes) - 1:
             step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
             wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023
-            if (
-                job.process.poll() is None
-            ):  # on a busy machine, the loop may end before the test sees the store's last step
+            # on a busy machine, the loop may end before the test sees the store's last step
+            if job.process.poll() is None:
                 kill(psutil.Process(job.process.pid).children(recursive=True))
                 job.process.kill()
         outputs.append(job.wait()[1])

@@ -1,4 +1,4 @@
-"""logbook.py, called in this process."""
+"""Calls of logbook.py in this process."""
 
 import sys
 
@@ -10,7 +10,10 @@ from onecurve.system.cli import run_command
 
 @pytest.fixture
 def book(tmp_path, monkeypatch, capsys):
-    """Calls logbook.py with a log book in tmp_path. Returns exit status, output and errors."""
+    """Return a function that calls logbook.py with a log book in tmp_path.
+
+    The function returns the exit status, the output and the errors.
+    """
 
     def call(*words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["logbook.py", *map(str, words), "--folder", str(tmp_path / "book")])

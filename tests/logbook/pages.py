@@ -1,4 +1,4 @@
-"""Made runs for the tests of the log book, and how its pages are read."""
+"""Synthetic runs for the tests of the log book, and helpers that read its pages."""
 
 import json
 import os
@@ -12,26 +12,26 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
-OUR_HTML = re.compile("(<!-- logbook {[^<>]*} --|<details><summary>[^<>]*</summary|</details)>\n?")
+LOGBOOK_HTML = re.compile("(<!-- logbook {[^<>]*} --|<details><summary>[^<>]*</summary|</details)>\n?")
 GOLDEN = Path(__file__).with_name("golden")
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'><!--&amp;"
 CLASSES = ["cat", HOSTILE, "d\u202eog"]
 
 
 def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = None, **facts: Any) -> Path:
-    """A finished run's folder as a training leaves it, with these changes."""
+    """Write the folder of a finished run as a training leaves it, with these changes."""
     folder.mkdir(parents=True)
-    known = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
-    known |= {"layer_decay": None, **(recipe or {})}
-    made = {"script": "train_vit", "strategy": "ddp", "recipe": known, "sharding": {}, "hosts": ["h1"]}
-    made |= {"devices": ["NVIDIA T4", "NVIDIA T4"], "versions": {"torch": "2.15.0"}, "source": "digits-1"}
-    made |= {"val_chosen": "a hash of their ids", **(about or {})}
-    found = {"script": "train_vit", "status": "finished", "strategy": "ddp", "processes": 2, "hosts": 1}
-    found |= {"data": "digits", "batch_size": 128, "epochs": 3, "steps": lines, "wall_s": 2.0 * lines}
-    found |= {"parameters": 5_000_000, "epoch_s": 1.25}
-    found |= {"best_accuracy": 0.8, "final_accuracy": 0.7, "final_loss": 0.5, "images_per_s": 1000.0}
-    (folder / "recipe.json").write_text(json.dumps(made))
-    (folder / "result.json").write_text(json.dumps(found | facts))
+    flags = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
+    flags |= {"layer_decay": None, **(recipe or {})}
+    record = {"script": "train_vit", "strategy": "ddp", "recipe": flags, "sharding": {}, "hosts": ["h1"]}
+    record |= {"devices": ["NVIDIA T4", "NVIDIA T4"], "versions": {"torch": "2.15.0"}, "source": "digits-1"}
+    record |= {"val_chosen": "a hash of their ids", **(about or {})}
+    outcome = {"script": "train_vit", "status": "finished", "strategy": "ddp", "processes": 2, "hosts": 1}
+    outcome |= {"data": "digits", "batch_size": 128, "epochs": 3, "steps": lines, "wall_s": 2.0 * lines}
+    outcome |= {"parameters": 5_000_000, "epoch_s": 1.25}
+    outcome |= {"best_accuracy": 0.8, "final_accuracy": 0.7, "final_loss": 0.5, "images_per_s": 1000.0}
+    (folder / "recipe.json").write_text(json.dumps(record))
+    (folder / "result.json").write_text(json.dumps(outcome | facts))
     confusion = {"step": lines, "classes": CLASSES, "confusion": [[7, 2, 0], [0, 9, 0], [0, 5, 4]]}
     (folder / "confusion.json").write_text(json.dumps(confusion))
     write_lines(folder / "telemetry-h1.jsonl", [{"host": "h1", "t": 1.7e9}])
@@ -44,20 +44,22 @@ def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = Non
 
 
 def write_starts(folder: Path, *changes: dict[str, Any]) -> Path:
-    """Writes starts of a run of write_run(), a minute apart, on two GPUs with a micro-batch of 64 images.
+    """Write starts of a run of write_run(), one minute apart, on two GPUs with micro-batches of 64 images.
 
-    changes: what differs from the start before. recipe.json is that of the last start.
+    Args:
+        folder: Run folder.
+        changes: Values that differ from the previous start. recipe.json gets the values of the last start.
     """
-    about = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
-    about |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}
+    record = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
+    record |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}
     starts = []
     for minute, changed in enumerate(changes):
-        about = about | {"at": 1.7e9 + 60 * minute, "changed": {}} | changed
-        recipe = {name: now for name, (_, now) in about["changed"].items()}
-        about["recipe"] = about["recipe"] | recipe
-        starts.append(about)
+        record = record | {"at": 1.7e9 + 60 * minute, "changed": {}} | changed
+        recipe = {name: value for name, (_, value) in record["changed"].items()}
+        record["recipe"] = record["recipe"] | recipe
+        starts.append(record)
     write_lines(folder / "starts.jsonl", starts)
-    change(folder / "recipe.json", **about)
+    change(folder / "recipe.json", **record)
     return folder
 
 
@@ -66,16 +68,16 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def change(file: Path, **changes: Any) -> None:
-    """Changes keys of a JSON file."""
+    """Change keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def check(page: Path) -> None:
-    """Checks a page: whole tables, no HTML but ours, and pictures that open."""
+    """Check a page: complete tables, no HTML except the log book's, and pictures that open."""
     text = page.read_text()
     for token in MARKDOWN.parse(text):
         if token.type == "html_block":
-            assert OUR_HTML.fullmatch(token.content), token
+            assert LOGBOOK_HTML.fullmatch(token.content), token
         for part in token.children or ():
             assert part.type != "html_inline", part.content
             if part.type == "image":
@@ -86,24 +88,27 @@ def check(page: Path) -> None:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The rows of all tables as they are shown: first cell -> the others."""
-    found, cells = {}, []
+    """Return the rows of all tables as they are shown: first cell -> other cells."""
+    table_rows, cells = {}, []
     for token in MARKDOWN.parse(text):
         if token.type == "tr_open":
             cells = []
         elif token.type == "inline":
             cells.append("".join(part.content for part in token.children))
         elif token.type == "tr_close":
-            found[cells[0]] = cells[1:]
-    return found
+            table_rows[cells[0]] = cells[1:]
+    return table_rows
 
 
-def is_golden(name: str, text: str, place: Path) -> bool:
-    """Compares a page with the stored one. WRITE_GOLDEN=1 stores it instead: then read the difference.
+def is_golden(name: str, text: str, runs: Path) -> bool:
+    """Compare a page with the stored page. WRITE_GOLDEN=1 stores it instead: then review the diff.
 
-    place: the folder of the runs, which differs in each test.
+    Args:
+        name: Name of the stored page.
+        text: Page to compare.
+        runs: Folder of the runs, which differs in each test.
     """
-    file, text = GOLDEN / name, text.replace(str(place), "PLACE")
+    file, text = GOLDEN / name, text.replace(str(runs), "PLACE")
     if os.environ.get("WRITE_GOLDEN"):
         file.write_text(text)
     return file.read_text() == text

@@ -1,4 +1,4 @@
-"""The experiments: their commands, where they stop, and where they go on."""
+"""The experiments: their commands, where they stop, and where they resume."""
 
 import os
 import re
@@ -26,7 +26,7 @@ find_batch_size.py) for word; do [[ $word != --output=* ]] || echo '{{"answer": 
 esac
 """
 
-# Runs a train script itself in the place of `-m accelerate.commands.launch --config_file FILE`
+# Runs a train script directly instead of `-m accelerate.commands.launch --config_file FILE`
 WITHOUT_LAUNCHER = f"""#!/bin/bash
 [ "$2" != accelerate.commands.launch ] || shift 4
 exec {sys.executable} "$@"
@@ -38,8 +38,8 @@ def experiment(name: str, folder: Path, *flags: object, **variables: object) -> 
     return Job([f"experiments/{name}.sh", *flags], env={key: str(value) for key, value in env.items()})
 
 
-def stand_in(folder: Path, text: str, name: str = "python") -> Path:
-    """A program that experiments start in the place of another."""
+def write_program(folder: Path, text: str, name: str = "python") -> Path:
+    """Write a program that experiments start instead of another program."""
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
     return folder / name
@@ -50,32 +50,32 @@ def test_an_experiment_shows_its_commands(tmp_path):
     assert status == 0, output
     steps = [line.removeprefix("# ") for line in output.splitlines() if line.startswith("# ")]
     parts = ("largest batch", "training", "all metrics")
-    of_both = [f"{part}, {strategy}" for strategy in ("fsdp", "ddp") for part in parts]
-    assert steps == [*of_both, "pages", "comparison"]
+    expected_steps = [f"{part}, {strategy}" for strategy in ("fsdp", "ddp") for part in parts]
+    assert steps == [*expected_steps, "pages", "comparison"]
     assert "launch.py --config_file accelerate_configs/ddp_2x4gpu.yaml --hostfile hostfile " in output
     assert "train_vit.py --config recipes/vit_b32_cifar10_finetune.yaml " in output
     assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
-    _, of_folds = experiment("vit", tmp_path, DRY_RUN=1, FOLDS=2).wait()
-    assert "all metrics" not in of_folds  # of a run that there is not
+    _, output_of_folds = experiment("vit", tmp_path, DRY_RUN=1, FOLDS=2).wait()
+    assert "all metrics" not in output_of_folds  # no run exists yet
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("told", "reason"), [("", 3), ("kill -TERM $PPID", 143)])
-def test_an_experiment_ends_with_the_name_of_what_failed(told, reason, tmp_path):
-    """Also when it is told to stop before the process of its first step is there."""
-    python = stand_in(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
-    stand_in(tmp_path, f'#!/bin/bash\n{told}\nexec /bin/mkdir "$@"\n', "mkdir")
+@pytest.mark.parametrize(("command", "reason"), [("", 3), ("kill -TERM $PPID", 143)])
+def test_an_experiment_ends_with_the_name_of_what_failed(command, reason, tmp_path):
+    """Stop the experiment also before the process of its first step exists."""
+    python = write_program(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
+    write_program(tmp_path, f'#!/bin/bash\n{command}\nexec /bin/mkdir "$@"\n', "mkdir")
     path = f"{tmp_path}:{os.environ['PATH']}"
     status, output = experiment("speedup", tmp_path / "runs", PYTHON=python, PATH=path).wait(60)
     assert (status, "ddp_2gpu" in output) == (1, False)
-    said = f"single_gpu failed with exit status {reason}. The same command resumes with this step\n"
-    assert output.endswith(f"error: training, {said}")
+    message = f"single_gpu failed with exit status {reason}. The same command resumes with this step\n"
+    assert output.endswith(f"error: training, {message}")
 
 
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])
 def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
-    """SIGTERM to itself, and Ctrl-C, which reaches all processes of a terminal."""
-    job = experiment("speedup", tmp_path / "runs", PYTHON=stand_in(tmp_path, SAVES))
+    """Send SIGTERM to the experiment, and Ctrl-C to all processes of a terminal."""
+    job = experiment("speedup", tmp_path / "runs", PYTHON=write_program(tmp_path, SAVES))
     read_until("trains\n", job)
     send(job.process.pid, number)
     status, output = job.wait(60)
@@ -85,12 +85,12 @@ def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
 
 @pytest.mark.parametrize(("batch", "sizes"), [("64", (64, 16)), ("largest", (56, 28))])
 def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(batch, sizes, tmp_path):
-    """A stand-in for Python answers 28; of a share of 32 the training gets 16, the next divisor."""
-    python = stand_in(tmp_path, SEARCHES.format(python=sys.executable))
-    for said in ("# largest batch, fsdp\n", "# largest batch, fsdp: already done\n"):
+    """Replace Python by a program that answers 28. For a share of 32, the training uses the divisor 16."""
+    python = write_program(tmp_path, SEARCHES.format(python=sys.executable))
+    for line in ("# largest batch, fsdp\n", "# largest batch, fsdp: already done\n"):
         status, output = experiment("vit", tmp_path / "runs", PYTHON=python, BATCH=batch).wait()
         assert status == 1
-        assert said in output
+        assert line in output
         assert "--batch_size={} --per_device_batch_size={} ".format(*sizes) in output
 
 
@@ -133,7 +133,7 @@ FLAGS = "The flags are --seeds N and --folds N. experiments/steps.sh lists the v
 
 
 @pytest.mark.parametrize(
-    ("flags", "variables", "said"),
+    ("flags", "variables", "message"),
     [
         ((), {"SIZE": "half"}, "SIZE=half is neither rehearsal nor full"),
         ((), {"SEEDS": "some"}, f"SEEDS=some {NUMBER}"),
@@ -147,15 +147,15 @@ FLAGS = "The flags are --seeds N and --folds N. experiments/steps.sh lists the v
     ],
 )
 @pytest.mark.parametrize("name", ["vit", "speedup"])
-def test_wrong_flags_and_variables_are_refused(name, flags, variables, said, tmp_path):
+def test_wrong_flags_and_variables_are_refused(name, flags, variables, message, tmp_path):
     status, output = experiment(name, tmp_path / "runs", *flags, **variables).wait()
-    assert (status, output) == (2, f"error: {said}\n")
+    assert (status, output) == (2, f"error: {message}\n")
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.full
 def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
-    """Two seeds have ended, the third's folder is in the way: the next start trains no seed twice."""
+    """Let two seeds finish and the third fail. The next start trains no seed twice."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "single_gpu_seed2").write_text("in the way")
     start = {"DATA": "digits", "SEEDS": 3, "LOGBOOK": tmp_path / "book"}
@@ -173,12 +173,12 @@ def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
 
 @pytest.mark.full
 def test_folds_in_turn_and_their_predictions(tmp_path):
-    """The second start would train nothing again; each training image is predicted once."""
+    """Start twice: the second start would train nothing. Each training image is predicted once."""
     words = ["--folds", 2, "train_cnn_a.py", "--data", "digits", "--max_steps", 4, "--trackers", "none"]
-    start = {"LOGBOOK": tmp_path / "book", "PYTHON": stand_in(tmp_path, WITHOUT_LAUNCHER)}
-    for again, variables in ((0, start), (4, start | {"DRY_RUN": 1})):
+    start = {"LOGBOOK": tmp_path / "book", "PYTHON": write_program(tmp_path, WITHOUT_LAUNCHER)}
+    for done_count, variables in ((0, start), (4, start | {"DRY_RUN": 1})):
         status, output = experiment("folds", tmp_path / "runs", *words, **variables).wait(600)
-        assert (status, output.count("already done")) == (0, again), output
+        assert (status, output.count("already done")) == (0, done_count), output
     lines = (tmp_path / "runs" / "predictions.csv").read_text().splitlines()
     assert lines[0] == "run,id,file,label,predicted,probability"
     assert sorted(int(line.split(",")[1]) for line in lines[1:]) == list(range(1437))

@@ -1,4 +1,4 @@
-"""Pages of real runs, of killed ones, of broken and hostile folders, and comparisons."""
+"""Pages of real, killed, broken and hostile runs, and comparisons."""
 
 import itertools
 import json
@@ -41,20 +41,20 @@ FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A copy of the project, with a log book of its own."""
+    """Copy the project, without runs and log books."""
     return copy_project(tmp_path_factory.mktemp("logbook") / "project")
 
 
 @pytest.fixture(scope="module")
-def one(project, cache) -> tuple[Path, str]:
-    """A run on one process with all its metrics, and what it printed."""
+def finished_run(project, cache) -> tuple[Path, str]:
+    """Train on one process with all metrics. Return the folder and the output."""
     output = run([*python(), *CNN, *FLAGS, *cache, "--output_dir", "runs/one"], cwd=project)
     run([*python(), "validate.py", project / "runs/one", *cache])
     return project / "runs/one", output
 
 
 def page_of(book, *words: object) -> str:
-    """The text of the page that a command has written."""
+    """Return the text of the page that a command has written."""
     status, output, errors = book(*words)
     assert (status, errors) == (0, "")
     file = Path(output.splitlines()[-2])
@@ -65,9 +65,9 @@ def page_of(book, *words: object) -> str:
 # --- Pages of real runs
 
 
-def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project, one):
-    """Follows a new user: each command is the last line that the previous one printed."""
-    _, output = one
+def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project, finished_run):
+    """Follow a new user, who runs the last line that each command prints."""
+    _, output = finished_run
     last = output.splitlines()[-1]
     assert last.endswith("logbook.py add runs/one")
     shown = " ".join(re.sub("[\u2502\u2503]", "", output).split())
@@ -80,26 +80,26 @@ def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project
     assert not (project / "logbook").exists(), "the project's own pages are written by --folder only"
 
 
-def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
-    folder, _ = one
-    text, found = page_of(book, "add", folder), result(folder)
-    about = json.loads((folder / "recipe.json").read_text())
+def test_a_page_says_what_the_files_of_its_run_say(finished_run, book, tmp_path):
+    folder, _ = finished_run
+    text, facts = page_of(book, "add", folder), result(folder)
+    record = json.loads((folder / "recipe.json").read_text())
     report = json.loads(next(folder.glob("validation/*/report.json")).read_text())
-    final = f"{found['final_accuracy']:.4f}"
+    final = f"{facts['final_accuracy']:.4f}"
     assert re.search(rf"^\*\*train_cnn_a reaches accuracy {final} .* digits in 3 of 3 epochs, ", text, re.M)
-    assert f"best on the {found['val_name']} split, step" in text
+    assert f"best on the {facts['val_name']} split, step" in text
     assert "**Rehearsal on CPU: the times say nothing about GPUs.**" in text
-    assert shlex.join(about["command"]) in text
+    assert shlex.join(record["command"]) in text
     result_text, report_text, setup_text = re.split("### validate.py|## Memory", text)
     table = rows(result_text)
-    assert table["accuracy"] == [f"{found['best_accuracy']:.4f}", final]
-    assert table["training time"] == [f"{found['train_s']:,.1f} s"]
+    assert table["accuracy"] == [f"{facts['best_accuracy']:.4f}", final]
+    assert table["training time"] == [f"{facts['train_s']:,.1f} s"]
     table = rows(report_text)
     assert table["top-1"] == [f"{report['top1']:.4f}"]
     assert [table[name][2] for name in report["classes"]] == [f"{x:.4f}" for x in report["per_class"]["f1"]]
     table = rows(setup_text)
     assert table["batch"] == ["128 = 128 images x 1 process x 1 accumulation"]
-    assert f"torch {about['versions']['torch']}" in table["versions"][0]
+    assert f"torch {record['versions']['torch']}" in table["versions"][0]
     differing = rows(text[text.index("| flag changed") :].partition("<details>")[0])
     assert differing["widths"] == ["4,8,32"]
     assert not {"warmup", "streams"} & differing.keys()
@@ -110,7 +110,7 @@ def test_a_page_says_what_the_files_of_its_run_say(one, book, tmp_path):
 
 
 def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
-    """By SIGKILL, after its first evaluation."""
+    """Send SIGKILL after the first evaluation."""
     killed = project / "runs/killed"
     words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
     job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
@@ -127,11 +127,11 @@ def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
     assert "killed or still running" in (tmp_path / "book/README.md").read_text()
 
 
-# --- Stored pages of made runs
+# --- Stored pages of synthetic runs
 
 
 def gpu_run(folder: Path) -> Path:
-    """A run on two GPUs with all that a page can show: 100 W each, one is throttled, a host joins."""
+    """Write a run on two GPUs with all that a page can show: 100 W each, throttling, a joining host."""
     write_run(
         folder,
         lines=30,
@@ -158,14 +158,14 @@ def gpu_run(folder: Path) -> Path:
     lines = metrics(folder)
     for line in lines:
         line["val/raw_accuracy"] = line["val/accuracy"] / 2
-    moved = {"hosts_before": 2, "hosts": 3, "processes_before": 2, "processes": 3}
-    more = [
-        {"step": 10, "epoch": 1.0, "wall_s": 20.0} | moved,
+    change_of_hosts = {"hosts_before": 2, "hosts": 3, "processes_before": 2, "processes": 3}
+    event_lines = [
+        {"step": 10, "epoch": 1.0, "wall_s": 20.0} | change_of_hosts,
         {"step": 14, "epoch": 1.4, "wall_s": 29.0, "interrupted_at": 1000.0, "why": "SIGTERM | a"},
         {"step": 15, "epoch": 1.5, "wall_s": 30.0, "resumed_at": 1060.0},
         {"step": 20, "epoch": 2.0, "wall_s": 40.0, "interrupted_at": 2000.0, "why": "SIGUSR1"},
     ]
-    write_lines(folder / "metrics.jsonl", lines + more)
+    write_lines(folder / "metrics.jsonl", lines + event_lines)
     (folder / "telemetry-h1.jsonl").unlink()
     host = {"host": "h", "interval_s": 1.0, "devices": ["NVIDIA T4"] * 2, "cpus": 8, "memory_gib": 64.0}
     rates = ("net_sent_mib_s", "net_received_mib_s", "disk_read_mib_s", "disk_written_mib_s")
@@ -198,7 +198,7 @@ def gpu_run(folder: Path) -> Path:
     return folder
 
 
-# Two start at step 2, as the first of them leaves no checkpoint. The last one changes the recipe.
+# Two starts are at step 2 because the first leaves no checkpoint. The last start changes the recipe.
 ONE = {"devices": ["NVIDIA T4"], "strategy": "single", "per_device_batch_size": 128}
 SEVERAL: list[dict[str, Any]] = [{"versions": {"torch": "2.11.0"}, "command": ["torchrun", "train_vit.py"]}]
 SEVERAL += [{"step": 2, "devices": ["NVIDIA T4"] * 4, "hosts": ["h1", "h2"], "strategy": "fsdp"}]
@@ -207,7 +207,7 @@ SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["pytho
 
 
 def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
-    """Its title, settings and command are those of all starts, like those of the index and a comparison."""
+    """Combine all starts in the title, the settings and the command, as in the index and a comparison."""
     last = {"strategy": "single", "processes": 1, "train_s": 9.0}
     folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
     assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)
@@ -225,7 +225,7 @@ def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
 
 
 def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
-    """The first start trained all 6 steps, and another one on one process completed result.json."""
+    """Let the first start train all 6 steps, and another start on one process complete result.json."""
     folder = write_run(tmp_path / "run", strategy="single", processes=1)
     record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
     assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
@@ -246,19 +246,21 @@ VERDICTS = {
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_unchanged_is_said_only_where_it_is_known(name, tmp_path):
-    starts, said = VERDICTS[name]
+    starts, sentence = VERDICTS[name]
     folder = write_starts(write_run(tmp_path / "run"), *starts)
-    found = [{key: v for key, v in line.items() if v is not None} for line in lines(folder / "starts.jsonl")]
-    write_lines(folder / "starts.jsonl", found)
+    start_lines = [
+        {key: v for key, v in line.items() if v is not None} for line in lines(folder / "starts.jsonl")
+    ]
+    write_lines(folder / "starts.jsonl", start_lines)
     verdict = history.resume_verdict(RunRecord(folder))
-    assert said in verdict
-    assert bool(said) == bool(verdict)
-    assert ("unchanged" in verdict) == (UNCHANGED in said or name == "micro-batch")
+    assert sentence in verdict
+    assert bool(sentence) == bool(verdict)
+    assert ("unchanged" in verdict) == (UNCHANGED in sentence or name == "micro-batch")
     assert verdict in run_page(RunRecord(folder), "run", [])
 
 
 def test_pages_of_made_runs_are_the_stored_ones(book, tmp_path):
-    """A run on GPUs; the same, compared with one of other work and a search for the largest batch."""
+    """Store the page of a run on GPUs, and its comparison with other work and a search for the batch size."""
     folder, other = gpu_run(tmp_path / "gpus"), tmp_path / "other"
     write_run(other, about={"versions": {"torch": "1.0"}}, recipe={"lr": 0.5}, batch_size=64)
     (other / "confusion.json").unlink()
@@ -278,7 +280,7 @@ def test_pages_of_made_runs_are_the_stored_ones(book, tmp_path):
 # --- Broken and hostile folders
 
 
-BREAKS = {  # tests/logbook/test_names.py has more malformed JSON
+BREAKS = {  # tests/logbook/test_names.py checks more malformed JSON
     "missing": lambda file: file.unlink(),
     "empty": lambda file: file.write_text(""),
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-40]),
@@ -294,33 +296,33 @@ BREAKS = {  # tests/logbook/test_names.py has more malformed JSON
 
 
 def keys(file: Path) -> list[str]:
-    """The keys of a JSON file, or of the last line of a log."""
+    """Return the keys of a JSON file, or of the last line of a log."""
     text = file.read_text()
     return list(json.loads(text.splitlines()[-1] if file.suffix == ".jsonl" else text))
 
 
-@pytest.mark.parametrize("how", BREAKS)
-def test_missing_or_broken_files_are_named(how, tmp_path):
-    """Damages each file alone, then all files of one run."""
+@pytest.mark.parametrize("damage", BREAKS)
+def test_missing_or_broken_files_are_named(damage, tmp_path):
+    """Damage each file separately, then all files of one run."""
     whole = gpu_run(tmp_path / "whole")
     names = ["recipe.json", "result.json", "metrics.jsonl", "confusion.json", "telemetry-h.jsonl"]
     names.append("validation/test_28/report.json")
     everything = shutil.copytree(whole, tmp_path / "everything")
     for k, name in enumerate(names):
-        BREAKS[how](everything / name)
+        BREAKS[damage](everything / name)
         folder = shutil.copytree(whole, tmp_path / f"run{k}")
-        BREAKS[how](folder / name)
+        BREAKS[damage](folder / name)
         (problem,) = RunRecord(folder).problems
-        is_unnamed = how == "missing" and name.startswith("telemetry")
+        is_unnamed = damage == "missing" and name.startswith("telemetry")
         assert problem.startswith("telemetry-<host>.jsonl" if is_unnamed else name), problem
     text = run_page(RunRecord(everything), "x", []).partition("## Missing or broken files")[2]
-    # A run without a result need not have these.
-    unknown = ("telemetry", "confusion") if how == "missing" else ()
+    # A run without a result may lack these.
+    unknown = ("telemetry", "confusion") if damage == "missing" else ()
     assert all(name in text for name in names if not name.startswith(unknown)), text
 
 
 def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
-    """A run's folder from a stranger: links to the user's files, pipes, and text that is called a picture."""
+    """Use a run folder of unknown origin: links to the user's files, pipes, and text named like a picture."""
     secret, folder = tmp_path / "home" / "id_rsa", gpu_run(tmp_path / "run")
     secret.parent.mkdir()
     secret.write_text("SECRET")
@@ -332,8 +334,8 @@ def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
     (folder / "verified.json").unlink()
     for name in ("nvidia-smi-pipe.txt", "plots/pipe.png", "verified.json", "telemetry-pipe.jsonl"):
         os.mkfifo(folder / name)
-    theirs = shutil.copytree(folder / "validation/test_28", tmp_path / "home" / "theirs")
-    (folder / "validation" / "linked").symlink_to(theirs)
+    other_report = shutil.copytree(folder / "validation/test_28", tmp_path / "home" / "theirs")
+    (folder / "validation" / "linked").symlink_to(other_report)
     text = page_of(book, "add", folder)
     assert "nvidia-smi -q" not in text
     assert "### validate.py: linked" not in text
@@ -343,17 +345,19 @@ def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
 
 
-# What a table, a link, HTML or a terminal would break at; then all other text. A folder has any bytes.
+# Characters that could break a table, a link, HTML or a terminal, then arbitrary text. A folder's name can
+# contain any bytes.
 ODD = ["\n", "\r\n", "\t", "\x1b[31m", "\u202e", "\ud800", " ", "a", "|", "`", "```", "<b>", "<!--", "-->"]
 ODD += ["&amp;", "\\", "_a_", "*a*", "**a", "[u](v)", "![", "~~a~~", "$x$", "# ", "../"]
 TEXTS = st.permutations(ODD).map(lambda odd: ["".join(odd[k : k + 3]) for k in range(0, len(odd), 3)])
-TEXTS = st.builds(operator.add, TEXTS, st.lists(st.text(max_size=9), max_size=5))  # each of them is in all
+# every list contains all of ODD
+TEXTS = st.builds(operator.add, TEXTS, st.lists(st.text(max_size=9), max_size=5))
 NAME = st.permutations(ODD).map(lambda odd: "".join(odd[:8])) | st.binary(max_size=9).map(os.fsdecode)
 NAME = NAME.map(lambda name: "x" + re.sub("[/\0\ud800-\udc7f\udd00-\udfff]", "", name))
 
 
 def with_texts(value: Any, texts: Iterator[str]) -> Any:
-    """The JSON with these in the place of its texts, and in tables whose keys are a user's."""
+    """Replace the texts of a JSON value, and add these to tables whose keys come from a user."""
     if isinstance(value, list):
         return [with_texts(inner, texts) for inner in value]
     if isinstance(value, dict):
@@ -370,14 +374,14 @@ def whole(tmp_path_factory) -> Path:
     return write_starts(folder, *SEVERAL)
 
 
-@settings(max_examples=20, phases=[Phase.generate])  # a shorter example takes minutes
+@settings(max_examples=20, phases=[Phase.generate])  # shrinking an example takes minutes
 @given(NAME, NAME, TEXTS, st.sampled_from(["finished", "failed"]))
 def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, status):
-    """Each is shown, as far as it can be, and breaks no table of the page, a comparison or the index."""
-    with tempfile.TemporaryDirectory() as place:
-        folder, drawn = shutil.copytree(whole, Path(place) / name), itertools.cycle(texts)
+    """Check that each text is shown if possible, and breaks no table of a page, comparison or index."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder, next_texts = shutil.copytree(whole, Path(parent) / name), itertools.cycle(texts)
         for file in [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]:
-            write_lines(file, [with_texts(line, drawn) for line in lines(file)])
+            write_lines(file, [with_texts(line, next_texts) for line in lines(file)])
         change(folder / "result.json", status=status)
         (folder / "validation/test_28").rename(folder / "validation" / report)
         (folder / "nvidia-smi-h.txt").rename(folder / f"nvidia-smi-{name}.txt")
@@ -388,16 +392,16 @@ def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, st
             "two": comparison.comparison_page(compared, "two.png", [None, "run.md"]),
         }
         pages["index"] = index({"run.md": index_values(run)}, {"two.md": comparison.title(compared)})
-        Image.new("RGB", (301, 1)).save(Path(place) / "two.png")
+        Image.new("RGB", (301, 1)).save(Path(parent) / "two.png")
         for stem, text in pages.items():
-            check(logbook.write_page(Path(place) / f"{stem}.md", index_values(run) | run.identity, text))
+            check(logbook.write_page(Path(parent) / f"{stem}.md", index_values(run) | run.identity, text))
         table = rows(pages["run"])
         assert {shown(c) for c in run.reports[report]["classes"][:20]} <= table.keys()
         assert table["run"] == [shown(folder)]
         fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
         words = [word for start in run.kept for word in map(printable_lines, start.about["command"])]
         command = [re.sub("\n{3,}", "\n\n", word) for word in words]
-        assert shlex.split(fence, comments=True) == command  # a page has no two blank lines
+        assert shlex.split(fence, comments=True) == command  # a page has no two blank lines in a row
         assert all(re.fullmatch(r"[\w-]+", logbook.file_name(text)) for text in texts)
 
 
@@ -406,7 +410,7 @@ def shown(text: object) -> str:
 
 
 def test_a_page_without_escaping_is_found(tmp_path, monkeypatch):
-    """A mutant: the templates' values as they are."""
+    """Use a mutant that inserts the values unescaped."""
     environment = markdown._environment()
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
     monkeypatch.setattr(environment, "cache", None)
@@ -436,32 +440,32 @@ def test_each_run_has_a_page_of_its_own_and_the_same_runs_give_the_same_bytes(bo
         files = [path for path in (tmp_path / "book").rglob("*") if path.is_file()]
         return {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
 
-    one, other = (write_run(tmp_path / name) for name in ("ddp_128_3_1_2", "ddp_128_3_1_2-2"))
-    moved = tmp_path / "laptop" / other.name
+    first_run, second_run = (write_run(tmp_path / name) for name in ("ddp_128_3_1_2", "ddp_128_3_1_2-2"))
+    moved = tmp_path / "laptop" / second_run.name
     moved.parent.mkdir()
-    write_lines(other / "metrics.jsonl", metrics(other)[1:])
-    (one / "validation/val_6").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(one / "validation/val_6/worst.png")
-    book("add", other, one)
-    book("compare", one, other)
-    first = written()
-    assert f"`{other}`".encode() in first["book/train_vit/ddp/128_3_1_2-2.md"]
-    pages = {name.removeprefix("book/") for name in first if name.endswith(".md")}
+    write_lines(second_run / "metrics.jsonl", metrics(second_run)[1:])
+    (first_run / "validation/val_6").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(first_run / "validation/val_6/worst.png")
+    book("add", second_run, first_run)
+    book("compare", first_run, second_run)
+    first_files = written()
+    assert f"`{second_run}`".encode() in first_files["book/train_vit/ddp/128_3_1_2-2.md"]
+    pages = {name.removeprefix("book/") for name in first_files if name.endswith(".md")}
     runs = {"train_vit/ddp/128_3_1_2.md", "train_vit/ddp/128_3_1_2-2.md"}
     assert pages == {"README.md", "compare/train_vit_ddpx2_ddpx2_2.md", *runs}
-    assert len(first) == 4 + 1 + 3 + 2
-    book("add", one)
+    assert len(first_files) == 4 + 1 + 3 + 2
+    book("add", first_run)
     book("index")
-    assert written() == first
-    other.rename(moved)  # as from the cluster to a laptop
+    assert written() == first_files
+    second_run.rename(moved)  # as if copied from a cluster to a laptop
     assert f"`{moved}`" in page_of(book, "add", moved)
-    assert written().keys() == first.keys()
-    moved.rename(other)
+    assert written().keys() == first_files.keys()
+    moved.rename(second_run)
     shutil.rmtree(tmp_path / "book")
-    book("add", one)
-    book("add", other)
-    book("compare", one, other)
-    assert written() == first
+    book("add", first_run)
+    book("add", second_run)
+    book("compare", first_run, second_run)
+    assert written() == first_files
 
 
 # --- Comparisons
@@ -472,24 +476,26 @@ DIFFERENT = rows_of("different images")
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_runs_that_saw_different_images_are_not_compared(name, book, tmp_path):
-    about, recipe, facts, message = DIFFERENT[name]
-    known = {"val_name": "val", "val_images": 360}
-    one = write_run(tmp_path / "one", **known)
-    other = write_run(tmp_path / "other", about=about, recipe=recipe, **known | facts)
-    status, output, errors = book("compare", one, other)
+    record_changes, recipe, facts, message = DIFFERENT[name]
+    split_facts = {"val_name": "val", "val_images": 360}
+    first_run = write_run(tmp_path / "one", **split_facts)
+    second_run = write_run(tmp_path / "other", about=record_changes, recipe=recipe, **split_facts | facts)
+    status, output, errors = book("compare", first_run, second_run)
     assert (status, output, errors.count("\n")) == (1, "", 1)
-    assert errors.startswith(f"error: {other} and {one} were evaluated on different images ({message}")
+    assert errors.startswith(
+        f"error: {second_run} and {first_run} were evaluated on different images ({message}"
+    )
     assert "--allow_different_data" in errors
     assert not (tmp_path / "book").exists()
-    Comparison([RunRecord(one), RunRecord(other)], allow_different_data=True)
+    Comparison([RunRecord(first_run), RunRecord(second_run)], allow_different_data=True)
 
 
 def test_columns_are_named_by_what_differs(tmp_path):
-    """Images may have another name: their content is compared."""
+    """Compare the content of images, which may have another name."""
 
     def names(*changes: dict, **facts) -> list[str]:
-        place = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        runs = [write_run(place / str(k), recipe=recipe) for k, recipe in enumerate(changes)]
+        parent = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        runs = [write_run(parent / str(k), recipe=recipe) for k, recipe in enumerate(changes)]
         change(runs[-1] / "result.json", **facts)
         return Comparison([RunRecord(run) for run in runs]).names
 
@@ -516,17 +522,17 @@ def test_columns_are_named_by_what_differs(tmp_path):
             ["The throughput of single x 1 varied by ", "the first run was slowed down"],
         ),
         ([1000] * 20, 23.6, ["the first run may have been slow"]),
-        ([10, *[1000] * 20], 8.0, []),  # the warm-up
-        ([100, 1000] * 3, 8.0, []),  # too few
+        ([10, *[1000] * 20], 8.0, []),  # the first line covers the warm-up
+        ([100, 1000] * 3, 8.0, []),  # too few lines
     ],
 )
 def test_doubtful_times_are_remarked(speeds, train_s, doubts, book, tmp_path):
-    """The first run, which one process trained, was disturbed."""
-    one = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
-    two = write_run(tmp_path / "two", train_s=5.0)
+    """Disturb the first run, which one process trained."""
+    slow_run = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
+    fast_run = write_run(tmp_path / "two", train_s=5.0)
     lines = [{"step": k, "epoch": k, "wall_s": k, "train/images_per_s": v} for k, v in enumerate(speeds)]
-    write_lines(one / "metrics.jsonl", lines)
-    text = page_of(book, "compare", one, two)
+    write_lines(slow_run / "metrics.jsonl", lines)
+    text = page_of(book, "compare", slow_run, fast_run)
     remarks = re.findall(r"^- \*\*(.*)\*\*$", text, re.MULTILINE)
     assert len(remarks) == len(doubts)
     for remark, doubt in zip(remarks, doubts, strict=True):
@@ -535,7 +541,7 @@ def test_doubtful_times_are_remarked(speeds, train_s, doubts, book, tmp_path):
 
 def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
     sharding = [{"reshard_after_forward": reshards, "replicas": 1} for reshards in (True, False)]
-    runs = [write_run(tmp_path / f"{k}", about={"sharding": one}) for k, one in enumerate(sharding)]
+    runs = [write_run(tmp_path / f"{k}", about={"sharding": values}) for k, values in enumerate(sharding)]
     text = page_of(book, "compare", runs[0], runs[0])
     assert "None. Recipe, data, versions, commit, devices and precision are the same." in text
     single = write_run(tmp_path / "single", about={"strategy": "single"}, strategy="single", processes=1)
@@ -545,7 +551,7 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
 
 
 def test_the_largest_batch_is_that_of_the_same_model_and_strategy(book, tmp_path):
-    """A search of the run's own model is in a stored page."""
+    """A stored page contains a search for the run's model."""
     runs, file = [write_run(tmp_path / "run")] * 2, tmp_path / "search.json"
     search = {"script": "train_vit", "strategy": "ddp", "processes": 2, "recipe": {}, "sharding": {}}
     for other in ({"recipe": {"model": "vit_small"}}, {"sharding": {"replicas": 2}}, {"compile": "default"}):

@@ -1,4 +1,4 @@
-"""Comparisons over seeds: the statistics against scipy and against draws, and the page of a comparison."""
+"""Comparisons over seeds: the statistics against scipy and against simulated draws, and the pages."""
 
 import re
 
@@ -18,11 +18,11 @@ def group(name: str, values, seeds=None) -> Group:
 
 def test_the_interval_is_scipys():
     values = [0.91, 0.93, 0.92, 0.95]
-    one = group("a", values)
+    group_of_runs = group("a", values)
     expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
-    assert one.interval == pytest.approx(expected)
-    assert one.deviation == pytest.approx(np.std(values, ddof=1))
-    assert group("a", [1.0, 0.0]).interval == (0.0, 1.0)  # of an accuracy
+    assert group_of_runs.interval == pytest.approx(expected)
+    assert group_of_runs.deviation == pytest.approx(np.std(values, ddof=1))
+    assert group("a", [1.0, 0.0]).interval == (0.0, 1.0)  # clipped, because it is an accuracy
     assert (group("a", [0.9]).interval, group("a", [0.9]).deviation) == (None, None)
 
 
@@ -62,13 +62,13 @@ def make_run(folder, seed: int, accuracy: float, lr: float = 0.003):
 
 def test_a_page_over_seeds(book, tmp_path):
     values = {0.003: (0.90, 0.91, 0.93), 0.01: (0.92, 0.94, 0.95)}
-    made = [(lr, *run) for lr, found in values.items() for run in enumerate(found)]
-    runs = [make_run(tmp_path / f"{lr}_{seed}", seed, value, lr) for lr, seed, value in made]
+    trainings = [(lr, *run) for lr, accuracies in values.items() for run in enumerate(accuracies)]
+    runs = [make_run(tmp_path / f"{lr}_{seed}", seed, value, lr) for lr, seed, value in trainings]
     assert is_golden("seeds.md", page_of(book, "compare", *runs, "--name", "page"), tmp_path)
 
 
 def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
-    """The same training twice is compared as two runs; among several seeds it is refused."""
+    """Compare the same training twice as two runs, but refuse it among several seeds."""
     same = [make_run(tmp_path / f"same{k}", 0, 0.9) for k in range(2)]
     assert "Over seeds" not in page_of(book, "compare", *same, "--name", "page")
     status, _, errors = book("compare", *same, make_run(tmp_path / "other", 1, 0.91))
@@ -77,7 +77,7 @@ def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
 
 
 def test_a_page_over_folds(book, tmp_path):
-    """The interval is by Student's t and an error of sqrt(1/3 + 1/2) deviations: Nadeau and Bengio's."""
+    """Use Student's t with an error of sqrt(1/3 + 1/2) deviations, after Nadeau and Bengio."""
     runs = []
     for model, accuracies in {"vit_a": (0.8, 0.75, 0.7), "vit_b": (0.5, 0.75, 0.2)}.items():
         for fold, accuracy in enumerate(accuracies, 1):

@@ -1,4 +1,4 @@
-"""Where the time of a run went: its parts, what restarts have lost, and the section of the page."""
+"""Time of a run: its parts, the loss at restarts, and the section of the page."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ SPENT |= {"first evaluation": 1.5, "plots": 0.5}
 
 
 def section(run: RunRecord) -> str:
-    """The section, which begins no other one."""
+    """Return the section. It contains no other heading."""
     return run_page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
 
 
 def test_the_section_is_the_stored_one(tmp_path):
-    one = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
-    assert is_golden("spent.md", section(one), tmp_path)
-    assert sum(parts_s(one).values()) == one.facts["wall_s"]
+    run_record = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
+    assert is_golden("spent.md", section(run_record), tmp_path)
+    assert sum(parts_s(run_record).values()) == run_record.facts["wall_s"]
     assert section(RunRecord(write_run(tmp_path / "other"))) == "", "a process records this when it ends"
 
 
@@ -34,8 +34,11 @@ def header(host: str, t: float, age_s: float | None = None, before_s: float = 0.
 
 
 def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
-    """Three processes. The first one ends 30 s after its last checkpoint, the second one 10 s, on another
-    host, which was a worker before; 60 s and 5 s later the next ones begin."""
+    """Simulate three processes of a run.
+
+    The first ends 30 s after its last checkpoint. The second ends 10 s after its last checkpoint, on another
+    host, which was a worker before. The next processes begin 60 s and 5 s later.
+    """
     first = [header("h1", 1010, 10), {"t": 1011, "step": 1}, {"t": 1100, "step": 90}]
     first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
     second = [header("h2", 1010), {"t": 1099, "step": 89, "cpu_pct": 1.0}]
@@ -59,11 +62,11 @@ def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
 
 
 def test_the_telemetry_of_weeks_is_thinned():
-    """Where processes began and ended it is whole."""
+    """Keep all lines where processes begin and end."""
     texts = ['{"host"', *map(str, range(20_000)), "end", '{"host"', "last"]
-    found = _thinned(texts)
-    assert len(found) < 5_010
-    assert (found[0], found[-3:]) == ('{"host"', ["end", '{"host"', "last"])
+    thinned = _thinned(texts)
+    assert len(thinned) < 5_010
+    assert (thinned[0], thinned[-3:]) == ('{"host"', ["end", '{"host"', "last"])
     assert _thinned([]) == []
 
 
@@ -74,21 +77,21 @@ def test_odd_values_break_no_page(spent, tmp_path):
 
 
 def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
-    """Over two processes, one after another; the time between them does not count."""
+    """Train in two processes, one after the other. The time between them does not count."""
     folder, flags = tmp_path / "run", ["--data", "digits", "--batch_size", "64", "--epochs", "2"]
     words = [*python(), *CNN, *flags, *cache, "--log_every", "10", "--telemetry_s", "0.1"]
     words += ["--output_dir", folder, "--max_steps"]
     run([*words, "20"])
     assert "continuing at step 20" in run([*words, "44"])
-    found = result(folder)
-    parts = found["spent_s"]
-    starts_of = {"imports", "process group", "opening the data", "building the model", "starting"}
-    steady = {"training", "reading data", "first evaluation", "evaluation", "saving", "ending", "plots"}
-    assert parts.keys() == starts_of | steady
+    facts = result(folder)
+    parts = facts["spent_s"]
+    start_parts = {"imports", "process group", "opening the data", "building the model", "starting"}
+    other_parts = {"training", "reading data", "first evaluation", "evaluation", "saving", "ending", "plots"}
+    assert parts.keys() == start_parts | other_parts
     assert min(parts.values()) > 0
-    assert sum(parts.values()) == pytest.approx(found["wall_s"], abs=0.1)
-    assert max(parts["training"], found["train_s"]) < found["wall_s"] - parts["starting"]
+    assert sum(parts.values()) == pytest.approx(facts["wall_s"], abs=0.1)
+    assert max(parts["training"], facts["train_s"]) < facts["wall_s"] - parts["starting"]
     processes = main_processes(RunRecord(folder))
     assert processes[0].before_s == 0
     assert 0 < processes[1].before_s <= processes[0].ended_s + 0.2
-    assert processes[1].ended_s == pytest.approx(found["wall_s"], rel=0.2, abs=1)
+    assert processes[1].ended_s == pytest.approx(facts["wall_s"], rel=0.2, abs=1)

@@ -1,4 +1,4 @@
-"""The attention kernel for few tokens: its numbers, what takes it, how it is compiled and recorded."""
+"""The attention kernel for few tokens: numbers, layers that use it, compilation and records."""
 
 import hashlib
 import itertools
@@ -36,19 +36,19 @@ from train_vit import Vit, build_model
 
 
 def interpreted(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """The problems of each case."""
-    usual = {"size": 32, "dtype": "bfloat16", "largest": 3, "order": "packed", "heads": 2}
-    done = subprocess.run(
+    """Return the problems of each case."""
+    defaults = {"size": 32, "dtype": "bfloat16", "largest": 3, "order": "packed", "heads": 2}
+    process = subprocess.run(
         [sys.executable, "-m", "tests.support.interpreted_attention"],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        input="".join(json.dumps(usual | case) + "\n" for case in cases),
+        input="".join(json.dumps(defaults | case) + "\n" for case in cases),
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 CASES = [{"tokens": n} for n in (1, 16, 50, 64, 65)]
@@ -57,11 +57,11 @@ CASES += [{"tokens": n, "largest": 100} for n in (17, 130)]
 CASES += [{"tokens": n, "order": "parts first"} for n in (3, 66)]
 WRONG_MASK = {"[None, :] < N, scores": "[None, :] < N + 1, scores"}
 NO_SCALE = {"tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)": "tl.dot(q, tl.trans(k)) * LOG2_E"}
-SWAPPED = {  # the gradients of keys and values
+SWAPPED = {  # swaps the gradients of keys and values
     "packed + tile + 2 * H * D, dv": "packed + tile + H * D, dv",
     "packed + tile + H * D, tl.dot(": "packed + tile + 2 * H * D, tl.dot(",
 }
-RACE = {"% BLOCKS * R\n": "% BLOCKS * (R // 2)\n"}  # half of the rows twice, with the same numbers
+RACE = {"% BLOCKS * R\n": "% BLOCKS * (R // 2)\n"}  # computes half of the rows twice, with the same numbers
 RACE_BACK = {
     "(tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H": "(tl.program_id(0) // H).to(tl.int64), 0"
 }
@@ -86,7 +86,7 @@ MUTANTS = [
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[str]]:
-    """The problems of all cases and mutants, from one process."""
+    """Return the problems of all cases and mutants, computed in one process."""
     names = [*map(str, CASES), *(name for name, *_ in MUTANTS)]
     small = {"dtype": "float16", "largest": 1}
     mutants = [{"tokens": n, "replacements": changed, **small} for _, n, changed, _ in MUTANTS]
@@ -112,15 +112,15 @@ def test_every_number_of_tokens(size, first):
         for n in range(first, 257, 2)
     ]
     cases = [case | {"heads": 1, "largest": 100 if case["tokens"] % 3 == 0 else 3} for case in cases]
-    found = interpreted(cases)
-    assert [case | {"problems": wrong} for case, wrong in zip(cases, found, strict=True) if wrong] == []
+    problems = interpreted(cases)
+    assert [case | {"problems": wrong} for case, wrong in zip(cases, problems, strict=True) if wrong] == []
 
 
-# --- Which layers take it
+# --- Layers that use it
 
 
 def layer(tokens: int = 50, **options: Any) -> Any:
-    """timm's attention with two heads of 32, as wrap() leaves it on a GPU that has the kernel."""
+    """Return timm's attention with two heads of 32, as wrap() leaves it on a GPU that supports the kernel."""
     options = {"dim": 64, "num_heads": 2, "norm_layer": nn.LayerNorm} | options
     model = nn.Sequential(timm.layers.Attention(**options))
     speed_up(model)
@@ -151,7 +151,7 @@ def test_which_layers_take_the_kernel(options, fits):
 
 
 def operators(module: nn.Module, tokens: int = 50, dtype: Any = torch.bfloat16, **more: Any) -> set[str]:
-    """The operators of a forward and a backward pass, on fake tensors."""
+    """Return the operators of a forward and a backward pass on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), Operators() as called:
         inputs = torch.empty(2, tokens, 64, requires_grad=True)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -179,7 +179,7 @@ def test_which_forwards_take_the_kernel(more, takes):
     called = operators(layer(), **more)
     assert (KERNELS & called) == (KERNELS if takes else set())
     assert any("scaled_dot_product" in name for name in called) != takes
-    assert not (takes and "stack" in called)  # the packed gradient is written at once
+    assert not (takes and "stack" in called)  # the kernel writes the packed gradient directly
 
 
 def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
@@ -199,7 +199,7 @@ def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
 
 
 def test_a_kernel_that_fails_is_not_used():
-    """Without the interpreter Triton finds no driver on a CPU."""
+    """Run without the interpreter: Triton finds no driver on a CPU."""
     assert kernel_failure(layer(), torch.device("cpu"), torch.float16) != ""
     assert kernel_failure(nn.Linear(2, 2), torch.device("cpu"), torch.float16) is None
 
@@ -209,17 +209,17 @@ def test_a_vits_layers_know_their_tokens():
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert {module.tokens for module in layers} == {17}
     assert model.training
-    assert not any(module.kernel_tokens for module in layers)  # wrap() chooses
+    assert not any(module.kernel_tokens for module in layers)  # wrap() decides
     assert use_kernel(model)
     assert not use_kernel(nn.Linear(2, 2))
 
 
 def test_cudnn_comes_first_for_many_tokens_in_training(monkeypatch):
-    """The first of torch's kernels while its attention is called."""
+    """Record the first of torch's kernels while its attention is called."""
     firsts, module = [], layer(tokens=0)
     call = torch.nn.functional.scaled_dot_product_attention
 
-    def noting(*arguments: Any, **more: Any) -> Any:
+    def recording(*arguments: Any, **more: Any) -> Any:
         firsts.append(torch._C._get_sdp_priority_order()[0])
         return call(*arguments, **more)
 
@@ -231,20 +231,20 @@ def test_cudnn_comes_first_for_many_tokens_in_training(monkeypatch):
     prefer_cudnn(module, torch.device("cuda"))
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     assert compiled(torch.randn(1, 129, 64)).shape == (1, 129, 64)
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", noting)
-    usual, cudnn = torch._C._get_sdp_priority_order()[0], int(SDPBackend.CUDNN_ATTENTION)
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", recording)
+    default, cudnn = torch._C._get_sdp_priority_order()[0], int(SDPBackend.CUDNN_ATTENTION)
     for tokens in (128, 129):
         module(torch.randn(1, tokens, 64))
     module.eval()(torch.randn(1, 129, 64))
-    assert firsts == [usual, cudnn, usual]
-    assert torch._C._get_sdp_priority_order()[0] == usual
+    assert firsts == [default, cudnn, default]
+    assert torch._C._get_sdp_priority_order()[0] == default
 
 
-# --- Compiled
+# --- Compilation
 
 
 class H200:
-    """Triton's driver of a machine that has one, as far as the analysis of a kernel asks it."""
+    """Triton's driver of a machine with an H200, reduced to what the analysis of a kernel needs."""
 
     @staticmethod
     def get_current_target() -> Any:
@@ -255,8 +255,10 @@ class H200:
 
 @pytest.mark.parametrize(("tokens", "warps"), [(50, (4, 4)), (197, (4, 8))])
 def test_a_compiled_layer_launches_the_kernels_as_an_eager_one(tokens, warps):
-    """Dynamo's graph has the operator. Inductor's have the kernels, with their warps, on the same tensors: no
-    input is copied, and no number is an argument."""
+    """Check Dynamo's graph for the operator, and Inductor's graphs for the kernels with their warps.
+
+    The kernels get the same tensors: no input is copied, and no number is an argument.
+    """
     import triton
     from torch._dynamo.backends.common import aot_autograd
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
@@ -267,8 +269,8 @@ def test_a_compiled_layer_launches_the_kernels_as_an_eager_one(tokens, warps):
     def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         outputs = [node and node.meta["val"] for node in graph.graph.output_node().args[0]]
-        made = [value if value is None else torch.zeros_like(value, device="cpu") for value in outputs]
-        return lambda *_: made
+        results = [value if value is None else torch.zeros_like(value, device="cpu") for value in outputs]
+        return lambda *_: results
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(graph)
@@ -293,85 +295,85 @@ def test_a_compiled_layer_launches_the_kernels_as_an_eager_one(tokens, warps):
         assert [config.num_warps for config in kernel.configs] == [count]
         assert set(node.kwargs["tensors_to_clone"]) <= {"out", "logs", "packed"}
         constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
-        named = {p.name for p in kernel.fn.params if p.is_constexpr}
+        constant_names = {p.name for p in kernel.fn.params if p.is_constexpr}
         numbers = {name for name, value in (kwargs | constants).items() if isinstance(value, (int, float))}
-        assert numbers == named
+        assert numbers == constant_names
         assert (kwargs | constants)["N"] == tokens
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 def test_the_kernels_fit_every_gpu(capability):
-    """Compiled without one: shared memory of a block as CUDA's guide has it, and no fp64."""
+    """Compile without a GPU. Check the shared memory per block against CUDA's guide, and find no fp64."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from onecurve.models import attention_kernels as kernels
 
-    most = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024
+    shared_bytes = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}[capability] * 1024
     for tokens, function in itertools.product((50, 65, 197), (kernels._forward, kernels._backward)):
         tiles = kernels.FORWARD if function is kernels._forward else kernels.BACKWARD
         _, settings = kernels._launch(torch.empty(2, tokens, 3, 12, 64, device="meta"), tiles)
         options = {"num_warps": settings.pop("num_warps")}
-        kinds = {
+        types = {
             p.name: "*fp32" if p.name == "logs" else "*bf16" for p in function.params if not p.is_constexpr
         }
-        aligned = {(number,): [["tt.divisibility", 16]] for number in range(len(kinds))}
-        signature = kinds | dict.fromkeys(settings, "constexpr")
+        aligned = {(number,): [["tt.divisibility", 16]] for number in range(len(types))}
+        signature = types | dict.fromkeys(settings, "constexpr")
         source = ASTSource(function, signature, settings, aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        assert compiled.metadata.shared <= most, (tokens, function.__name__)
+        assert compiled.metadata.shared <= shared_bytes, (tokens, function.__name__)
         assert ".f64" not in compiled.asm["ptx"]
 
 
-# --- Recorded, and the same under every strategy
+# --- Records, and equal bits under every strategy
 
 
 def test_a_script_imports_no_triton_and_its_model_no_kernels():
-    """On a CPU. timm imports Triton itself, when a model is built."""
+    """Check on a CPU. timm itself imports Triton when it builds a model."""
     code = "import sys, train_vit\n"
     code += "print('triton' in sys.modules)\n"
     code += "train_vit.build_model(train_vit.Vit(model='test_vit', image_size=32, patch_size=8), 10)\n"
     code += "print('onecurve.models.attention_kernels' in sys.modules)"
     words = [sys.executable, "-c", code]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["False", "False"], done.stderr
+    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert process.stdout.split() == ["False", "False"], process.stderr
 
 
 def test_a_run_records_the_kernel_as_a_package():
     with_kernel, without = (SimpleNamespace(short_attention=used) for used in (True, False))
-    now = versions(with_kernel)
-    assert now.items() - versions(without).items() == {("short_attention", kernel_version())}
+    current = versions(with_kernel)
+    assert current.items() - versions(without).items() == {("short_attention", kernel_version())}
     assert versions() == versions(without)
-    said = f"short_attention {kernel_version()} (it was none)"
-    assert changed_packages(versions(without), now) == said
-    assert changed_packages(now, now) == changed_packages(None, now) == ""
+    message = f"short_attention {kernel_version()} (it was none)"
+    assert changed_packages(versions(without), current) == message
+    assert changed_packages(current, current) == changed_packages(None, current) == ""
     facts = {"deterministic": True, "strategy": "ddp"}
-    run, replay = (SimpleNamespace(facts=facts, about={"versions": v}) for v in (now, versions(without)))
+    run, replay = (SimpleNamespace(facts=facts, about={"versions": v}) for v in (current, versions(without)))
     assert why_not_exact(run, run) == []
     assert "versions" in why_not_exact(run, replay)[0]
 
 
-WAYS = {"single": python(), "ddp": STRATEGIES["ddp"], "fsdp": STRATEGIES["fsdp"]}
+LAUNCHERS = {"single": python(), "ddp": STRATEGIES["ddp"], "fsdp": STRATEGIES["fsdp"]}
 
 
 @pytest.mark.full
 def test_one_process_ddp_and_fsdp2_use_the_kernel_with_the_same_bits(tmp_path, cache):
-    """In fp16, as Triton's interpreter multiplies no bf16."""
+    """Use fp16, because Triton's interpreter does not multiply bf16."""
     flags = ["--data", "digits", "--batch_size", "8", "--per_device_batch_size", "4", "--max_steps", "2"]
     flags += ["--trackers", "none", "--mixed_precision", "fp16", "--deterministic", "--max_val_images", "8"]
-    hashes, folders = set(), [*WAYS, "without"]
+    hashes, folders = set(), [*LAUNCHERS, "without"]
     for name in folders:
         env = {"TRITON_INTERPRET": "0" if name == "without" else "1"}
-        words = [*WAYS.get(name, python()), *VIT, *flags, *cache, "--output_dir", tmp_path / name]
+        words = [*LAUNCHERS.get(name, python()), *VIT, *flags, *cache, "--output_dir", tmp_path / name]
         status, output = Job(words, env=env).wait(600)
         assert status == 0, output
-        about = json.loads((tmp_path / name / "recipe.json").read_text())
+        record = json.loads((tmp_path / name / "recipe.json").read_text())
         used = None if name == "without" else kernel_version()
-        assert about["versions"].get("short_attention") == used
+        assert record["versions"].get("short_attention") == used
         manifest = json.loads((latest(tmp_path / name) / "manifest.json").read_text())
-        assert manifest["written_by"]["versions"] == about["versions"]
+        assert manifest["written_by"]["versions"] == record["versions"]
         weights = (latest(tmp_path / name) / "model.safetensors").read_bytes()
         hashes.add((used, hashlib.sha256(weights).hexdigest()))
     assert len(hashes) == 2

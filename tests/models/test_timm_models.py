@@ -1,4 +1,4 @@
-"""What is computed in another way than by timm, with the same numbers and names."""
+"""Layers that are computed differently than in timm, with the same numbers and names."""
 
 import copy
 from collections import Counter
@@ -19,7 +19,7 @@ MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224
 
 
 class Operators(TorchDispatchMode):
-    """Lists the operators that are called."""
+    """Recorder of the operators that are called."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Operators(TorchDispatchMode):
 
 
 def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor], Counter]:
-    """The outputs, their gradients with respect to inputs and parameters, and the operators."""
+    """Return the outputs, their gradients for inputs and parameters, and the number of calls per operator."""
     inputs = inputs.detach().requires_grad_()
     with Operators() as called:
         outputs = layer(inputs, **more)
@@ -53,32 +53,32 @@ def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor]
     ],
 )
 def test_a_patch_embedding_is_a_product_in_training(options, size, formats):
-    """formats: of the images and the weights, contiguous or channels_last."""
+    """Check each combination of formats of the images and the weights: contiguous or channels_last."""
     torch.manual_seed(0)
-    known = {"C": torch.channels_last, "N": torch.contiguous_format}
-    images_format, weights_format = (known[name] for name in formats)
-    theirs = PatchEmbed(size, embed_dim=24, **options).to(memory_format=weights_format)
-    ours, names = copy.deepcopy(theirs), list(theirs.state_dict())
-    speed_up(ours)
-    assert list(ours.state_dict()) == names
+    memory_formats = {"C": torch.channels_last, "N": torch.contiguous_format}
+    images_format, weights_format = (memory_formats[name] for name in formats)
+    timm_layer = PatchEmbed(size, embed_dim=24, **options).to(memory_format=weights_format)
+    fast_layer, names = copy.deepcopy(timm_layer), list(timm_layer.state_dict())
+    speed_up(fast_layer)
+    assert list(fast_layer.state_dict()) == names
     images = torch.randn(3, options.get("in_chans", 3), *size).to(memory_format=images_format)
-    expected, found = results(theirs, images), results(ours, images)
-    assert (expected[1]["convolution"], found[1]["convolution"]) == (1, 0)
-    for one, other in zip(found[0], expected[0], strict=True):
-        assert (one - other).abs().max() < 1e-5 * other.abs().max()
-        assert one.shape == other.shape
-    expected, found = results(theirs.eval(), images), results(copy.deepcopy(ours).eval(), images)
-    assert found[1] == expected[1]
-    assert all(map(torch.equal, found[0], expected[0]))
+    expected, actual = results(timm_layer, images), results(fast_layer, images)
+    assert (expected[1]["convolution"], actual[1]["convolution"]) == (1, 0)
+    for value, expected_value in zip(actual[0], expected[0], strict=True):
+        assert (value - expected_value).abs().max() < 1e-5 * expected_value.abs().max()
+        assert value.shape == expected_value.shape
+    expected, actual = results(timm_layer.eval(), images), results(copy.deepcopy(fast_layer).eval(), images)
+    assert actual[1] == expected[1]
+    assert all(map(torch.equal, actual[0], expected[0]))
 
 
 def test_images_that_patches_do_not_divide_keep_the_convolution():
-    theirs, images = PatchEmbed(None, 16, embed_dim=24), torch.randn(2, 3, 40, 56)
-    ours = copy.deepcopy(theirs)
-    speed_up(ours)
-    expected, found = results(theirs, images), results(ours, images)
-    assert found[1] == expected[1]
-    assert all(map(torch.equal, found[0], expected[0]))
+    timm_layer, images = PatchEmbed(None, 16, embed_dim=24), torch.randn(2, 3, 40, 56)
+    fast_layer = copy.deepcopy(timm_layer)
+    speed_up(fast_layer)
+    expected, actual = results(timm_layer, images), results(fast_layer, images)
+    assert actual[1] == expected[1]
+    assert all(map(torch.equal, actual[0], expected[0]))
 
 
 @pytest.mark.parametrize(
@@ -93,25 +93,27 @@ def test_images_that_patches_do_not_divide_keep_the_convolution():
 )
 def test_an_attention_has_the_same_bits_with_fewer_copies(options, saved):
     torch.manual_seed(0)
-    theirs, tokens = Attention(24, 3, norm_layer=nn.LayerNorm, **options), torch.randn(2, 5, 24)
-    ours = copy.deepcopy(theirs)
-    speed_up(ours)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
+    timm_layer, tokens = Attention(24, 3, norm_layer=nn.LayerNorm, **options), torch.randn(2, 5, 24)
+    fast_layer = copy.deepcopy(timm_layer)
+    speed_up(fast_layer)
+    assert list(fast_layer.state_dict()) == list(timm_layer.state_dict())
     for more in ({}, {"attn_mask": torch.randn(5, 5)}, {"is_causal": True}):
-        (expected, before), (found, after) = (results(m, tokens, **more) for m in (theirs, ours))
-        assert all(map(torch.equal, found, expected))
+        (expected, before), (actual, after) = (results(m, tokens, **more) for m in (timm_layer, fast_layer))
+        assert all(map(torch.equal, actual, expected))
         assert before["clone"] - after["clone"] == saved
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_the_same_operations_names_and_logits(name):
     torch.manual_seed(0)
-    theirs = timm.create_model(name, num_classes=10, drop_path_rate=0.0)
-    ours = build_model(Vit(model=name, drop_path=0.0), 10)
-    assert any(isinstance(module, PatchConv2d) for module in ours.modules())
-    ours.load_state_dict(theirs.state_dict())
+    timm_model = timm.create_model(name, num_classes=10, drop_path_rate=0.0)
+    fast_model = build_model(Vit(model=name, drop_path=0.0), 10)
+    assert any(isinstance(module, PatchConv2d) for module in fast_model.modules())
+    fast_model.load_state_dict(timm_model.state_dict())
     with torch.no_grad():
         images = torch.randn(1, 3, 224, 224)
-        assert torch.equal(ours.eval()(images), theirs.eval()(images))
-        torch.testing.assert_close(ours.train()(images), theirs.train()(images))
-    assert flops_per_image(ours.to("meta").train, 224) == flops_per_image(theirs.to("meta").train, 224)
+        assert torch.equal(fast_model.eval()(images), timm_model.eval()(images))
+        torch.testing.assert_close(fast_model.train()(images), timm_model.train()(images))
+    assert flops_per_image(fast_model.to("meta").train, 224) == flops_per_image(
+        timm_model.to("meta").train, 224
+    )

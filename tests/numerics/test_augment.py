@@ -1,4 +1,4 @@
-"""Augmentation of whole batches against one image at a time; benchmarks of decoding and shards."""
+"""Augmentation of whole batches against one image at a time, and benchmarks of decoding and shards."""
 
 import itertools
 import json
@@ -46,9 +46,9 @@ def cropped(images, draws, pad, flip, rows=None):
 
 def test_crop_and_flip_is_pad_crop_flip(images):
     draws = uniforms(0, 0, np.arange(64), 3)
-    ours = cropped(images, draws, 4, flip=True)
+    augmented = cropped(images, draws, 4, flip=True)
     shifts, flips = set(), 0
-    for image, result, (down, right, turn) in zip(images, ours, draws, strict=True):
+    for image, result, (down, right, turn) in zip(images, augmented, draws, strict=True):
         top, left = int(down * 9), int(right * 9)
         padded = np.pad(image.numpy(), ((4, 4), (4, 4), (0, 0)), mode="reflect")
         expected = padded[top : top + 20, left : left + 24]
@@ -57,9 +57,9 @@ def test_crop_and_flip_is_pad_crop_flip(images):
         flips += turn < 0.5
     assert {0, 8} <= {top for top, _ in shifts}  # both extremes occur
     assert 16 < flips < 48
-    few = np.array([9, 2, 9])  # of images that are on the device
-    assert torch.equal(cropped(images, draws[few], 4, True, few), ours[few])
-    last = 2**22 - 1  # beyond 32 bits
+    chosen = np.array([9, 2, 9])  # indices of images on the device
+    assert torch.equal(cropped(images, draws[chosen], 4, True, chosen), augmented[chosen])
+    last = 2**22 - 1  # offsets exceed 32 bits
     y, _ = moved_pixels(torch.tensor([last]), torch.zeros(3, 1, dtype=torch.int64), (last + 1, 32, 32, 3))
     assert y[0].tolist() == [(last * 32 + line) * 32 for line in range(32)]
 
@@ -69,18 +69,18 @@ def test_crop_and_flip_is_pad_crop_flip(images):
 )
 @pytest.mark.parametrize("interpolation", [None, "bicubic", "bilinear"])
 def test_to_float_is_torchvisions_normalize_and_resize(h, w, size, interpolation):
-    """Also where one edge grows and one shrinks, and of a picture whose matrices no memory holds."""
+    """Include sizes where one edge grows and one shrinks, and an image whose full matrices would not fit."""
     images = torch.randint(256, (64 if w < 99 else 1, h, w, 3), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-    ours = to_float(images, mean, std, size, interpolation)
-    theirs = v2.functional.normalize(images.permute(0, 3, 1, 2).float() / 255, mean, std)
+    resized = to_float(images, mean, std, size, interpolation)
+    expected = v2.functional.normalize(images.permute(0, 3, 1, 2).float() / 255, mean, std)
     if (h, w) != (size, size):
         mode = v2.InterpolationMode(interpolation or "bicubic")
-        antialias = size < max(h, w) or interpolation is not None  # as PIL: its kernel is another one
-        theirs = v2.functional.resize(theirs, [size, size], mode, antialias=antialias)
-    assert ours.shape == (len(images), 3, size, size)
-    assert ours.is_contiguous(memory_format=torch.channels_last)
-    assert torch.allclose(ours, theirs, atol=1e-4)
+        antialias = size < max(h, w) or interpolation is not None  # like PIL, whose kernel differs
+        expected = v2.functional.resize(expected, [size, size], mode, antialias=antialias)
+    assert resized.shape == (len(images), 3, size, size)
+    assert resized.is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(resized, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -88,27 +88,27 @@ def test_to_float_is_torchvisions_normalize_and_resize(h, w, size, interpolation
 def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
     images = torch.randn(8, 3, 12, 12).contiguous(memory_format=torch.channels_last)
     labels, before = torch.arange(8), images.clone()
-    kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
-    theirs = [kind(alpha=alpha, num_classes=10) for kind, alpha in kinds if alpha]
+    transform_types = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+    transforms = [transform(alpha=alpha, num_classes=10) for transform, alpha in transform_types if alpha]
     reseed(0, 1, 2)
-    wanted, wanted_labels = v2.RandomChoice(theirs)(images, labels)
+    expected, expected_labels = v2.RandomChoice(transforms)(images, labels)
     reseed(0, 1, 2)
-    found, found_labels = mixer(mixup, cutmix, 10, dtype)(images, labels)
-    assert torch.equal(found_labels, wanted_labels)
+    mixed, mixed_labels = mixer(mixup, cutmix, 10, dtype)(images, labels)
+    assert torch.equal(mixed_labels, expected_labels)
     assert torch.equal(images, before)
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert mixed.is_contiguous(memory_format=torch.channels_last)
     if dtype is None:
-        assert torch.equal(found, wanted)
+        assert torch.equal(mixed, expected)
     else:
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.float(), wanted, rtol=2**-8, atol=2**-6)
+        assert mixed.dtype == dtype
+        torch.testing.assert_close(mixed.float(), expected, rtol=2**-8, atol=2**-6)
 
 
 def test_images_are_mixed_in_the_type_that_a_model_on_a_gpu_reads():
-    """The accelerator is simulated: there is no GPU."""
+    """Simulate the accelerator, because there is no GPU."""
     types = {"cuda bf16": torch.bfloat16, "cuda fp16": torch.float16, "cuda no": None, "cpu bf16": None}
-    for (device, kind), dtype in ((name.split(), dtype) for name, dtype in types.items()):
-        precision = SimpleNamespace(mixed_precision=kind)
+    for (device, mixed_precision), dtype in ((name.split(), dtype) for name, dtype in types.items()):
+        precision = SimpleNamespace(mixed_precision=mixed_precision)
         assert input_dtype(SimpleNamespace(device=torch.device(device), precision=precision)) == dtype
 
 
@@ -118,25 +118,25 @@ OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2
 @pytest.mark.parametrize("alone", [0, 1, 2, None])
 def test_color_jitter_is_torchvisions_in_every_order(images, alone):
     draws = uniforms(0, 0, np.arange(64), DRAWS)[:, COLOR]
-    if alone is not None:  # a draw of 0.5 is the factor 1: the other two change nothing
+    if alone is not None:  # a draw of 0.5 is the factor 1, so the other two operations change nothing
         draws[:, [k for k in range(3) if k != alone]] = 0.5
-    ours = color_jitter(images, draws, 0.4)
-    assert (ours.shape, ours.dtype, ours.is_contiguous()) == (images.shape, torch.uint8, True)
-    seen = set()
-    for image, result, (*factors, turn) in zip(images, ours, draws, strict=True):
+    jittered = color_jitter(images, draws, 0.4)
+    assert (jittered.shape, jittered.dtype, jittered.is_contiguous()) == (images.shape, torch.uint8, True)
+    orders = set()
+    for image, result, (*factors, turn) in zip(images, jittered, draws, strict=True):
         expected = image.permute(2, 0, 1).float() / 255
         for k in ORDERS[int(turn * 6)]:
             expected = OPERATIONS[k](expected, 0.6 + 0.8 * factors[k])
-        # half a step by its rounding, and a little by that of the greys whose mean is taken
+        # half a step of rounding, and a little more from rounding the grey values whose mean is used
         assert (result.permute(2, 0, 1) - 255 * expected).abs().max() < 0.55
-        seen.add(int(turn * 6))
-    assert seen == set(range(6))
+        orders.add(int(turn * 6))
+    assert orders == set(range(6))
     assert sorted(map(tuple, ORDERS)) == list(itertools.permutations(range(3)))
-    assert (ours != images).flatten(1).any(1).sum() > 60  # one factor can be close to 1
+    assert (jittered != images).flatten(1).any(1).sum() > 60  # one factor can be close to 1
 
 
 def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
-    """Areas from 0.02 to 1/3 of the image, aspect ratios from 0.3 to 1/0.3, at any place."""
+    """Check for areas from 0.02 to 1/3 of the image, aspect ratios from 0.3 to 1/0.3, and any position."""
     count, h, w = 3000, 40, 60
     draws = uniforms(0, 0, np.arange(count), DRAWS)[:, ERASING]
     images = torch.ones(count, 3, h, w).contiguous(memory_format=torch.channels_last)
@@ -145,21 +145,21 @@ def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
     assert (erased == erased[:, :1]).all()  # all channels
     rows, columns = erased[:, 0].any(2), erased[:, 0].any(1)  # [count, h], [count, w]
     assert (erased[:, 0] == (rows[:, :, None] & columns[:, None, :])).all()
-    for edges in (rows, columns):  # in one piece
+    for edges in (rows, columns):  # each box is connected
         assert (edges.int().diff(dim=1) == 1).sum(1).max() <= 1
     hit = rows.any(1)
     assert (hit == torch.from_numpy(draws[:, 0] < 0.25)).all()
     assert hit.float().mean().item() == pytest.approx(0.25, abs=0.03)
     height, width = rows[hit].sum(1).double(), columns[hit].sum(1).double()
     area = height * width / (h * w)
-    assert area.min() > 0.01  # a pixel more or less, of edges of 4 and more
+    assert area.min() > 0.01  # one pixel more or less on edges of at least 4 pixels
     assert area.max() < 0.36
     assert area.mean().item() == pytest.approx((0.02 + 1 / 3) / 2, abs=0.01)
     aspect = (height / width).log()
     assert aspect.mean().abs() < 0.06
     assert aspect.quantile(0.02) < np.log(0.4)
     assert aspect.quantile(0.98) > np.log(2.5)
-    assert rows.any(0).all()  # from border to border
+    assert rows.any(0).all()  # boxes reach every border
     assert columns.any(0).all()
 
 
@@ -190,9 +190,9 @@ def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
     assert not torch.equal(augmented([7], epoch=1), whole[[7]])
     large = torch.randint(256, (9, 256, 256, 3), dtype=torch.uint8)
     draws = uniforms(3, 0, np.arange(9), DRAWS)[:, COLOR]
-    beside_it = color_jitter(large, draws, 0.4)  # threads share out the pixels of few images
+    jittered = color_jitter(large, draws, 0.4)  # threads divide the pixels of few images
     for i in range(9):
-        assert torch.equal(beside_it[[i]], color_jitter(large[[i]], draws[[i]], 0.4))
+        assert torch.equal(jittered[[i]], color_jitter(large[[i]], draws[[i]], 0.4))
 
 
 ALONE = """
@@ -208,22 +208,22 @@ mixer(0.8, 1.0, 10)(images, torch.arange(16) % 10)
 
 
 def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
-    """An import of anything else of ours fails."""
+    """Fail on an import of any other module of the project."""
     (tmp_path / "mine").mkdir()
     for name in ("augment.py", "rand_augment.py"):
         shutil.copy(ROOT / "onecurve" / "numerics" / name, tmp_path / "mine")
     monkeypatch.syspath_prepend(tmp_path)
-    ours, theirs = {}, {}
-    exec(ALONE.replace("mine", "onecurve.numerics"), ours)
+    project_names, copied_names = {}, {}
+    exec(ALONE.replace("mine", "onecurve.numerics"), project_names)
     for name in list(sys.modules):
         if name.partition(".")[0] in ("onecurve", "accelerate", "timm"):
             monkeypatch.setitem(sys.modules, name, None)
-    exec(ALONE, theirs)
-    assert torch.equal(ours["images"], theirs["images"])
+    exec(ALONE, copied_names)
+    assert torch.equal(project_names["images"], copied_names["images"])
 
 
 def test_each_kind_of_draw_has_columns_of_its_own():
-    """0 to 2 are those of moves(), 4 to 43 the decoder's (onecurve/data/workers.py)."""
+    """Columns 0 to 2 belong to moves(), and 4 to 43 to the decoder (onecurve/data/workers.py)."""
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]
@@ -231,7 +231,7 @@ def test_each_kind_of_draw_has_columns_of_its_own():
 
 
 def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
-    """A part of an image has gaps in memory and channels last: torch takes another code path."""
+    """Resize a part of an image, which has gaps in memory and channels last: torch uses another code path."""
     image = np.random.RandomState(1).randint(0, 256, (300, 400, 3), dtype=np.uint8)
     crop = image[20:280, 33:350]
     whole = torch.from_numpy(crop.transpose(2, 0, 1).copy())[None]

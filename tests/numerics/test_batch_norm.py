@@ -1,4 +1,4 @@
-"""BatchNorm of torch and of timm: running statistics that follow micro-batch 0, and nothing else."""
+"""BatchNorm of torch and timm: running statistics follow only micro-batch 0."""
 
 import pytest
 import timm
@@ -45,10 +45,10 @@ def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed
             drawn = torch.rand(())
             optimizer.step()
             optimizer.zero_grad()
-        if k % ACCUMULATIONS == 0:  # what torch's own layers make of this micro-batch
+        if k % ACCUMULATIONS == 0:  # result of torch's layers for this micro-batch
             torch.manual_seed(k)
             plain.train()(images)
-            assert torch.rand(()) == drawn  # drawing goes on as if nothing had been computed again
+            assert torch.rand(()) == drawn  # the random numbers continue as if nothing had been recomputed
         else:
             trained = dict(model.named_parameters())
             with torch.no_grad():
@@ -63,7 +63,7 @@ def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed
 
 
 def test_a_frozen_layer_keeps_its_statistics(accelerator):
-    """In training it computes what it does in evaluation, whatever the micro-batch is."""
+    """Check that training computes the same as evaluation, whatever the micro-batch is."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
     model[:2].requires_grad_(False)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -78,15 +78,15 @@ def test_a_frozen_layer_keeps_its_statistics(accelerator):
 
 
 @pytest.mark.parametrize(
-    ("layer", "said"),
+    ("layer", "message"),
     [
         (nn.SyncBatchNorm(4), "the statistics of the model's SyncBatchNorm depend on the number of proc"),
         (nn.BatchNorm2d(4, momentum=None), "the model has a BatchNorm2d without momentum"),
     ],
 )
-def test_other_statistics_are_refused(layer, said, accelerator):
+def test_other_statistics_are_refused(layer, message, accelerator):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), layer)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -95,14 +95,14 @@ TIMM = ["train_cnn_b.py", "--data", "digits", *FLAGS]
 
 @pytest.fixture(scope="module")
 def timm_script(tmp_path_factory):
-    """A copy of the project whose CNN-B is a timm model, without a word on BatchNorm or blocks."""
+    """Copy the project. Its CNN-B is a timm model, and the script does not mention BatchNorm or blocks."""
     project = copy_project(tmp_path_factory.mktemp("timm") / "project")
-    own = "    return ResNet18(recipe.width, recipe.stem, classes, recipe.blurpool)\n"
-    timms = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
-    mutate(project, "train_cnn_b.py", own, timms)
-    # FSDP and ZeRO can't have this layout, whose sums round otherwise: 1.1e-5 of the loss by step 4.
-    of_one = 'if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:'
-    mutate(project, "onecurve/distributed/accelerator.py", of_one, "if False:")
+    project_model = "    return ResNet18(recipe.width, recipe.stem, classes, recipe.blurpool)\n"
+    timm_model = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
+    mutate(project, "train_cnn_b.py", project_model, timm_model)
+    # FSDP and ZeRO can't use this layout, whose sums round differently: 1.1e-5 of the loss by step 4.
+    layout_condition = 'if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:'
+    mutate(project, "onecurve/distributed/accelerator.py", layout_condition, "if False:")
     return project
 
 

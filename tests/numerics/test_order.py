@@ -1,4 +1,4 @@
-"""The order of the samples: a function of (seed, epoch, step, batch size) and of nothing else."""
+"""The order of the samples depends only on the seed, epoch, step and batch size."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from onecurve.numerics.order import (
 
 
 def test_orders_never_change():
-    """Numbers of the first version: another order would make old runs impossible to continue."""
+    """Compare with numbers of the first version: another order would break resumes of old runs."""
     assert order(0, 0, 8).tolist() == [3, 7, 4, 0, 2, 6, 5, 1]
     assert order(7, 3, 8).tolist() == [5, 3, 1, 6, 7, 4, 2, 0]
     draws = [0.7494258473294089, 0.2957477098503827, 0.04762140972786788]
@@ -30,7 +30,7 @@ def test_orders_never_change():
 
 
 def test_a_choice_by_hash_never_changes():
-    """Numbers of the first version. Each choice is part of a larger one, and spread over all ids."""
+    """Compare with numbers of the first version. Larger choices contain smaller ones and cover all ids evenly."""
     assert chosen_by_hash(50_000, 8).tolist() == [7813, 9539, 10062, 25727, 29332, 30320, 34952, 47786]
     assert set(chosen_by_hash(1000, 16)) <= set(chosen_by_hash(1000, 100))
     assert chosen_by_hash(97, 97).tolist() == list(range(97))
@@ -40,8 +40,8 @@ def test_a_choice_by_hash_never_changes():
 
 @st.composite
 def jobs(draw) -> tuple[Samples, Batch]:
-    """Samples of either kind, and a batch of them."""
-    processes, accumulations, per_device = (draw(st.integers(1, most)) for most in (6, 4, 4))
+    """Draw samples of either type, and a batch."""
+    processes, accumulations, per_device = (draw(st.integers(1, maximum)) for maximum in (6, 4, 4))
     batch = share_out(processes * accumulations * per_device, per_device, processes)
     if draw(st.booleans()):
         return Shuffled(draw(st.integers(batch.total, 4 * batch.total))), batch
@@ -52,8 +52,10 @@ def jobs(draw) -> tuple[Samples, Batch]:
 
 @given(jobs(), st.integers(0, 12))
 def test_each_sample_comes_once_an_epoch_on_any_number_of_processes(job, begin):
-    """In the order that is a function of the batch. A plan can begin anywhere. Streams belong to processes,
-    which share only the shards at their ends."""
+    """Check the order, which is a function of the batch, and plans that begin at any step.
+
+    Streams belong to processes, which share only the shards at the ends of their streams.
+    """
     samples, batch = job
     per_epoch, size = steps_per_epoch(samples, batch), batch.accumulations
     plans = [list(training_plan(samples, batch, rank, 5, 0, 13)) for rank in range(batch.processes)]
@@ -71,8 +73,8 @@ def test_each_sample_comes_once_an_epoch_on_any_number_of_processes(job, begin):
         assert [(e, i.tolist()) for e, i in plan[begin * size :]] == [(e, i.tolist()) for e, i in rest]
     if isinstance(samples, Streamed):
         shard_of = np.repeat(np.arange(len(samples.counts)), samples.counts)
-        mine = [{shard_of[i] for e, ids in plan if e == 0 for i in ids} for plan in plans]
-        assert sum(map(len, mine)) <= len(samples.counts) + batch.processes - 1
+        shards_of_rank = [{shard_of[i] for e, ids in plan if e == 0 for i in ids} for plan in plans]
+        assert sum(map(len, shards_of_rank)) <= len(samples.counts) + batch.processes - 1
 
 
 def test_a_batch_larger_than_the_data_is_refused():
@@ -87,11 +89,11 @@ def test_evaluation_has_every_sample_once_and_equal_shapes(count, size, processe
     assert len({len(plan) for plan in plans}) == 1
     assert all(len(ids) == size and ids.max() < count for plan in plans for ids, _ in plan)
     counted = [i for plan in plans for ids, valid in plan for i in ids[:valid].tolist()]
-    assert counted == list(range(count))  # in order: each process has a part of its own, and reads that alone
+    assert counted == list(range(count))  # in order: each process reads only its part
     for plan in plans:
-        read = {i for ids, _ in plan for i in ids.tolist()}
-        assert len(read) <= size * -(-count // (size * processes)), "what fills up is one of its own"
-    # An image's last bits depend on its place in a micro-batch, and so on a cut between processes.
+        read_ids = {i for ids, _ in plan for i in ids.tolist()}
+        assert len(read_ids) <= size * -(-count // (size * processes)), "what fills up is one of its own"
+    # An image's last bits depend on its position in a micro-batch, and so on the cut between processes.
     filled = [ids.tolist() for plan in plans for ids, valid in plan if valid]
     assert filled == [ids.tolist() for ids, _ in evaluation_plan(count, size, 1, 0)]
 
@@ -99,8 +101,9 @@ def test_evaluation_has_every_sample_once_and_equal_shapes(count, size, processe
 def test_random_numbers_belong_to_the_sample():
     samples = np.arange(1000)
     draws = uniforms(1, 2, samples, 4)
-    assert np.array_equal(uniforms(1, 2, samples[::-1], 4)[::-1], draws)  # whatever batch it is in
-    assert np.array_equal(uniforms(1, 2, samples[10:20], 2), draws[10:20, :2])  # nor how many are drawn
+    assert np.array_equal(uniforms(1, 2, samples[::-1], 4)[::-1], draws)  # independent of the batch
+    # independent of the number of draws
+    assert np.array_equal(uniforms(1, 2, samples[10:20], 2), draws[10:20, :2])
     for other in (uniforms(2, 2, samples, 4), uniforms(1, 3, samples, 4), uniforms(1, 2, samples + 1, 4)):
         assert not np.any(other == draws)
 

@@ -20,14 +20,14 @@ COUNT, H, W = 8, 60, 72
 
 @pytest.fixture(scope="module")
 def images() -> torch.Tensor:
-    """Real photographs, and an image of a single colour."""
+    """Return real photographs, and an image of a single color."""
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[: COUNT - 1]
     photographs = [np.asarray(Image.open(file).convert("RGB").resize((W, H))) for file in files]
     return torch.from_numpy(np.stack([*photographs, np.full((H, W, 3), 77, np.uint8)]))
 
 
 def draws_for(name: str, count: int) -> np.ndarray:
-    """Draws of one layer that applies this operation to all images."""
+    """Return draws for one layer that applies this operation to all images."""
     draws = uniforms(0, 0, np.arange(count), DRAWN)
     draws[:, 0] = (list(OPERATIONS).index(name) + 0.5) / len(OPERATIONS)
     return draws
@@ -38,18 +38,18 @@ def solarized_add(image: Image.Image, amount: int) -> Image.Image:
 
 
 def moved(image: Image.Image, *affine: float) -> Image.Image:
-    """Applies an affine map of pixel centres by PIL, whose coordinates begin at the first pixel's corner."""
+    """Apply an affine map of pixel centers with PIL, whose coordinates begin at the first pixel's corner."""
     a, b, c, d, e, f = affine
     affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
     grey = (GREY,) * 3
-    return image.transform(image.size, Image.Transform.AFFINE, affine, fillcolor=grey)  # by the nearest pixel
+    return image.transform(image.size, Image.Transform.AFFINE, affine, fillcolor=grey)  # nearest pixel
 
 
-def enhanced(kind):
-    return lambda image, strength, sign: kind(image).enhance(1.8 * strength + 0.1)
+def enhanced(enhancer):
+    return lambda image, strength, sign: enhancer(image).enhance(1.8 * strength + 0.1)
 
 
-# PIL's operations, by strength and direction
+# PIL's operations, given the strength and the direction
 PIL = {
     "AutoContrast": lambda image, s, sign: ImageOps.autocontrast(image),
     "Equalize": lambda image, s, sign: ImageOps.equalize(image),
@@ -67,47 +67,48 @@ PIL = {
     "TranslateX": lambda image, s, sign: moved(image, 1, 0, 100 / 224 * W * s * sign, 0, 1, 0),
     "TranslateY": lambda image, s, sign: moved(image, 1, 0, 0, 0, 1, 100 / 224 * H * s * sign),
 }
-ROUNDED = {"AutoContrast": 1, "Color": 2, "Contrast": 2, "Brightness": 1, "Sharpness": 2}  # of 255
+# tolerance, out of 255
+ROUNDED = {"AutoContrast": 1, "Color": 2, "Contrast": 2, "Brightness": 1, "Sharpness": 2}
 
 
 @pytest.mark.parametrize("magnitude", [3, 10, 15])
 @pytest.mark.parametrize("name", PIL)
 def test_each_operation_is_pils(name, magnitude, images):
     draws = draws_for(name, COUNT)
-    ours = rand_augment(images, draws, 1, magnitude)
-    assert (ours.shape, ours.dtype) == (images.shape, torch.uint8)
+    augmented = rand_augment(images, draws, 1, magnitude)
+    assert (augmented.shape, augmented.dtype) == (images.shape, torch.uint8)
     signs = set()
-    for image, result, (_, direction, *_) in zip(images.numpy(), ours.numpy(), draws, strict=True):
+    for image, result, (_, direction, *_) in zip(images.numpy(), augmented.numpy(), draws, strict=True):
         sign = -1 if direction < 0.5 else 1
         expected = np.asarray(PIL[name](Image.fromarray(image), magnitude / 10, sign)).astype(int)
-        off = np.abs(result - expected) > ROUNDED.get(name, 0)
-        # Where two pixels are equally near, as in every tenth row of a shear, PIL may take the other.
-        assert off.mean() < (0.1 if name.startswith(("Rotate", "Shear", "Translate")) else 1e-9)
+        is_different = np.abs(result - expected) > ROUNDED.get(name, 0)
+        # Where two pixels are equally near, as in every tenth row of a shear, PIL may choose the other pixel.
+        assert is_different.mean() < (0.1 if name.startswith(("Rotate", "Shear", "Translate")) else 1e-9)
         signs.add(sign)
     assert signs == {-1, 1}
 
 
 def test_brightness_is_the_product_rounded_down(images):
-    wanted = np.minimum(images.numpy() * np.float32(1.9), 255).astype(np.uint8)
-    assert (rand_augment(images, draws_for("Brightness", COUNT), 1, 10).numpy() == wanted).all()
+    expected = np.minimum(images.numpy() * np.float32(1.9), 255).astype(np.uint8)
+    assert (rand_augment(images, draws_for("Brightness", COUNT), 1, 10).numpy() == expected).all()
 
 
 def test_a_cut_out_is_a_grey_square_at_any_place(images):
-    many = images[-1:].expand(400, -1, -1, -1)
-    grey = (rand_augment(many, draws_for("Cutout", 400), 1, 10) == GREY).all(3)
+    copies = images[-1:].expand(400, -1, -1, -1)
+    grey = (rand_augment(copies, draws_for("Cutout", 400), 1, 10) == GREY).all(3)
     rows, columns = grey.any(2), grey.any(1)
     assert (grey == (rows[:, :, None] & columns[:, None, :])).all()
     edge = 2 * int(40 / 224 * H)
     assert rows.sum(1).max() == columns.sum(1).max() == edge
-    assert rows.sum(1).min() < edge  # one that leaves the image
+    assert rows.sum(1).min() < edge  # a square that extends beyond the image
     assert rows.any(0).all()
     assert columns.any(0).all()
 
 
 def test_all_operations_are_as_frequent_and_the_layers_independent():
-    many = uniforms(0, 0, np.arange(16_000), DRAWS)[:, RAND_AUGMENT]
-    assert many.shape[1] == Vit.__dataclass_fields__["randaug_layers"].metadata["maximum"] * DRAWN
-    first, second = ((many[:, layer * DRAWN] * 16).astype(int) for layer in (0, 1))
+    draws = uniforms(0, 0, np.arange(16_000), DRAWS)[:, RAND_AUGMENT]
+    assert draws.shape[1] == Vit.__dataclass_fields__["randaug_layers"].metadata["maximum"] * DRAWN
+    first, second = ((draws[:, layer * DRAWN] * 16).astype(int) for layer in (0, 1))
     assert np.bincount(first).min() > 850
     assert np.bincount(first * 16 + second).min() > 30
     assert len(OPERATIONS) == 16

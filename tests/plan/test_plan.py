@@ -1,4 +1,4 @@
-"""plan.py: what a trace counts, what follows from it, and the table."""
+"""plan.py: the numbers of a trace, the results computed from it, and the table."""
 
 import json
 import re
@@ -26,9 +26,9 @@ ALONE = Cluster(1, 1, H200, 1)
 SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits"]
 
 
-def made(**values) -> Trace:
-    known = {"strategy": "ddp", "mixed_precision": "no", "parameters": 0, "optimizer": 0}
-    return Trace(**known | {"peaks": {}, "operations": [], "collectives": []} | values)
+def synthetic_trace(**values) -> Trace:
+    defaults = {"strategy": "ddp", "mixed_precision": "no", "parameters": 0, "optimizer": 0}
+    return Trace(**defaults | {"peaks": {}, "operations": [], "collectives": []} | values)
 
 
 def traced(
@@ -55,50 +55,53 @@ def parameter_bytes() -> int:
     ],
 )
 def test_a_trace_is_that_of_the_engine(config, share, sent):
-    """What a device keeps, and the bytes that it exchanges, follow from the number of parameters."""
-    whole, found = parameter_bytes(), traced(config, 4, hosts=2)
-    assert found.parameters == pytest.approx(whole / share, rel=0.05)
-    if config != "zero2_4gpu":  # its gradients are in DeepSpeed's bucket, and it has masters, too
-        assert found.gradients == found.parameters
+    """Compute a device's memory and the exchanged bytes from the number of parameters."""
+    whole, trace = parameter_bytes(), traced(config, 4, hosts=2)
+    assert trace.parameters == pytest.approx(whole / share, rel=0.05)
+    if config != "zero2_4gpu":  # DeepSpeed's bucket contains its gradients, and it also keeps master weights
+        assert trace.gradients == trace.parameters
         moments = 2 if "AdamW" in (ROOT / SMALL[0]).read_text() else 1
-        assert found.optimizer == pytest.approx(moments * whole / share, rel=0.05)
-    for kind, times in sent.items():
-        moved = sum(size for name, size, ranks in found.collectives if name == kind and ranks == 4)
-        assert times * whole * 0.95 < moved < 2 * times * whole * 1.05, (kind, moved, whole)
-    assert found.peaks[32]["Total"] > found.peaks[16]["Total"] > found.parameters + found.optimizer
+        assert trace.optimizer == pytest.approx(moments * whole / share, rel=0.05)
+    for operation, count in sent.items():
+        moved_bytes = sum(size for name, size, ranks in trace.collectives if name == operation and ranks == 4)
+        assert count * whole * 0.95 < moved_bytes < 2 * count * whole * 1.05, (operation, moved_bytes, whole)
+    assert trace.peaks[32]["Total"] > trace.peaks[16]["Total"] > trace.parameters + trace.optimizer
 
 
 def test_attention_of_few_tokens_moves_the_bytes_of_the_kernel():
-    """Forward reads qkv and writes the outputs. Backward reads both with the gradient, and writes qkv's."""
+    """Count reads and writes: forward reads qkv and writes outputs; backward reads both and the gradient, and
+    writes the gradient of qkv.
+    """
     script = ["train_vit.py", "--model=test_vit", "--image_size=32", "--patch_size=8", "--depth=1"]
-    found = {
+    traces = {
         name: traced("single_gpu", 1, script=script, sizes=(4, 8), mixed="bf16", device=name)
         for name in ("cpu", "NVIDIA H200", "Tesla T4")
     }
     part = 2 * 4 * 17 * 64  # bytes: images, tokens, numbers
     kernels = [("bfloat16", 4 * 4 * 17**2 * 64, 4 * part), ("bfloat16", 10 * 4 * 17**2 * 64, 8 * part)]
-    added = Counter(map(tuple, found["NVIDIA H200"].operations)) - Counter(
-        map(tuple, found["cpu"].operations)
+    added = Counter(map(tuple, traces["NVIDIA H200"].operations)) - Counter(
+        map(tuple, traces["cpu"].operations)
     )
     assert [*added] == kernels
-    traced("ddp_2gpu", 2, script=script, sizes=(4, 8), mixed="bf16", device="NVIDIA H200")  # its end is 0
-    assert found["Tesla T4"].operations == found["cpu"].operations
-    moved = {name: sum(bytes for *_, bytes in trace.operations) for name, trace in found.items()}
-    assert moved["NVIDIA H200"] < moved["cpu"]
+    # it ends without an error
+    traced("ddp_2gpu", 2, script=script, sizes=(4, 8), mixed="bf16", device="NVIDIA H200")
+    assert traces["Tesla T4"].operations == traces["cpu"].operations
+    moved_bytes = {name: sum(bytes for *_, bytes in trace.operations) for name, trace in traces.items()}
+    assert moved_bytes["NVIDIA H200"] < moved_bytes["cpu"]
 
 
 def test_hybrid_sharding_sends_a_share_between_the_hosts():
-    whole, found = parameter_bytes(), traced("fsdp_2x4gpu", 8, 2)
-    between = sum(size for name, size, ranks in found.collectives if (name, ranks) == ("all_reduce", 2))
+    whole, trace = parameter_bytes(), traced("fsdp_2x4gpu", 8, 2)
+    between = sum(size for name, size, ranks in trace.collectives if (name, ranks) == ("all_reduce", 2))
     assert between == pytest.approx(whole / 4, rel=0.05)
-    _, network = traffic(found, Cluster(2, 4, H200, 10))
-    assert network == pytest.approx(4 * between)  # of the four devices of a host, 2 (n-1)/n is 1
+    _, network = traffic(trace, Cluster(2, 4, H200, 10))
+    assert network == pytest.approx(4 * between)  # a host has four devices, and 2 (n-1)/n is 1
 
 
 def test_a_sharded_optimizer_has_its_shards_alone():
-    """DTensor makes fake tensors of whole shapes before an operator: nothing that a device holds."""
-    found = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
-    assert found.peaks[1]["Optstate"] == pytest.approx(found.optimizer, rel=0.01)
+    """Check that fake tensors of whole shapes, which DTensor creates before an operator, are not counted."""
+    trace = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
+    assert trace.peaks[1]["Optstate"] == pytest.approx(trace.optimizer, rel=0.01)
 
 
 def test_the_memory_is_that_of_a_training(tmp_path):
@@ -139,7 +142,7 @@ def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
 
 
 def test_the_largest_size_is_a_line_through_two():
-    peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # 10 GiB, and 1 GiB an image
+    peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # 10 GiB, plus 1 GiB for each image
     assert largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
     assert largest_size(peaks, 12 * 2**30) == 0
 
@@ -147,12 +150,27 @@ def test_the_largest_size_is_a_line_through_two():
 @pytest.mark.parametrize(
     ("trace", "cluster", "limit", "seconds"),
     [
-        (made(operations=[("bfloat16", 10**15, 1)]), ALONE, cost.COMPUTE, 1 / 0.9895 / 0.66 / 0.65),
-        (made(operations=[("float32", 0, 10**12)]), ALONE, cost.MEMORY, 1 / 4.8 / 0.9 / 0.65),
-        (made(operations=[("float32", 1, 1)] * 10), ALONE, cost.LAUNCHES, 2e-3 + 160e-6),
-        # Beside two thirds of the host's 2 ms
-        (made(collectives=[("all_reduce", 10**9, 2)]), Cluster(2, 1, H200, 2), cost.NETWORK, 0.5 + 2e-3 / 3),
-        (made(collectives=[("all_gather", 9 * 10**11, 2)]), Cluster(1, 2, H200, 2), cost.LINK, 1 + 2e-3 / 3),
+        (
+            synthetic_trace(operations=[("bfloat16", 10**15, 1)]),
+            ALONE,
+            cost.COMPUTE,
+            1 / 0.9895 / 0.66 / 0.65,
+        ),
+        (synthetic_trace(operations=[("float32", 0, 10**12)]), ALONE, cost.MEMORY, 1 / 4.8 / 0.9 / 0.65),
+        (synthetic_trace(operations=[("float32", 1, 1)] * 10), ALONE, cost.LAUNCHES, 2e-3 + 160e-6),
+        # In parallel with two thirds of the host's 2 ms
+        (
+            synthetic_trace(collectives=[("all_reduce", 10**9, 2)]),
+            Cluster(2, 1, H200, 2),
+            cost.NETWORK,
+            0.5 + 2e-3 / 3,
+        ),
+        (
+            synthetic_trace(collectives=[("all_gather", 9 * 10**11, 2)]),
+            Cluster(1, 2, H200, 2),
+            cost.LINK,
+            1 + 2e-3 / 3,
+        ),
     ],
 )
 def test_what_limits_a_step(trace, cluster, limit, seconds):
@@ -161,16 +179,16 @@ def test_what_limits_a_step(trace, cluster, limit, seconds):
 
 def test_an_exchange_hides_behind_the_backward_pass():
     computing = [("float32", 0, 10**12)] * 10
-    alone = step_time(made(operations=computing), Cluster(2, 1, H200, 1), EAGER)
-    hidden = made(operations=computing, collectives=[("all_reduce", 10**9, 2)])
+    alone = step_time(synthetic_trace(operations=computing), Cluster(2, 1, H200, 1), EAGER)
+    hidden = synthetic_trace(operations=computing, collectives=[("all_reduce", 10**9, 2)])
     assert step_time(hidden, Cluster(2, 1, H200, 1), EAGER) == alone
 
 
 def planned(batch_size: int, file: Path, monkeypatch) -> tuple[list[dict], str]:
-    """The lines of a plan, and its output."""
+    """Return the lines of a plan, and its output."""
     words = ["--gpus", 1, "--gpu", "Tesla T4", "--output", file, "train_cnn_a.py"]
     words += ["--data=digits", f"--batch_size={batch_size}"]
-    monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # which serves one thread
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # supports only one thread
     monkeypatch.setattr("tools.plan.planning.MOST_AT_ONCE", 1)
     status, output = call(plan_script.main, *words)
     assert status == 0, output
@@ -188,14 +206,14 @@ def test_a_plan(tmp_path, monkeypatch):
 
 def test_a_plan_ends_with_max_steps_and_says_that_all_layers_are_planned(capsys):
     plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
-    line = plan.line("single", made(peaks={16: {"Total": 0}}), 16, 16)
+    line = plan.line("single", synthetic_trace(peaks={16: {"Total": 0}}), 16, 16)
     assert line.hours == pytest.approx(5 * line.step_s / 3600)
     assert "--freeze is ignored. The plan is for training all layers" in capsys.readouterr().out
 
 
 @pytest.mark.full
 def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path, monkeypatch):
-    """With 2 images the optimizer's step is the peak, with thousands the activations are."""
+    """Check both peaks: with 2 images it is the optimizer's step, with thousands it is the activations."""
     plans = [planned(size, tmp_path / f"{size}.json", monkeypatch)[0] for size in (2, 4096)]
     small, large = ([line["largest"] for line in lines] for lines in plans)
     assert small == large
@@ -216,7 +234,7 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
 def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
     def trace(*_) -> Trace:
         time.sleep(2)  # a heartbeat takes half a second
-        return made(peaks={size: {"Total": size} for size in (64, 128)})
+        return synthetic_trace(peaks={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)
     monkeypatch.setattr("onecurve.system.progress.LINE_S", 0)
@@ -226,7 +244,7 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table. Choose one of Tesla T4"),
         (["--gpu", "Tesla T4", "nothing.py"], "nothing.py: no such script"),
@@ -241,8 +259,8 @@ def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
         (SMALL, "the following arguments are required: --gpu"),
     ],
 )
-def test_mistakes(words, said):
+def test_mistakes(words, message):
     status, output = call(plan_script.main, *words)
     assert status != 0
-    assert said in output
+    assert message in output
     assert "Traceback" not in output

@@ -1,14 +1,14 @@
-"""Predicted step times: the exchange, accumulation, memory."""
+"""Predicted step times: exchange, accumulation and memory."""
 
 import pytest
 
 from tests.conftest import full
-from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, made, traced
+from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, synthetic_trace, traced
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, exchanged, step_time, traffic
 from tools.plan.planning import Planning, compressed, possible
 
-HOSTS = Cluster(2, 1, H200, 0.1)  # 10^8 bytes a second
+HOSTS = Cluster(2, 1, H200, 0.1)  # 10^8 bytes/s
 GRAPH = Execution.of("no", True)
 GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
 
@@ -17,14 +17,16 @@ GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
     ("strategy", "counts"), [("ddp", (1, 1)), ("zero1", (1, 1)), ("zero2", (1, 3)), ("fsdp", (3, 1))]
 )
 def test_what_is_exchanged_once_however_often_is_accumulated(strategy, counts):
-    kinds = [kind for kind, *_ in exchanged(made(strategy=strategy, collectives=[GATHER, SCATTER]), 3)]
-    assert (kinds.count("all_gather"), kinds.count("reduce_scatter")) == counts
-    once = made(strategy="ddp", operations=[("float32", 0, 10**12)])
-    alone, _ = step_time(once, HOSTS, EAGER)
-    assert step_time(once, HOSTS, EAGER, accumulations=3)[0] == pytest.approx(3 * alone)
+    names = [
+        name for name, *_ in exchanged(synthetic_trace(strategy=strategy, collectives=[GATHER, SCATTER]), 3)
+    ]
+    assert (names.count("all_gather"), names.count("reduce_scatter")) == counts
+    trace = synthetic_trace(strategy="ddp", operations=[("float32", 0, 10**12)])
+    alone, _ = step_time(trace, HOSTS, EAGER)
+    assert step_time(trace, HOSTS, EAGER, accumulations=3)[0] == pytest.approx(3 * alone)
 
 
-# images/s of one H200 at batch 512, by --compile and whether a step is one graph: docs/performance.md
+# images/s of one H200 at batch 512, by --compile and whether a step is one graph (docs/performance.md)
 MEASURED: dict[str, dict] = {
     "train_vit.py": {("no", False): 8_530, ("default", False): 11_170},
     "train_cnn_b.py": {("no", False): 57_834, ("no", True): 62_582, ("default", False): 49_382},
@@ -35,9 +37,9 @@ MEASURED: dict[str, dict] = {
 @pytest.mark.parametrize("script", [full("train_vit.py"), full("train_cnn_b.py"), "train_cnn_a.py"])
 def test_planned_times_are_those_of_an_h200(script):
     trace = traced("single_gpu", 1, script=[script], sizes=(512,), mixed="bf16")
-    for how, images_per_s in MEASURED[script].items():
-        planned_s, _ = step_time(trace, ALONE, Execution.of(*how))
-        assert planned_s == pytest.approx(512 / images_per_s, rel=0.2), how
+    for execution, images_per_s in MEASURED[script].items():
+        planned_s, _ = step_time(trace, ALONE, Execution.of(*execution))
+        assert planned_s == pytest.approx(512 / images_per_s, rel=0.2), execution
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_a_graph_is_planned_where_a_step_can_be_one(flags, strategy, expected):
     assert Planning([*SMALL, *flags], HOSTS).execution(strategy) == expected
 
 
-# images/s of DDP on one process of an H200 over NCCL at batch 512, without a graph: docs/performance.md
+# images/s of DDP on one process of an H200 over NCCL at batch 512, without a graph (docs/performance.md)
 DDP = {"train_cnn_b.py": 60_131, "train_cnn_a.py": 182_850}
 
 
@@ -74,21 +76,23 @@ def test_planned_times_are_those_of_ddp_on_an_h200(script):
 
 def test_hybrid_sharding_gathers_inside_of_a_host_also_on_as_many_hosts():
     collectives = [("all_gather", 800, 2), ("reduce_scatter", 800, 2), ("all_reduce", 400, 2)]
-    link, network = traffic(made(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
+    link, network = traffic(synthetic_trace(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
     assert (link, network) == (800, 800)
 
 
 def test_compressed_gradients_are_half_of_the_bytes():
     whole = [("all_reduce", 800, 2)]
-    assert compressed(made(strategy="ddp", collectives=whole), "bf16").collectives == [("all_reduce", 400, 2)]
-    assert compressed(made(strategy="ddp", collectives=whole), "no").collectives == whole
-    assert possible(2, 1, "bf16") == ["single", "ddp"]  # the others refuse it
+    assert compressed(synthetic_trace(strategy="ddp", collectives=whole), "bf16").collectives == [
+        ("all_reduce", 400, 2)
+    ]
+    assert compressed(synthetic_trace(strategy="ddp", collectives=whole), "no").collectives == whole
+    assert possible(2, 1, "bf16") == ["single", "ddp"]  # other strategies refuse it
 
 
 def test_the_parts_of_the_memory_and_what_limits():
     peaks = {32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}}
     work = {"operations": [("float32", 0, 10**10)], "collectives": [("all_reduce", 10**8, 2)]}
-    trace = made(peaks=peaks, parameters=4, gradients=4, **work)
+    trace = synthetic_trace(peaks=peaks, parameters=4, gradients=4, **work)
     line = Planning(SMALL, HOSTS).line("ddp", trace, 32, 1000)
     assert line.limit == cost.NETWORK
     parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")

@@ -1,4 +1,4 @@
-"""Archives as streams: their members, refused members, damaged archives, S3, and the development kit."""
+"""Archives as streams: members, refused members, damaged archives, S3, and the development kit."""
 
 import hashlib
 import io
@@ -27,32 +27,32 @@ KIT = "ILSVRC2012_devkit_t12"
 
 
 def contents(archive: Member, folder: str = "") -> dict[str, bytes]:
-    """Reads all files; those of inner archives are named `<archive>/<name>`."""
-    found = {}
+    """Read all files. Files of inner archives are named `<archive>/<name>`."""
+    files = {}
     for member in members(archive):
         if member.name.endswith(".tar"):
-            found |= contents(member, f"{member.name}/")
+            files |= contents(member, f"{member.name}/")
         else:
-            found[folder + member.name] = member.read()
-    return found
+            files[folder + member.name] = member.read()
+    return files
 
 
-def read(where: str | Path, hash_name: str | None = None, headers: bool = False) -> dict[str, bytes]:
-    with open_stream(str(where), hash_name, headers=headers) as stream:
+def read(location: str | Path, hash_name: str | None = None, headers: bool = False) -> dict[str, bytes]:
+    with open_stream(str(location), hash_name, headers=headers) as stream:
         return contents(stream.archive)
 
 
 def by_tarfile(content: bytes, folder: str = "") -> dict[str, bytes]:
-    """Does the same by Python's tarfile."""
-    found = {}
+    """Read the same with Python's tarfile."""
+    files = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
             name = member.name.removeprefix("./")
             if name.endswith(".tar"):
-                found |= by_tarfile(archive.extractfile(member).read(), f"{name}/")
+                files |= by_tarfile(archive.extractfile(member).read(), f"{name}/")
             elif member.isfile():
-                found[folder + name] = archive.extractfile(member).read()
-    return found
+                files[folder + name] = archive.extractfile(member).read()
+    return files
 
 
 NAMES = ["a_b-c.JPEG", "./dot/in/front.JPEG", "folder/file.JPEG", "x" * 100, "folder/" * 20 + "prefix.JPEG"]
@@ -65,17 +65,17 @@ def test_names_and_sizes_of_every_form(format, chunk, ilsvrc, tmp_path, monkeypa
     monkeypatch.setattr(archives, "CHUNK_BYTES", chunk)
     names = NAMES[:-1] if format == tarfile.USTAR_FORMAT else NAMES
     files = {name: CONTENT[: (0, 1, 511, 512, 513, 1280)[i % 6]] for i, name in enumerate(names)}
-    where = tmp_path / "a.tar"
+    path = tmp_path / "a.tar"
     nested = tar({"class.tar": tar(files, format), "empty.tar": tar({}, format)}, format)
     for content in (tar(files, format), nested, tar({}, format), ilsvrc.train_tar.read_bytes()):
-        where.write_bytes(content)
-        for found in (read(where), read(where, "md5"), read(where, headers=True)):
-            assert list(found.items()) == list(by_tarfile(content).items())
+        path.write_bytes(content)
+        for files_read in (read(path), read(path, "md5"), read(path, headers=True)):
+            assert list(files_read.items()) == list(by_tarfile(content).items())
 
 
-def entry(name: str, kind=tarfile.REGTYPE, size: int = 0, pax: dict | None = None) -> tarfile.TarInfo:
+def entry(name: str, entry_type=tarfile.REGTYPE, size: int = 0, pax: dict | None = None) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
-    member.type, member.size, member.pax_headers = kind, size, pax or {}
+    member.type, member.size, member.pax_headers = entry_type, size, pax or {}
     return member
 
 
@@ -88,9 +88,11 @@ def test_folders_and_other_pax_records_are_skipped(tmp_path):
     assert read(tmp_path / "a.tar") == {"folder/a.JPEG": b"abc"}
 
 
-def header(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, fields: dict[int, bytes] | None = None):
-    """Makes a header in which `fields`, by position, replace some bytes before the checksum is taken."""
-    block = bytearray(entry(name, kind, size).tobuf(tarfile.GNU_FORMAT))
+def header(
+    name: str, entry_type: bytes = tarfile.REGTYPE, size: int = 0, fields: dict[int, bytes] | None = None
+):
+    """Return a header in which `fields`, by position, replace bytes before the checksum is computed."""
+    block = bytearray(entry(name, entry_type, size).tobuf(tarfile.GNU_FORMAT))
     for start, value in (fields or {}).items():
         block[start : start + len(value)] = value
     block[148:156] = b"%06o\0 " % (sum(block) - sum(block[148:156]) + 256)
@@ -102,14 +104,14 @@ def padded(content: bytes) -> bytes:
 
 
 def pax(record: bytes) -> bytes:
-    """Makes a PAX record before a valid header of a.JPEG."""
+    """Return a PAX record followed by a valid header of a.JPEG."""
     record = b"%d %s\n" % (len(record) + 4, record)
     return header("pax", b"x", len(record)) + padded(record) + header("a.JPEG")
 
 
 NAME, SIZE = 0, 124
 PLAIN, SPECIAL, DAMAGED = "not a plain relative name", "or another special file", "truncated or damaged"
-REFUSALS = {  # a member's blocks, its name in the message, and the reason
+REFUSALS = {  # blocks of the member, its name in the message, reason
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
     "absolute": (header("/etc/passwd"), "/etc/passwd", PLAIN),
@@ -145,47 +147,47 @@ REFUSALS = {  # a member's blocks, its name in the message, and the reason
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_refused_with_the_names_of_archive_and_member(refusal, tmp_path):
-    blocks, name, why = REFUSALS[refusal]
+    blocks, name, reason = REFUSALS[refusal]
     content = header("good.JPEG", size=3) + padded(b"abc") + blocks + bytes(1024)
-    where = tmp_path / "a.tar"
+    path = tmp_path / "a.tar"
     for nested in (False, True):
-        where.write_bytes(tar({"n00.tar": tar({"b.JPEG": b"x"}), "n01.tar": content}) if nested else content)
-        with pytest.raises(ValueError, match=re.escape(why)) as caught:
-            read(where)
-        begin = f"{where}: n01.tar" if nested else str(where)
-        assert str(caught.value).startswith(f"{begin}: {name} " if name else begin)
-        assert "\n" not in str(caught.value)
-        assert "\x1b" not in str(caught.value)
+        path.write_bytes(tar({"n00.tar": tar({"b.JPEG": b"x"}), "n01.tar": content}) if nested else content)
+        with pytest.raises(ValueError, match=re.escape(reason)) as raised:
+            read(path)
+        begin = f"{path}: n01.tar" if nested else str(path)
+        assert str(raised.value).startswith(f"{begin}: {name} " if name else begin)
+        assert "\n" not in str(raised.value)
+        assert "\x1b" not in str(raised.value)
 
 
 def test_truncated_anywhere(tmp_path):
     inner = tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT[:100]})[: 512 * 8]  # without most of the padding
-    where = tmp_path / "a.tar"
-    where.write_bytes(tar({"n01.tar": inner}))
-    assert len(read(where)) == 2
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar({"n01.tar": inner}))
+    assert len(read(path)) == 2
     for size in range(0, 512 * 6 + 1, 128):
         for content, begin in ((inner[:size], ": n01.tar "), (tar({"n01.tar": inner})[:size], "")):
-            where.write_bytes(tar({"n01.tar": content}) if begin else content)
+            path.write_bytes(tar({"n01.tar": content}) if begin else content)
             for headers in (False, True):
-                with pytest.raises(ValueError, match=re.escape(f"{where}{begin}") + ".*truncated"):
-                    read(where, headers=headers)
+                with pytest.raises(ValueError, match=re.escape(f"{path}{begin}") + ".*truncated"):
+                    read(path, headers=headers)
 
 
-@pytest.mark.parametrize("where", ["absent.tar", ".", "s3://training"])
-def test_no_archive(where, tmp_path, monkeypatch):
+@pytest.mark.parametrize("location", ["absent.tar", ".", "s3://training"])
+def test_no_archive(location, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"not a file|no such object"):
-        open_stream(where)
+        open_stream(location)
 
 
 def test_a_file_that_shrinks_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "CHUNK_BYTES", 1000)
-    where = tmp_path / "a.tar"
-    where.write_bytes(tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT}))
-    with pytest.raises(ValueError, match=r"of 10,240\. Don't change it"), open_stream(str(where)) as stream:  # noqa: PT012
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT}))
+    with pytest.raises(ValueError, match=r"of 10,240\. Don't change it"), open_stream(str(path)) as stream:  # noqa: PT012
         for member in members(stream.archive):
             member.read()
-            os.truncate(where, 2000)
+            os.truncate(path, 2000)
 
 
 def test_the_hash_is_of_the_whole_whatever_was_read(ilsvrc):
@@ -202,9 +204,9 @@ IN_S3 = f"s3://{BUCKET}/train.tar"
 
 @pytest.fixture
 def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
-    """Puts the train archive into a bucket behind a proxy; parts are small, and retries do not wait.
+    """Put the train archive into a bucket behind a proxy, with small parts and retries without delay.
 
-    No output may hold the secret.
+    No output may contain the secret.
     """
     use_s3(monkeypatch, s3_proxy.endpoint)
     monkeypatch.setattr(object_store, "PART_BYTES", 100_000)
@@ -256,8 +258,8 @@ def test_s3_absent_or_out_of_reach(store, monkeypatch):
 # --- The development kit
 
 
-def kit(where: Path, subset: bool = True) -> tuple[dict[str, str], np.ndarray]:
-    with open_stream(str(where)) as stream:
+def kit(path: Path, subset: bool = True) -> tuple[dict[str, str], np.ndarray]:
+    with open_stream(str(path)) as stream:
         return read_devkit(stream, subset)
 
 
@@ -269,12 +271,12 @@ def test_torchvision_reads_the_same_from_the_kit(ilsvrc, tmp_path, monkeypatch):
         getattr(torchvision_imagenet, f"parse_{parse}_archive")(tmp_path)
     names, val_wnids = torch.load(tmp_path / torchvision_imagenet.META_FILE, weights_only=True)
     words, val_labels = kit(ilsvrc.devkit)
-    assert words == {wnid: ", ".join(its) for wnid, its in names.items()}
+    assert words == {wnid: ", ".join(class_names) for wnid, class_names in names.items()}
     assert [[*words][label] for label in val_labels] == val_wnids
     for split, labels in (("train", ilsvrc.train_labels), ("val", ilsvrc.val_labels)):
-        theirs = torchvision_imagenet.ImageNet(tmp_path, split=split)
-        assert {Path(file).name: label for file, label in theirs.samples} == labels
-        assert theirs.wnids == [*words]
+        dataset = torchvision_imagenet.ImageNet(tmp_path, split=split)
+        assert {Path(file).name: label for file, label in dataset.samples} == labels
+        assert dataset.wnids == [*words]
     assert val_labels.tolist() == [label for _, label in sorted(ilsvrc.val_labels.items())]
 
 
@@ -284,13 +286,13 @@ def test_counts_are_those_of_ilsvrc2012_unless_subset(ilsvrc, tmp_path):
     synsets, ids = synsets_of(wnids, wnids, ids, 3), ids * 50
     write_devkit(file, synsets, ids)
     assert np.bincount(kit(file, subset=False)[1]).tolist() == [50] * 1000
-    for broken, why in (
+    for broken, reason in (
         (ids[:-1], "ground_truth.txt has 49,999 lines, but ILSVRC2012 has 50,000"),
         ([*ids, 1], "ground_truth.txt has 50,001 lines, but ILSVRC2012 has 50,000"),
         ([*ids[:-1], 2], "ground_truth.txt has 51 images of class 998, but ILSVRC2012 has 50"),
     ):
         write_devkit(file, synsets, broken)
-        with pytest.raises(ValueError, match=re.escape(f"{file}: ") + f".*{why}.*--subset"):
+        with pytest.raises(ValueError, match=re.escape(f"{file}: ") + f".*{reason}.*--subset"):
             kit(file, subset=False)
         assert len(kit(file)[1]) == len(broken)
     with pytest.raises(ValueError, match=r"has 10 classes, but ILSVRC2012 has 1,000\. Add --subset"):
@@ -311,23 +313,28 @@ BROKEN_KITS = {
 
 @pytest.mark.parametrize("broken", BROKEN_KITS)
 def test_a_broken_kit(broken, ilsvrc, tmp_path):
-    changed, why = BROKEN_KITS[broken]
+    changed, reason = BROKEN_KITS[broken]
     with tarfile.open(ilsvrc.devkit) as archive:
         files = {file.name: archive.extractfile(file).read() for file in archive if file.isfile()}
     files = {name: content for name, content in (files | changed).items() if content is not None}
     with tarfile.open(tmp_path / DEVKIT, "w:gz") as archive:
         for name, content in files.items():
             archive.addfile(entry(name, size=len(content)), io.BytesIO(content))
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / DEVKIT}") + ".*" + re.escape(why)):
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / DEVKIT}") + ".*" + re.escape(reason)):
         kit(tmp_path / DEVKIT)
 
 
 def test_a_file_that_is_no_kit(ilsvrc, tmp_path):
-    packed, where = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
-    for content in (b"no gzip", packed[:-20], packed[:200] + bytes(50) + packed[250:], b""):
-        where.write_bytes(content)
-        with pytest.raises(ValueError, match=re.escape(f"{where} is not a gzip file or is damaged")):
-            kit(where)
+    content_of_kit, path = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
+    for content in (
+        b"no gzip",
+        content_of_kit[:-20],
+        content_of_kit[:200] + bytes(50) + content_of_kit[250:],
+        b"",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"{path} is not a gzip file or is damaged")):
+            kit(path)
 
 
 def test_a_class_list_that_does_not_fit(tmp_path):

@@ -1,4 +1,4 @@
-"""Parquet files as an input of prep_imagenet.py: the same images and labels as when they are trained on."""
+"""Parquet files as input of prep_imagenet.py: images and labels are the same as in a direct training."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from tests.support.imagenet import fails, prep
 
 
 def content(split: ArraySplit | FileSplit | ShardSplit) -> Counter:
-    """Pixels and labels, in any order."""
+    """Count pairs of pixels and labels, in any order."""
     images = split.images if isinstance(split, ArraySplit) else map(split.open().decode, range(len(split)))
     return Counter((pixels.tobytes(), int(k)) for pixels, k in zip(images, split.labels, strict=True))
 
@@ -17,10 +17,10 @@ def test_images_and_labels_are_those_of_the_files(tmp_path):
     data = parquet_folder(tmp_path / "pets")
     prep("--from", "parquet", "--data", data, "--out", tmp_path / "out", "--shard_mib", 0.02)
     straight = opened(data, tmp_path / "cache")
-    found = opened(tmp_path / "out", tmp_path / "cache")
-    assert found.classes == straight.classes == ("a", "b")
-    assert content(found.train) == content(straight.train)
-    assert content(found.val) == content(straight.val)
+    prepared = opened(tmp_path / "out", tmp_path / "cache")
+    assert prepared.classes == straight.classes == ("a", "b")
+    assert content(prepared.train) == content(straight.train)
+    assert content(prepared.val) == content(straight.val)
 
 
 def test_what_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""Other people's shards: indexed where they are, on this host and in S3, and read in the order of our own."""
+"""Foreign WebDataset shards, indexed where they are (this host or S3), and read in the project's order."""
 
 import json
 import shutil
@@ -29,26 +29,28 @@ INDICES = ("train_index.npy", "val_index.npy")
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> Path:
-    """Shards as prep_imagenet.py writes them."""
+def project_shards(tmp_path_factory) -> Path:
+    """Write shards like prep_imagenet.py."""
     return write_shards(tmp_path_factory.mktemp("ours") / "wds", TRAIN, VAL)
 
 
 @pytest.fixture(scope="module")
-def theirs(ours) -> Path:
-    """The same tars and nothing else."""
-    folder = ours.parent.parent / "theirs" / "wds"
-    shutil.copytree(ours, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".tar")])
+def foreign_shards(project_shards) -> Path:
+    """Copy only the tars."""
+    folder = project_shards.parent.parent / "theirs" / "wds"
+    shutil.copytree(
+        project_shards, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".tar")]
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def in_s3(theirs, s3):  # noqa: F811
-    """The same tars in S3, as train/00000.tar and so on. Yields their store."""
+def in_s3(foreign_shards, s3):  # noqa: F811
+    """Upload the same tars to S3, as train/00000.tar and so on. Yield their store."""
     with pytest.MonkeyPatch.context() as patch:
         use_s3(patch, s3)
         store = ObjectStore(f"s3://{BUCKET}/wds")
-        for path in theirs.iterdir():
+        for path in foreign_shards.iterdir():
             store.upload(path, path.name.replace("-", "/"))
         yield store
 
@@ -58,7 +60,7 @@ def training_split(data: str, cache: Path) -> ShardSplit:
 
 
 def ids_of(train: ShardSplit, processes: int) -> list[list[int]]:
-    """The samples of the micro-batches of an epoch, from step 3 on."""
+    """Return the samples of an epoch's micro-batches, from step 3 on."""
     batch = share_out(24, 6, processes)
     ranks = [list(training_plan(train, batch, rank, 0, 3, STEPS)) for rank in range(processes)]
     size = batch.accumulations
@@ -66,23 +68,27 @@ def ids_of(train: ShardSplit, processes: int) -> list[list[int]]:
     return [ids.tolist() for _, ids in parts]
 
 
-@pytest.mark.parametrize("place", ["local", "s3"])
-def test_nothing_is_copied_and_the_order_is_that_of_our_shards(place, ours, theirs, in_s3, tmp_path):
-    data, out = (str(theirs) if place == "local" else in_s3.url), tmp_path / "index"
+@pytest.mark.parametrize("location", ["local", "s3"])
+def test_nothing_is_copied_and_the_order_is_that_of_our_shards(
+    location, project_shards, foreign_shards, in_s3, tmp_path
+):
+    data, out = (str(foreign_shards) if location == "local" else in_s3.url), tmp_path / "index"
     before = in_s3.list()
     output = prep(*FROM_SHARDS, "--data", data, "--out", out)
     assert f"train with: --data {out}\n" in output
-    made = {"manifest.json", *INDICES, "train_names.txt", "val_names.txt"}
-    assert {path.name for path in out.iterdir()} == made
+    expected_files = {"manifest.json", *INDICES, "train_names.txt", "val_names.txt"}
+    assert {path.name for path in out.iterdir()} == expected_files
     assert in_s3.list() == before
     for name in INDICES:
-        assert np.array_equal(np.load(out / name), np.load(ours / name))
-    straight = training_split(str(ours), tmp_path / "cache")
-    found = training_split(str(out), tmp_path / "cache")
+        assert np.array_equal(np.load(out / name), np.load(project_shards / name))
+    project_split = training_split(str(project_shards), tmp_path / "cache")
+    foreign_split = training_split(str(out), tmp_path / "cache")
     for processes in (1, 2, 4):
-        assert ids_of(found, processes) == ids_of(straight, 1)
-    plan = list(training_plan(found, share_out(24, 6, 1), 0, 0, 3, STEPS))
-    for (*_, x, labels), (*_, x2, labels2) in zip(read(found, plan), read(straight, plan), strict=True):
+        assert ids_of(foreign_split, processes) == ids_of(project_split, 1)
+    plan = list(training_plan(foreign_split, share_out(24, 6, 1), 0, 0, 3, STEPS))
+    for (*_, x, labels), (*_, x2, labels2) in zip(
+        read(foreign_split, plan), read(project_split, plan), strict=True
+    ):
         assert torch.equal(x, x2)
         assert labels.tolist() == labels2.tolist()
 
@@ -90,21 +96,27 @@ def test_nothing_is_copied_and_the_order_is_that_of_our_shards(place, ours, thei
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
-    """It begins on one process; the index is in S3, too. Samples are those of the uninterrupted order."""
+    """Begin on one process, with the index in S3. Samples follow the uninterrupted order."""
     index = f"s3://{BUCKET}/index-{processes}"
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
     words = [*VIT, "--data", index, "--streams", 4, "--shuffle_window", 4, "--epochs", 2, *NO_WORKERS]
     words += ["--cache_dir", tmp_path / "cache", "--output_dir", tmp_path / "run"]
     run([*python(), *words, "--max_steps", 5])
     run([*torchrun(processes), *words])
-    found = [line["samples"] for line in lines(tmp_path / "run" / "samples.jsonl")]
-    assert found == expected().tolist()
+    samples = [line["samples"] for line in lines(tmp_path / "run" / "samples.jsonl")]
+    assert samples == expected().tolist()
 
 
 def test_samples_of_several_fields(tmp_path):
-    """Classes from JSON, other fields, folders, a test split, names of the classes."""
-    image, about = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
-    train = {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": about, "a/2.cls": b"0\n", "a/2.JPG": image}
+    """Use classes from JSON, other fields, folders, a test split and class names."""
+    image, sample_json = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
+    train = {
+        "a/1.jpg": image,
+        "a/1.seg.png": b"x",
+        "a/1.json": sample_json,
+        "a/2.cls": b"0\n",
+        "a/2.JPG": image,
+    }
     test = {"about.txt": b"x", "3.png": image, "3.cls": b"2"}
     (tmp_path / "in-train-0.tar").write_bytes(tar(train))
     (tmp_path / "in-test-0.tar").write_bytes(tar(test))
@@ -112,16 +124,21 @@ def test_samples_of_several_fields(tmp_path):
     names.write_text("cat\ndog\nhen\n")
     prep(*FROM_SHARDS, "--data", tmp_path, "--out", tmp_path / "index", "--classes", names)
     assert np.load(tmp_path / "index" / "train_index.npy")[:, 3].tolist() == [1, 0]
-    about = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    assert [c["name"] for c in about["classes"]] == ["cat", "dog", "hen"]
-    assert about["splits"]["val"]["images"] == 1
+    manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
+    assert [c["name"] for c in manifest["classes"]] == ["cat", "dog", "hen"]
+    assert manifest["splits"]["val"]["images"] == 1
 
 
-def test_braces(theirs, tmp_path):
-    patterns = ["--train", theirs / "train-{00000..00023}.tar", "--val", theirs / "val-0000[2-3].tar"]
+def test_braces(foreign_shards, tmp_path):
+    patterns = [
+        "--train",
+        foreign_shards / "train-{00000..00023}.tar",
+        "--val",
+        foreign_shards / "val-0000[2-3].tar",
+    ]
     prep(*FROM_SHARDS, *patterns, "--out", tmp_path / "index")
     splits = json.loads((tmp_path / "index" / "manifest.json").read_text())["splits"]
-    assert {split: len(about["shards"]) for split, about in splits.items()} == {"train": 24, "val": 2}
+    assert {split: len(split["shards"]) for split, split in splits.items()} == {"train": 24, "val": 2}
 
 
 def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
@@ -129,12 +146,12 @@ def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
     write(tmp_path / "wds", dict.fromkeys(names, b"x"))
     store = SimpleNamespace(url=f"s3:/{tmp_path}", list=lambda _: [f"wds/{name}" for name in names])
     for pattern in ("*train*.tar", "*/*.tar", ".a/*", "a/.*"):
-        found = match(f"{tmp_path}/wds/{pattern}", None)
-        assert match(f"{store.url}/wds/{pattern}", store) == [f"s3:/{path}" for path in found] != []
+        paths = match(f"{tmp_path}/wds/{pattern}", None)
+        assert match(f"{store.url}/wds/{pattern}", store) == [f"s3:/{path}" for path in paths] != []
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [
         ({"a.jpg": b"x"}, "train-0.tar: a contains no class"),
         ({"a.jpg": b"x", "a.json": b'{"name": "cat"}'}, "train-0.tar: a contains no class"),
@@ -147,15 +164,15 @@ def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
         ({"a.txt": b"x"}, "train-0.tar contains no samples with an image"),
     ],
 )
-def test_a_sample_that_is_none_is_named(members, said, tmp_path):
+def test_a_sample_that_is_none_is_named(members, message, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(tar(members))
     output = fails(*FROM_SHARDS, "--data", tmp_path, "--out", tmp_path / "index")
-    assert said in output
+    assert message in output
     assert not (tmp_path / "index" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("words", "status", "message"),
     [
         (["--from", "shards"], 2, "--format index"),
         ([*FROM_SHARDS, "--out", "s3://bucket/x", "--work_dir", "w"], 2, "an index in S3"),
@@ -166,23 +183,23 @@ def test_a_sample_that_is_none_is_named(members, said, tmp_path):
         (["--classes", "x"], 2, "--classes"),
     ],
 )
-def test_what_is_refused(words, status, said, tmp_path):
-    assert said in fails("--out", tmp_path / "out", "--data", tmp_path, *words, status=status)
+def test_what_is_refused(words, status, message, tmp_path):
+    assert message in fails("--out", tmp_path / "out", "--data", tmp_path, *words, status=status)
 
 
-def test_an_interruption_in_val_keeps_train(theirs, tmp_path, monkeypatch):
+def test_an_interruption_in_val_keeps_train(foreign_shards, tmp_path, monkeypatch):
     read_shards = []
 
     def index(dataset, shard):
         read_shards.append(Path(shard.url).name)
         if len(read_shards) == len(TRAIN) + 1:
             raise OSError("the disk is gone")
-        return found(dataset, shard)
+        return index_shard(dataset, shard)
 
-    found = WebDataset.index
+    index_shard = WebDataset.index
     monkeypatch.setattr(WebDataset, "index", index)
     monkeypatch.setattr(preparation, "THREADS", 1)
-    words = [*FROM_SHARDS, "--data", theirs, "--out", tmp_path / "index"]
+    words = [*FROM_SHARDS, "--data", foreign_shards, "--out", tmp_path / "index"]
     assert "run the same command to resume" in fails(*words)
     begun = len(read_shards)
     assert "keeping train\n" in prep(*words)

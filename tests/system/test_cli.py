@@ -1,4 +1,4 @@
-"""Exit statuses and messages of commands, also under a file size limit, and of launch.py's jobs."""
+"""Exit statuses and messages of commands, including a file size limit and jobs of launch.py."""
 
 import shlex
 import subprocess
@@ -39,19 +39,19 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
     assert capsys.readouterr().err == text
 
 
-@pytest.mark.parametrize("lines", [10, 100_000])  # that are written at the end, and before
+@pytest.mark.parametrize("lines", [10, 100_000])  # the output is written at the end, or before
 def test_a_reader_that_has_enough_is_no_error(lines):
     code = "import sys; from onecurve.system.cli import run_command\n"
     code += f"sys.exit(run_command(lambda: print('x\\n' * {lines}) or 0))"
     shell = [*("bash", "-c", 'set -o pipefail; "$@" | true'), "bash", sys.executable, "-c", code]
-    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("blocks", "says"), [(200, "File too large"), (4, "limits files to 4,096 bytes")])
-def test_files_that_may_not_grow(blocks, says, tmp_path):
-    """Limits file sizes by ulimit -f, in KiB: with a cache from before, or without."""
+@pytest.mark.parametrize(("blocks", "message"), [(200, "File too large"), (4, "limits files to 4,096 bytes")])
+def test_files_that_may_not_grow(blocks, message, tmp_path):
+    """Limit file sizes by ulimit -f (in KiB), with an existing cache and without."""
     words = [*python(), *TRAIN, "--cache_dir", tmp_path / "cache", "--output_dir"]
     if blocks == 200:
         run([*words, tmp_path / "first"])
@@ -60,12 +60,12 @@ def test_files_that_may_not_grow(blocks, says, tmp_path):
     assert status == 1
     (line,) = [line for line in output.splitlines() if "error" in line]
     assert line.startswith("error: ")
-    assert says in line
+    assert message in line
     assert "Traceback" not in output
 
 
 def test_what_a_job_prints_is_not_its_status(tmp_path):
-    """A script that fails prints `preempted: `."""
+    """Run a failing script that prints `preempted: `."""
     script = tmp_path / "script.py"
     script.write_text("print('preempted: x', flush=True)\nraise SystemExit('error: 3 is bad')\n")
     status, output = Job([*LAUNCH, tmp_path, script]).wait()

@@ -9,7 +9,7 @@ from tools.launch.hosts import EVENT, Connection, event_line, requests
 def test_events_are_read_once_each(tmp_path, monkeypatch):
     file = tmp_path / "events"
     reader = EventReader(file)
-    report("exit", status=1)  # without the variable nothing happens
+    report("exit", status=1)  # does nothing without the variable
     assert reader.new() == []
     monkeypatch.setenv(EVENTS_FILE, str(file))
     report("step", step=1)
@@ -36,8 +36,8 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
 
 
 def test_what_a_lost_connection_cuts_off_does_not_count(monkeypatch):
-    said = f"a banner\na title{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
-    connection = Connection(None, SimpleNamespace(stdout=io.StringIO(said), stdin=io.StringIO()))
+    text = f"a banner\na title{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
+    connection = Connection(None, SimpleNamespace(stdout=io.StringIO(text), stdin=io.StringIO()))
     assert list(connection.events()) == ["a banner", "a title", {"event": "step", "step": 1}]
     connection.request("start", words=["a b"], first=True)
     connection.request("kill")

@@ -1,4 +1,4 @@
-"""Processes above and below this one: their command lines, and what ends with them."""
+"""Processes above and below this one: command lines, and processes that end with them."""
 
 import os
 import signal
@@ -71,21 +71,21 @@ def test_what_was_typed(command, launchers, nodes):
 
 
 def test_the_launcher_above_and_its_config_file(tmp_path):
-    """The file is found from the launcher's folder, and not where another program is above."""
+    """Find the file from the launcher's folder, but not if another program is above."""
     code = "from onecurve.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
     start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
     (tmp_path / "a b.yaml").write_text("use_cpu: true")
-    for name, said in (("accelerate", "{'use_cpu': True} accelerate"), ("other", "{}")):
+    for name, expected in (("accelerate", "{'use_cpu': True} accelerate"), ("other", "{}")):
         (tmp_path / name).write_text(start)
         words = [sys.executable, name, "--config_file", "a b.yaml", "x.py"]
-        assert subprocess.check_output(words, cwd=tmp_path, text=True).strip() == said
+        assert subprocess.check_output(words, cwd=tmp_path, text=True).strip() == expected
 
 
 @pytest.mark.parametrize(
     ("groups", "files", "cores"),
     [
         ("0::/", {}, 96),
-        ("0::/", {"cpu.max": "700000 100000"}, 7),  # a container's own group is its root
+        ("0::/", {"cpu.max": "700000 100000"}, 7),  # a container sees its group as the root
         ("0::/", {"cpu.max": "max 100000"}, 96),
         ("0::/", {"cpu.max": "50000 100000"}, 1),
         ("0::/a.slice/b.scope", {"a.slice/cpu.max": "300000 100000", "a.slice/b.scope/cpu.max": "max 9"}, 3),
@@ -94,7 +94,7 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ],
 )  # fmt: skip
 def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tmp_path, monkeypatch):
-    """Files as the kernel shows them to a machine of 96 cores."""
+    """Write files like the kernel's on a machine with 96 cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     (tmp_path / "cgroup").write_text(f"{groups}\n")
     for name, text in files.items():
@@ -117,14 +117,14 @@ def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tm
         ("NCCL", "eth9,l", True),
         ("NCCL", "eth9", False),
         ("NCCL", "^docker", True),
-        ("NCCL", "^=lo", False),  # and there is no other
+        ("NCCL", "^=lo", False),  # there is no other interface
         ("NCCL", "^l", False),
     ],
 )
 def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": []})
     env = {f"{variable}_SOCKET_IFNAME": value}
-    said = f"{variable}_SOCKET_IFNAME={value} matches no interface of this host (lo)."
+    message = f"{variable}_SOCKET_IFNAME={value} matches no interface of this host (lo)."
     said += " Name one of them, or unset it."
-    assert interface_problem(env, with_nccl=True) == (None if is_right else said)
+    assert interface_problem(env, with_nccl=True) == (None if is_right else message)
     assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None

@@ -1,4 +1,4 @@
-"""S3 over real HTTP: moto's server, and a proxy that injects the faults."""
+"""S3 over real HTTP: moto's server, and a proxy that injects faults."""
 
 import os
 import re
@@ -20,14 +20,14 @@ from onecurve.system.text import redacted
 from tests.conftest import ROOT, rows_of
 from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 
-PART = 5 * 2**20  # S3 takes no smaller ones
+PART = 5 * 2**20  # S3 accepts no smaller parts
 BIG = 2 * PART + 1000
 SIGNED = "X-Amz-Credential=AKIAIOSFODNN7EXAMPLE/20261122&X-Amz-Signature=0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
 def proxy(s3_proxy, monkeypatch, capfd):  # noqa: F811
-    """The proxy for all clients; checks that no test prints the secret."""
+    """Use the proxy for all clients. Check that no test prints the secret."""
     use_s3(monkeypatch, s3_proxy.endpoint)
     yield s3_proxy
     assert SECRET not in "".join(capfd.readouterr())
@@ -40,14 +40,14 @@ def store(request) -> ObjectStore:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """A second to connect, and two attempts."""
+    """Allow one second to connect, and two attempts."""
     for name, value in {"CONNECT_S": 1, "READ_S": 15, "ATTEMPTS": 2}.items():
         monkeypatch.setattr(object_store, name, value)
 
 
 @pytest.fixture
 def big(tmp_path_factory, monkeypatch) -> Path:
-    """A file of three parts with random content: misplaced bytes are noticed."""
+    """Write a file of three parts with random content, so that misplaced bytes are noticed."""
     monkeypatch.setattr(object_store, "PART_BYTES", PART)
     monkeypatch.setattr(object_store, "FIRST_BYTES", PART)
     path = tmp_path_factory.mktemp("big") / "model.safetensors"
@@ -56,19 +56,19 @@ def big(tmp_path_factory, monkeypatch) -> Path:
 
 
 def refused(call, *args, **options) -> str:
-    """Calls a function that must raise StoreError. Returns its text: one line, without the secret."""
-    with pytest.raises(StoreError) as caught:
+    """Call a function that must raise StoreError. Return its text: one line, without the secret."""
+    with pytest.raises(StoreError) as raised:
         call(*args, **options)
-    shown = "".join(traceback.format_exception(caught.value))
+    shown = "".join(traceback.format_exception(raised.value))
     assert SECRET not in shown
-    text = str(caught.value)
+    text = str(raised.value)
     assert "\n" not in text
     return text
 
 
-def sent(proxy, method: str, within: str = "") -> list[dict[str, str]]:
-    """The headers of such requests."""
-    return [headers for name, path, headers in proxy.requests if name == method and within in path]
+def sent(proxy, method: str, part: str = "") -> list[dict[str, str]]:
+    """Return the headers of these requests."""
+    return [headers for name, path, headers in proxy.requests if name == method and part in path]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def sent(proxy, method: str, within: str = "") -> list[dict[str, str]]:
 )
 def test_what_is_no_url_is_refused(given):
     assert ObjectStore("s3://my.bucket-1/a/b c//").url == "s3://my.bucket-1/a/b c"
-    with pytest.raises(ValueError, match=r"s3://|prefix") as caught:
+    with pytest.raises(ValueError, match=r"s3://|prefix") as raised:
         ObjectStore(given)
-    assert SECRET not in str(caught.value)
+    assert SECRET not in str(raised.value)
 
 
 def test_small_objects_and_files(store, tmp_path):
@@ -121,7 +121,7 @@ def test_big_object_in_parts_and_without_checksums(store, proxy, big, tmp_path):
     assert b"".join(store.stream("model", BIG, None, PART + 7)) == big.read_bytes()[PART + 7 :]
     assert os.listdir(tmp_path) == ["out"]
     assert not proxy.faults
-    with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # what boto3 does by itself
+    with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # boto3's default
         boto3.client("s3").upload_file(str(big), BUCKET, "other")
     assert proxy.faults["NotImplemented"] == 1
 
@@ -139,7 +139,7 @@ def test_a_store_that_asks_for_checksums_gets_them(code, message, store, proxy, 
     store.download("model", tmp_path / "out", BIG)
     assert (tmp_path / "out").read_bytes() == big.read_bytes()
     late = ObjectStore(store.url)
-    late.upload(big, "another")  # by a process that has not probed it
+    late.upload(big, "another")  # from a process that has not probed the store
     assert store.size_and_etag("another")[0] == BIG
     assert capfd.readouterr().out.splitlines() == [CHECKSUMS_SENT] * 2
 
@@ -176,7 +176,7 @@ def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
     assert store.list("none") == []
 
 
-# What a store makes of a conditional write, as a method of the proxy; and the fault, as it is counted
+# Method of the proxy that changes the store's conditional writes, and the name of the counted fault
 CONDITIONAL = {
     "takes it": (lambda proxy: None, None),
     "501": (lambda proxy: proxy.refuse_conditional_writes(501, "NotImplemented"), "NotImplemented"),
@@ -185,9 +185,9 @@ CONDITIONAL = {
 }
 
 
-@pytest.mark.parametrize("kind", CONDITIONAL)
-def test_create_makes_it_once_in_every_store(kind, store, proxy, capfd):
-    spoil, fault = CONDITIONAL[kind]
+@pytest.mark.parametrize("behavior", CONDITIONAL)
+def test_create_makes_it_once_in_every_store(behavior, store, proxy, capfd):
+    spoil, fault = CONDITIONAL[behavior]
     spoil(proxy)
     store.probe()
     assert store.create("owner", b"first")
@@ -219,7 +219,7 @@ def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
 
 @pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
 def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch, tmp_path):
-    # After SlowDown botocore waits up to 1 + 2 + 4 s: not all of it here.
+    # After SlowDown, botocore waits up to 1 + 2 + 4 s; this test uses fewer attempts.
     monkeypatch.setattr(object_store, "ATTEMPTS", attempts)
     burst = attempts - 1
     proxy.fail(status, code, times=burst)
@@ -250,7 +250,7 @@ def test_a_slow_store_is_asked_again(store, proxy, monkeypatch):
 def test_a_cut_upload_goes_on(store, proxy, big, tmp_path):
     proxy.cut_upload(100_000, times=2, path="partNumber=2")
     proxy.cut_upload(0, times=1, path="partNumber=3")
-    proxy.lose_answer(method="POST", path="uploadId=")  # of its completion
+    proxy.lose_answer(method="POST", path="uploadId=")  # the answer to its completion
     store.upload(big, "model")
     assert proxy.faults == {"cut_upload": 3, "lose_answer": 1}
     store.download("model", tmp_path / "model", BIG)
@@ -266,15 +266,15 @@ def test_a_failed_upload_leaves_no_parts(store, proxy, big):
     assert store.list() == []
 
 
-@pytest.mark.parametrize("kind", ["cut_download", "stall_download"])
-def test_a_broken_download_goes_on(store, proxy, big, tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("fault", ["cut_download", "stall_download"])
+def test_a_broken_download_goes_on(store, proxy, big, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(object_store, "READ_S", 3)
     store.upload(big, "model")
-    getattr(proxy, kind)(1_000_000, times=2, path="model", header="range: bytes=(0|5242880)-")
+    getattr(proxy, fault)(1_000_000, times=2, path="model", header="range: bytes=(0|5242880)-")
     store.download("model", tmp_path / "model", BIG)
-    assert proxy.faults[kind] == 2
+    assert proxy.faults[fault] == 2
     assert (tmp_path / "model").read_bytes() == big.read_bytes()
-    assert len(sent(proxy, "GET")) == 3 + 2  # only what broke is read again
+    assert len(sent(proxy, "GET")) == 3 + 2  # only the broken parts are read again
 
 
 def test_a_download_that_is_cut_each_time_is_given_up(store, proxy, big, tmp_path, quick):
@@ -336,7 +336,7 @@ def test_no_credentials(store, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "says"),
+    ("endpoint", "message"),
     [
         ("http://127.0.0.1:9", r"Connection refused.*Check AWS_ENDPOINT_URL"),
         ("http://no-such-host.invalid", "Check AWS_ENDPOINT_URL"),
@@ -344,9 +344,9 @@ def test_no_credentials(store, monkeypatch):
         (f"http://key:{SECRET}@127.0.0.1", "contains a user name or password"),
     ],
 )
-def test_an_endpoint_that_is_none(endpoint, says, store, monkeypatch):
+def test_an_endpoint_that_is_none(endpoint, message, store, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    assert re.search(says, refused(store.probe))
+    assert re.search(message, refused(store.probe))
 
 
 def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
@@ -376,11 +376,11 @@ def test_a_heartbeat_ends_a_download(store, proxy, big, tmp_path):
         pass
 
     def heartbeat() -> None:
-        assert threading.current_thread() is here
+        assert threading.current_thread() is main_thread
         if proxy.faults["stall_download"]:
             raise Stop
 
-    here = threading.current_thread()
+    main_thread = threading.current_thread()
     store.upload(big, "model")
     proxy.stall_download(1000, times=None)
     with pytest.raises(Stop):
@@ -414,11 +414,11 @@ def test_a_forked_process_makes_its_own_client(store):
 
 @pytest.mark.parametrize("code", ["Odd", "{headers}"])
 def test_what_a_store_echoes_is_not_shown(store, proxy, monkeypatch, code):
-    """The store's message and code repeat the request's headers and credentials."""
+    """Let the store's message and code repeat the request's headers and credentials."""
     key, token = "short", "a session token/of+words="
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)
-    escapes = "\u009b[31m"  # XML has no ESC
+    escapes = "\u009b[31m"  # XML can't contain ESC
     proxy.echo(f"Denied{escapes} {SECRET} {{headers}} at http://h{{path}}?{SIGNED} {'x' * 5000}", code=code)
     for call in (store.list, lambda: store.write("a", b""), lambda: store.create("a", b"")):
         text = refused(call)

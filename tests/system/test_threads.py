@@ -1,4 +1,4 @@
-"""Work in a thread, with heartbeats meanwhile."""
+"""Work in a thread with heartbeats."""
 
 import threading
 import time

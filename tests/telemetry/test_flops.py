@@ -1,4 +1,4 @@
-"""Model FLOPs and MFU: counted as torch counts them, against the table of devices."""
+"""Model FLOPs and MFU: counted like torch, and divided by the peaks in the table of devices."""
 
 import sys
 from dataclasses import fields
@@ -18,7 +18,7 @@ from tools.logbook.run_record import RunRecord
 
 
 def test_an_operation_is_an_addition_or_a_multiplication():
-    """The first layer needs no gradient of its input."""
+    """Leave out the gradient of the first layer's input, which is not needed."""
     layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 8 * 8, 10))
     convolution, linear = 2 * 3 * 4 * 9 * 8 * 8, 2 * 4 * 8 * 8 * 10
     assert flops_per_image(lambda: layers.to("meta"), 8) == 2 * convolution + 3 * linear
@@ -63,11 +63,11 @@ def test_devices_of_several_kinds(capsys):
 
 def test_a_run_on_a_cpu(trained):
     folder, output = trained
-    found = result(folder)
+    facts = result(folder)
     script = load_script(ROOT / "train_cnn_a.py")
     recipe = recipe_class(script)(widths=(4, 8, 32))
-    assert found["flops_per_image"] == flops_per_image(lambda: script.build_model(recipe, 10), 32)
-    assert (found["peak_flops"], found["mfu_pct"]) == (None, None)
+    assert facts["flops_per_image"] == flops_per_image(lambda: script.build_model(recipe, 10), 32)
+    assert (facts["peak_flops"], facts["mfu_pct"]) == (None, None)
     assert not any("train/mfu_pct" in line for line in metrics(folder))
     assert "MFU" not in output
     text = run_page(RunRecord(folder), "x", [])
@@ -81,12 +81,12 @@ SMALL |= {"train_vit": ["--model=test_vit", "--image_size=32", "--patch_size=8"]
 @pytest.mark.parametrize("name", SMALL)
 def test_every_boolean_flag_leaves_the_operations_countable(name, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "__main__", script := load_script(ROOT / f"{name}.py"))
-    kind = recipe_class(script)
-    switches = [field.name for field in fields(kind) if "bool" in str(field.type)]
+    recipe_type = recipe_class(script)
+    switches = [field.name for field in fields(recipe_type) if "bool" in str(field.type)]
     assert "deterministic" in switches
     for switch in switches:
-        needed = ["--pretrained"] if switch == "freeze" else []
-        recipe = parse(kind, [*SMALL[name], f"--{switch}", *needed])
-        found = flops.utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
+        other_flags = ["--pretrained"] if switch == "freeze" else []
+        recipe = parse(recipe_type, [*SMALL[name], f"--{switch}", *other_flags])
+        utilisation = flops.utilisation(recipe, 10, ["NVIDIA H200"], "bf16")
         assert capsys.readouterr().out == "", switch
-        assert found.pct(1e6) > 0, switch
+        assert utilisation.pct(1e6) > 0, switch

@@ -16,7 +16,7 @@ PROFILE = ["--profile", "8", "--telemetry_s", "0"]
 
 
 def check(folder) -> list[str]:
-    """Checks that three steps are in the trace. Returns the names of its events."""
+    """Check that the trace contains three steps. Return the names of its events."""
     trace = json.loads(gzip.decompress((folder / FOLDER / TRACE).read_bytes()))["traceEvents"]
     steps = {e["name"] for e in trace if e["name"].startswith("ProfilerStep#")}
     assert steps == {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"}  # counted from 0

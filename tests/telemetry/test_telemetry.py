@@ -1,4 +1,4 @@
-"""Telemetry: a file per host, live, over restarts; its failures stop no training. GPUs: not yet measured."""
+"""Telemetry: one live file per host, kept over restarts; failures stop no training. GPUs are simulated."""
 
 import ctypes
 import json
@@ -27,13 +27,13 @@ def samples_of(file: Path) -> list[dict]:
 
 
 def assert_sane(file: Path) -> None:
-    """Checks the file of a run without GPUs, over all its starts."""
+    """Check the file of a run without GPUs, over all its starts."""
     first, *others = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
     assert [line["t"] for line in others] == sorted(line["t"] for line in others)
     for line in (line for line in others if not is_header(line)):
-        assert line.keys() == {"t", "step", *HOST_NUMBERS}  # no GPU is invented
+        assert line.keys() == {"t", "step", *HOST_NUMBERS}  # without GPUs
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
         assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
@@ -46,25 +46,29 @@ def test_a_run_writes_one_file(folder):
     samples = samples_of(file)
     assert len(samples) >= 2
     assert samples[-1]["step"] > samples[0]["step"]
-    (found,) = result(folder)["telemetry"]
-    assert found == summarize(file)
-    assert (found["samples"], found["gpus"]) == (len(samples), 0)
-    assert found["memory_gib"] == max(sample["memory_gib"] for sample in samples)
-    assert [found["utilisation_pct"], found["gpu_memory_gib"], found["energy_wh"]] == [None] * 3
+    (summary,) = result(folder)["telemetry"]
+    assert summary == summarize(file)
+    assert (summary["samples"], summary["gpus"]) == (len(samples), 0)
+    assert summary["memory_gib"] == max(sample["memory_gib"] for sample in samples)
+    assert [summary["utilisation_pct"], summary["gpu_memory_gib"], summary["energy_wh"]] == [None] * 3
     assert result(folder)["energy_wh"] is None
     assert not [name for line in metrics(folder) for name in line if "telemetry" in name]
 
 
 def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
-    found = json.loads((folder / "confusion.json").read_text())
-    assert (found["step"], found["classes"]) == (result(folder)["steps"], [str(digit) for digit in range(10)])
-    assert [sum(row) for row in found["confusion"]] == [36] * 10  # a row is a true class of the 360 images
-    correct = sum(row[k] for k, row in enumerate(found["confusion"]))
+    content = json.loads((folder / "confusion.json").read_text())
+    assert (content["step"], content["classes"]) == (
+        result(folder)["steps"],
+        [str(digit) for digit in range(10)],
+    )
+    # one row for each true class of the 360 images
+    assert [sum(row) for row in content["confusion"]] == [36] * 10
+    correct = sum(row[k] for k, row in enumerate(content["confusion"]))
     assert correct / 360 == pytest.approx(result(folder)["final_accuracy"])
 
 
 def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
-    """Two processes with local rank 0 are two hosts, even under one name; only one has a folder."""
+    """Run two processes with local rank 0: they are two hosts, even under one name. Only one has a folder."""
     jobs = two_hosts(tmp_path, [], [*HELLO, "--telemetry_s", "0.1"])
     assert [status for status, _ in jobs] == [0, 0], jobs
     names = sorted(file.name for file in tmp_path.glob("*/telemetry-*"))
@@ -72,14 +76,14 @@ def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
     for file in (tmp_path / "run0").glob("telemetry-*"):
         assert_sane(file)
         assert samples_of(file)
-    found = result(tmp_path / "run0")
-    assert found["hosts"] == 2
-    assert [host["host"] for host in found["telemetry"]] == [f"{NAME}-2", NAME]
-    assert all(host["samples"] for host in found["telemetry"])
+    facts = result(tmp_path / "run0")
+    assert facts["hosts"] == 2
+    assert [host["host"] for host in facts["telemetry"]] == [f"{NAME}-2", NAME]
+    assert all(host["samples"] for host in facts["telemetry"])
 
 
 def telemetry_of(folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=int, steps=1):
-    """That of rank 0, by default without a thread."""
+    """Return the telemetry of rank 0, by default without a thread."""
     processes = processes or (ProcessInfo("a", 0, "CPU", None),)
     return Telemetry(list(processes), 0, folder, interval_s, step, steps)
 
@@ -104,7 +108,7 @@ def test_an_interval_of_0_takes_no_sample(tmp_path):
 
 
 def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
-    """The error of the sampling thread, of another host's samples, and of the summary."""
+    """Check errors of the sampling thread, of another host's samples, and of the summary."""
     for host in "ab":
         (tmp_path / f"telemetry-{host}.jsonl").mkdir()
     telemetry = telemetry_of(tmp_path, interval_s=0.05)
@@ -120,7 +124,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(answers, tmp_path, monkeypatch):
-    """A stand-in on the PATH. One that does not answer holds nothing up."""
+    """Put a fake nvidia-smi on the PATH. A program that does not answer delays nothing."""
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
@@ -139,14 +143,14 @@ def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(answers, tmp_path, m
     assert (text.count("answer to -q\n"), steps) == ((2, ["step 3", "step 10"]) if answers else (0, []))
 
 
-# --- GPUs: the real pynvml over a stand-in for NVIDIA's library. This tests that the calls exist and how
-# their answers are used, not what a GPU answers.
+# --- GPUs: the real pynvml with a fake NVIDIA library. The tests check that the calls exist and how their
+# answers are used, but not the answers of a GPU.
 
 NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
 
 
 class Library:
-    """Stands in for libnvidia-ml: its functions write an answer where their last argument points."""
+    """A fake libnvidia-ml, whose functions write an answer to the target of their last argument."""
 
     def __init__(self, uuid: str, answers: dict):
         self.uuid, self.answers = uuid, answers
@@ -171,7 +175,7 @@ class Library:
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """nvml(uuid, answers) -> pynvml with this library behind it."""
+    """Return a function: nvml(uuid, answers) -> pynvml with this library."""
     import pynvml
 
     def load(uuid: str, answers: dict):
@@ -197,7 +201,7 @@ NOTHING = dict.fromkeys(UNITS) | {"index": 2}
 
 
 @pytest.mark.parametrize(
-    ("uuid", "first", "then", "expected", "complaint"),
+    ("uuid", "first", "changes", "expected", "complaint"),
     [
         ("GPU-1", ANSWERS, {"nvmlDeviceGetTotalEnergyConsumption": {"value": 10_800_000}}, UNITS, ""),
         ("MIG-1", {"nvmlDeviceGetMemoryInfo": {"used": 2**30}}, {}, NOTHING | {"memory_gib": 1.0}, ""),
@@ -205,10 +209,10 @@ NOTHING = dict.fromkeys(UNITS) | {"index": 2}
     ],
     ids=["in its units", "a part of a GPU (MIG) supports less", "lost"],
 )
-def test_what_a_gpu_answers(nvml, uuid, first, then, expected, complaint):
+def test_what_a_gpu_answers(nvml, uuid, first, changes, expected, complaint):
     complaints, answers = [], dict(first)
     gpu = Gpu(nvml(uuid, answers), 2, "1", complaints.append)
-    answers |= then
+    answers |= changes
     assert gpu.sample() == expected
     assert bool(complaints) == bool(complaint)
     assert complaint in "".join(complaints)
@@ -221,7 +225,7 @@ def test_a_rate_does_not_fall_below_zero_with_an_interface_that_is_gone(monkeypa
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
-    """Only the job's GPUs are sampled; the host is sampled even when NVML does not know them."""
+    """Sample only the job's GPUs. Sample the host even if NVML does not know the GPUs."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
     telemetry = telemetry_of(tmp_path, *processes, interval_s=0.05, step=lambda: 7, steps=10)
@@ -248,8 +252,8 @@ HEADER = {"host": "a", "interval_s": 1.0, "devices": ["Model X"], "cpus": 2, "me
 
 
 def sample(t: float, **gpu) -> dict:
-    found = {"index": 0, "throttle": None, "energy_wh": None} | dict.fromkeys(GPU_NUMBERS) | gpu
-    return {"t": t, "step": 0, "gpus": [found]} | dict.fromkeys(HOST_NUMBERS, 1.0)
+    gpu_values = {"index": 0, "throttle": None, "energy_wh": None} | dict.fromkeys(GPU_NUMBERS) | gpu
+    return {"t": t, "step": 0, "gpus": [gpu_values]} | dict.fromkeys(HOST_NUMBERS, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -262,24 +266,24 @@ def sample(t: float, **gpu) -> dict:
     ],
 )
 def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expected_wh):
-    """A sample each 3.6 s, and an hour between the starts, in which nothing was used."""
+    """Use a sample every 3.6 s, and an hour without consumption between the starts."""
     content = []
     for hour, gpus in enumerate(starts):
         content.append(HEADER)
         content += [sample(3600 * hour + 3.6 * k, **gpu) for k, gpu in enumerate(gpus)]
-    found = summarize(written(tmp_path / "telemetry-a.jsonl", *content))
-    assert found["energy_wh"] == (expected_wh and pytest.approx(expected_wh))
-    assert energy_wh([found, found]) == (expected_wh and pytest.approx(2 * expected_wh))
-    assert energy_wh([found, {"gpus": 0, "energy_wh": None}]) == found["energy_wh"]
+    summary = summarize(written(tmp_path / "telemetry-a.jsonl", *content))
+    assert summary["energy_wh"] == (expected_wh and pytest.approx(expected_wh))
+    assert energy_wh([summary, summary]) == (expected_wh and pytest.approx(2 * expected_wh))
+    assert energy_wh([summary, {"gpus": 0, "energy_wh": None}]) == summary["energy_wh"]
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path):
-    """A restart adds its lines after a newline."""
+    """Let a restart add its lines after a newline."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
     telemetry_of(tmp_path).append([(file.name, json.dumps(line) + "\n") for line in (HEADER, sample(9))])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
-    found = summarize(file)
-    assert (found["samples"], found["utilisation_pct"]) == (2, 50)
+    summary = summarize(file)
+    assert (summary["samples"], summary["utilisation_pct"]) == (2, 50)
 
 
 def test_a_file_of_something_else_is_named(tmp_path):
