@@ -26,7 +26,7 @@ ALONE = Cluster(1, 1, H200, 1)
 SMALL = ["train_cnn_a.py", "--widths=8,16,32", "--batch_size=64", "--data=digits"]
 
 
-def synthetic_trace(**values) -> Trace:
+def new_trace(**values) -> Trace:
     defaults = {"strategy": "ddp", "mixed_precision": "no", "parameters": 0, "optimizer": 0}
     return Trace(**defaults | {"peaks": {}, "operations": [], "collectives": []} | values)
 
@@ -69,8 +69,9 @@ def test_a_trace_is_that_of_the_engine(config, share, sent):
 
 
 def test_attention_of_few_tokens_moves_the_bytes_of_the_kernel():
-    """Count reads and writes: forward reads qkv and writes outputs; backward reads both and the gradient, and
-    writes the gradient of qkv.
+    """Check what the kernel reads and writes.
+
+    Forward reads qkv and writes the outputs. Backward reads both and the gradient, and writes qkv's gradient.
     """
     script = ["train_vit.py", "--model=test_vit", "--image_size=32", "--patch_size=8", "--depth=1"]
     traces = {
@@ -150,23 +151,18 @@ def test_the_largest_size_is_a_line_through_two():
 @pytest.mark.parametrize(
     ("trace", "cluster", "limit", "seconds"),
     [
-        (
-            synthetic_trace(operations=[("bfloat16", 10**15, 1)]),
-            ALONE,
-            cost.COMPUTE,
-            1 / 0.9895 / 0.66 / 0.65,
-        ),
-        (synthetic_trace(operations=[("float32", 0, 10**12)]), ALONE, cost.MEMORY, 1 / 4.8 / 0.9 / 0.65),
-        (synthetic_trace(operations=[("float32", 1, 1)] * 10), ALONE, cost.LAUNCHES, 2e-3 + 160e-6),
+        (new_trace(operations=[("bfloat16", 10**15, 1)]), ALONE, cost.COMPUTE, 1 / 0.9895 / 0.66 / 0.65),
+        (new_trace(operations=[("float32", 0, 10**12)]), ALONE, cost.MEMORY, 1 / 4.8 / 0.9 / 0.65),
+        (new_trace(operations=[("float32", 1, 1)] * 10), ALONE, cost.LAUNCHES, 2e-3 + 160e-6),
         # In parallel with two thirds of the host's 2 ms
         (
-            synthetic_trace(collectives=[("all_reduce", 10**9, 2)]),
+            new_trace(collectives=[("all_reduce", 10**9, 2)]),
             Cluster(2, 1, H200, 2),
             cost.NETWORK,
             0.5 + 2e-3 / 3,
         ),
         (
-            synthetic_trace(collectives=[("all_gather", 9 * 10**11, 2)]),
+            new_trace(collectives=[("all_gather", 9 * 10**11, 2)]),
             Cluster(1, 2, H200, 2),
             cost.LINK,
             1 + 2e-3 / 3,
@@ -179,8 +175,8 @@ def test_what_limits_a_step(trace, cluster, limit, seconds):
 
 def test_an_exchange_hides_behind_the_backward_pass():
     computing = [("float32", 0, 10**12)] * 10
-    alone = step_time(synthetic_trace(operations=computing), Cluster(2, 1, H200, 1), EAGER)
-    hidden = synthetic_trace(operations=computing, collectives=[("all_reduce", 10**9, 2)])
+    alone = step_time(new_trace(operations=computing), Cluster(2, 1, H200, 1), EAGER)
+    hidden = new_trace(operations=computing, collectives=[("all_reduce", 10**9, 2)])
     assert step_time(hidden, Cluster(2, 1, H200, 1), EAGER) == alone
 
 
@@ -206,7 +202,7 @@ def test_a_plan(tmp_path, monkeypatch):
 
 def test_a_plan_ends_with_max_steps_and_says_that_all_layers_are_planned(capsys):
     plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
-    line = plan.line("single", synthetic_trace(peaks={16: {"Total": 0}}), 16, 16)
+    line = plan.line("single", new_trace(peaks={16: {"Total": 0}}), 16, 16)
     assert line.hours == pytest.approx(5 * line.step_s / 3600)
     assert "--freeze is ignored. The plan is for training all layers" in capsys.readouterr().out
 
@@ -234,7 +230,7 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
 def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
     def trace(*_) -> Trace:
         time.sleep(2)  # a heartbeat takes half a second
-        return synthetic_trace(peaks={size: {"Total": size} for size in (64, 128)})
+        return new_trace(peaks={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)
     monkeypatch.setattr("onecurve.system.progress.LINE_S", 0)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.conftest import full
-from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, synthetic_trace, traced
+from tests.plan.test_plan import ALONE, EAGER, H200, SMALL, new_trace, traced
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, exchanged, step_time, traffic
 from tools.plan.planning import Planning, compressed, possible
@@ -17,11 +17,9 @@ GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
     ("strategy", "counts"), [("ddp", (1, 1)), ("zero1", (1, 1)), ("zero2", (1, 3)), ("fsdp", (3, 1))]
 )
 def test_what_is_exchanged_once_however_often_is_accumulated(strategy, counts):
-    names = [
-        name for name, *_ in exchanged(synthetic_trace(strategy=strategy, collectives=[GATHER, SCATTER]), 3)
-    ]
+    names = [name for name, *_ in exchanged(new_trace(strategy=strategy, collectives=[GATHER, SCATTER]), 3)]
     assert (names.count("all_gather"), names.count("reduce_scatter")) == counts
-    trace = synthetic_trace(strategy="ddp", operations=[("float32", 0, 10**12)])
+    trace = new_trace(strategy="ddp", operations=[("float32", 0, 10**12)])
     alone, _ = step_time(trace, HOSTS, EAGER)
     assert step_time(trace, HOSTS, EAGER, accumulations=3)[0] == pytest.approx(3 * alone)
 
@@ -76,23 +74,23 @@ def test_planned_times_are_those_of_ddp_on_an_h200(script):
 
 def test_hybrid_sharding_gathers_inside_of_a_host_also_on_as_many_hosts():
     collectives = [("all_gather", 800, 2), ("reduce_scatter", 800, 2), ("all_reduce", 400, 2)]
-    link, network = traffic(synthetic_trace(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
+    link, network = traffic(new_trace(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
     assert (link, network) == (800, 800)
 
 
 def test_compressed_gradients_are_half_of_the_bytes():
     whole = [("all_reduce", 800, 2)]
-    assert compressed(synthetic_trace(strategy="ddp", collectives=whole), "bf16").collectives == [
+    assert compressed(new_trace(strategy="ddp", collectives=whole), "bf16").collectives == [
         ("all_reduce", 400, 2)
     ]
-    assert compressed(synthetic_trace(strategy="ddp", collectives=whole), "no").collectives == whole
+    assert compressed(new_trace(strategy="ddp", collectives=whole), "no").collectives == whole
     assert possible(2, 1, "bf16") == ["single", "ddp"]  # other strategies refuse it
 
 
 def test_the_parts_of_the_memory_and_what_limits():
     peaks = {32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}}
     work = {"operations": [("float32", 0, 10**10)], "collectives": [("all_reduce", 10**8, 2)]}
-    trace = synthetic_trace(peaks=peaks, parameters=4, gradients=4, **work)
+    trace = new_trace(peaks=peaks, parameters=4, gradients=4, **work)
     line = Planning(SMALL, HOSTS).line("ddp", trace, 32, 1000)
     assert line.limit == cost.NETWORK
     parts = ("parameters", "activations", "buffers", "gradients", "buckets_temporaries")

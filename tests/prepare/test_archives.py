@@ -325,13 +325,8 @@ def test_a_broken_kit(broken, ilsvrc, tmp_path):
 
 
 def test_a_file_that_is_no_kit(ilsvrc, tmp_path):
-    content_of_kit, path = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
-    for content in (
-        b"no gzip",
-        content_of_kit[:-20],
-        content_of_kit[:200] + bytes(50) + content_of_kit[250:],
-        b"",
-    ):
+    packed, path = ilsvrc.devkit.read_bytes(), tmp_path / DEVKIT
+    for content in (b"no gzip", packed[:-20], packed[:200] + bytes(50) + packed[250:], b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(f"{path} is not a gzip file or is damaged")):
             kit(path)

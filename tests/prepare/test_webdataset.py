@@ -35,7 +35,7 @@ def project_shards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def foreign_shards(project_shards) -> Path:
+def foreign(project_shards) -> Path:
     """Copy only the tars."""
     folder = project_shards.parent.parent / "theirs" / "wds"
     shutil.copytree(
@@ -45,12 +45,12 @@ def foreign_shards(project_shards) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_s3(foreign_shards, s3):  # noqa: F811
+def in_s3(foreign, s3):  # noqa: F811
     """Upload the same tars to S3, as train/00000.tar and so on. Yield their store."""
     with pytest.MonkeyPatch.context() as patch:
         use_s3(patch, s3)
         store = ObjectStore(f"s3://{BUCKET}/wds")
-        for path in foreign_shards.iterdir():
+        for path in foreign.iterdir():
             store.upload(path, path.name.replace("-", "/"))
         yield store
 
@@ -70,9 +70,9 @@ def ids_of(train: ShardSplit, processes: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("location", ["local", "s3"])
 def test_nothing_is_copied_and_the_order_is_that_of_our_shards(
-    location, project_shards, foreign_shards, in_s3, tmp_path
+    location, project_shards, foreign, in_s3, tmp_path
 ):
-    data, out = (str(foreign_shards) if location == "local" else in_s3.url), tmp_path / "index"
+    data, out = (str(foreign) if location == "local" else in_s3.url), tmp_path / "index"
     before = in_s3.list()
     output = prep(*FROM_SHARDS, "--data", data, "--out", out)
     assert f"train with: --data {out}\n" in output
@@ -109,14 +109,8 @@ def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
 
 def test_samples_of_several_fields(tmp_path):
     """Use classes from JSON, other fields, folders, a test split and class names."""
-    image, sample_json = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
-    train = {
-        "a/1.jpg": image,
-        "a/1.seg.png": b"x",
-        "a/1.json": sample_json,
-        "a/2.cls": b"0\n",
-        "a/2.JPG": image,
-    }
+    image, meta = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
+    train = {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": meta, "a/2.cls": b"0\n", "a/2.JPG": image}
     test = {"about.txt": b"x", "3.png": image, "3.cls": b"2"}
     (tmp_path / "in-train-0.tar").write_bytes(tar(train))
     (tmp_path / "in-test-0.tar").write_bytes(tar(test))
@@ -129,16 +123,11 @@ def test_samples_of_several_fields(tmp_path):
     assert manifest["splits"]["val"]["images"] == 1
 
 
-def test_braces(foreign_shards, tmp_path):
-    patterns = [
-        "--train",
-        foreign_shards / "train-{00000..00023}.tar",
-        "--val",
-        foreign_shards / "val-0000[2-3].tar",
-    ]
+def test_braces(foreign, tmp_path):
+    patterns = ["--train", foreign / "train-{00000..00023}.tar", "--val", foreign / "val-0000[2-3].tar"]
     prep(*FROM_SHARDS, *patterns, "--out", tmp_path / "index")
     splits = json.loads((tmp_path / "index" / "manifest.json").read_text())["splits"]
-    assert {split: len(split["shards"]) for split, split in splits.items()} == {"train": 24, "val": 2}
+    assert {name: len(split["shards"]) for name, split in splits.items()} == {"train": 24, "val": 2}
 
 
 def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
@@ -187,7 +176,7 @@ def test_what_is_refused(words, status, message, tmp_path):
     assert message in fails("--out", tmp_path / "out", "--data", tmp_path, *words, status=status)
 
 
-def test_an_interruption_in_val_keeps_train(foreign_shards, tmp_path, monkeypatch):
+def test_an_interruption_in_val_keeps_train(foreign, tmp_path, monkeypatch):
     read_shards = []
 
     def index(dataset, shard):
@@ -199,7 +188,7 @@ def test_an_interruption_in_val_keeps_train(foreign_shards, tmp_path, monkeypatc
     index_shard = WebDataset.index
     monkeypatch.setattr(WebDataset, "index", index)
     monkeypatch.setattr(preparation, "THREADS", 1)
-    words = [*FROM_SHARDS, "--data", foreign_shards, "--out", tmp_path / "index"]
+    words = [*FROM_SHARDS, "--data", foreign, "--out", tmp_path / "index"]
     assert "run the same command to resume" in fails(*words)
     begun = len(read_shards)
     assert "keeping train\n" in prep(*words)
