@@ -42,7 +42,7 @@ def test_the_changes_leave_a_script_in_style(example, project):
 
 
 @pytest.mark.parametrize("example", ["mine", full("convnext")])
-def test_it_trains_resumes_and_is_validated(example, project, cache):
+def test_the_example_trains_resumes_and_is_validated(example, project, cache):
     outputs = []
     launches = [words for words in map(shlex.split, commands(example)) if words[0] == "accelerate"]
     for words in launches:
@@ -63,7 +63,7 @@ def test_it_trains_resumes_and_is_validated(example, project, cache):
     assert "top-1" in output.lower()
 
 
-def test_documents_and_tests_find_it(project):
+def test_documents_and_tests_discover_the_script(project):
     """Check that they discover the script: no list has to be edited."""
     for words in map(shlex.split, commands("convnext")):
         if words[:2] == ["python", "-m"]:

@@ -14,7 +14,7 @@ def test_no_two_uses_share_a_column():
     assert max(columns.stop for columns in COLUMNS.values()) == DRAWS
 
 
-def test_users_of_the_random_numbers_take_their_columns_from_the_table():
+def test_users_of_random_numbers_use_the_table_of_columns():
     names = set()
     for path in (*(ROOT / "onecurve").rglob("*.py"), *ROOT.glob("train_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

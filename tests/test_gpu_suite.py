@@ -70,7 +70,7 @@ def test_a_measurement_that_misses_its_estimate_by_half_is_marked(tmp_path):
     assert verdicts == ["off by half", "", "", "off by half"]
 
 
-def test_rows_that_the_sections_time_cuts_are_skipped(tmp_path):
+def test_rows_beyond_the_time_of_a_section_are_skipped(tmp_path):
     def long(setting: Setting) -> Result:
         time.sleep(1.2)
         raise RuntimeError("did not end in time")
@@ -94,7 +94,7 @@ def test_a_package_that_is_not_installed(tmp_path, monkeypatch):
     assert (row["verdict"], row["note"]) == ("skipped", "deepspeed is not installed")
 
 
-def test_what_does_not_fit_is_skipped(tmp_path, monkeypatch):
+def test_sections_that_do_not_fit_are_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     words = ["--out", str(tmp_path), "--only", "ceilings,recipes,inputs", "--budget_s", "5"]
     suite = gpu_suite.Suite(gpu_suite.parse(words), tmp_path)
@@ -115,7 +115,7 @@ def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
     wait_until(lambda: not any(map(is_alive, children)), timeout_s=10)  # a killed process takes a moment
 
 
-def test_without_a_gpu_it_says_what_to_do():
+def test_without_a_gpu_the_suite_suggests_a_dry_run():
     status, output = Job([*SUITE[:-1], "--out", ROOT / "nowhere"]).wait(60)
     assert status == 1
     assert "error: torch can't use a GPU on this machine. Pass --dry_run" in output
@@ -133,7 +133,7 @@ def test_the_flags_and_images_of_timms_train_py(tmp_path):
     assert {path.name for path in tmp_path.glob("images/*/*/")} == {f"{label:04d}" for label in range(10)}
 
 
-def test_timms_speed_is_that_after_its_start(tmp_path):
+def test_timms_speed_excludes_its_start(tmp_path):
     """Print timm's log: updates of 512 images, which take 10 s up to the 16th and then 0.1 s each."""
     lines = [(update, 10 + 0.1 * max(0, update - 16)) for update in (0, 16, 32, 48)]
     log = tmp_path / "log.py"

@@ -98,7 +98,7 @@ def test_imports_go_one_way():
     ],
     ids=["upward", "circle", "circle of types", "a tool from the core", "another tool", "an unknown package"],
 )
-def test_another_import_is_found(tmp_path, file, line, contract):
+def test_a_forbidden_import_is_detected(tmp_path, file, line, contract):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for name in ("onecurve", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -121,7 +121,7 @@ def rows(heading: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
 
 
-def test_the_core_is_read_in_one_sitting():
+def test_the_core_can_be_read_in_one_sitting():
     count = 0
     for file, names, _ in rows("The core in one sitting"):
         nodes = {}

@@ -145,7 +145,7 @@ def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, cap
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")
 
 
-def test_photographs_of_phones_without_the_package_that_reads_them(tmp_path):
+def test_heic_without_its_package_is_reported(tmp_path):
     """Recognize them by extension, or by their first bytes if the extension is another."""
     images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
     code = """import sys

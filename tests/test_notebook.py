@@ -73,7 +73,7 @@ def test_a_session_outlives_the_scripts_that_it_runs(tmp_path, cache):
 
 
 @pytest.mark.parametrize(("command", "is_own"), rows_of("whose process"))
-def test_a_process_is_a_scripts_own_where_python_was_started_with_it(command, is_own, monkeypatch):
+def test_a_process_belongs_to_the_script_that_python_started(command, is_own, monkeypatch):
     words = command.split()
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(sys, "orig_argv", words)

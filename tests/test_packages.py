@@ -35,7 +35,7 @@ def test_each_requirement_has_one_version_with_hashes():
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
-def test_the_package_asks_for_what_the_checkout_does():
+def test_the_package_requires_the_same_versions_as_the_checkout():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     dependencies = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     listed = re.findall(r"^\w\S+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
@@ -65,7 +65,7 @@ ANOTHER_PYTHON = ["make", "setup", "FITS=import sys; sys.exit(1)", "INSTALL=true
 
 
 @pytest.mark.full
-def test_beside_another_python_uv_takes_one_that_fits(tmp_path):
+def test_uv_installs_a_python_that_fits(tmp_path):
     words = [*ANOTHER_PYTHON, f"VENV={tmp_path}/venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_beside_another_python_uv_takes_one_that_fits(tmp_path):
     assert (3, 11) <= eval(subprocess.check_output(words, text=True)) <= (3, 13)
 
 
-def test_pip_alone_takes_no_other_python(tmp_path):
+def test_pip_does_not_accept_another_python(tmp_path):
     words = [*ANOTHER_PYTHON, "INSTALLER=pip", f"VENV={tmp_path}/venv"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode

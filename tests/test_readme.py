@@ -20,14 +20,14 @@ DOCUMENTS = [
 ]
 
 
-def test_the_pages_made_from_the_code_are_up_to_date():
+def test_generated_pages_are_up_to_date():
     assert FLAGS.read_text() == generate.flags_page(), "run: python -m docs.generate"
     assert generate.TROUBLE.read_text() == generate.trouble_page(), "run: python -m docs.generate"
     assert generate.ARCHITECTURE.read_text() == generate.architecture_page(), "run: python -m docs.generate"
     assert generate.COMING_FROM.read_text() == generate.coming_from_page(), "run: python -m docs.generate"
 
 
-def test_every_recipe_is_one_of_its_script():
+def test_every_recipe_belongs_to_its_script():
     scripts = {path.stem.removeprefix("train_"): path for path in train_scripts()}
     files = sorted((ROOT / "recipes").glob("*.yaml"))
     assert len(files) >= 7
@@ -39,7 +39,7 @@ def test_every_recipe_is_one_of_its_script():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_and_file_of_a_document_is_there(document):
+def test_every_link_and_file_of_a_document_exists(document):
     text = document.read_text()
     for name, _, anchor in (link.partition("#") for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)):
         target = document.parent / name if name else document
@@ -49,7 +49,7 @@ def test_every_link_and_file_of_a_document_is_there(document):
         assert (ROOT / name).exists() or document.name == "add_a_model.md", name
 
 
-def test_each_flag_for_newcomers_is_one_of_ours():
+def test_each_flag_for_newcomers_exists():
     rows = [row for project in elsewhere() for row in project["rows"]]
     assert all(row.get("here") or row["note"] for row in rows)
     flags = {name for row in rows for name in re.findall(r"(?<!\S)`?--(\w+)", _answer(row))}
@@ -65,7 +65,7 @@ def _answer(row: dict) -> str:
     return " ".join([*row.get("here", ()), row.get("note", "")])
 
 
-def test_the_architecture_names_every_room_and_only_files_that_are_there():
+def test_the_architecture_page_names_every_package_and_only_existing_files():
     text = (ROOT / "docs" / "architecture.md").read_text()
     for name in re.findall(r"`((?:\w+/)*\w+\.py)`", text):
         assert (ROOT / name).exists() or (ROOT / "onecurve" / name).exists(), name

@@ -82,7 +82,7 @@ def private_names(file: Path) -> set[str]:
     return {name for name in names if re.match("_[a-zA-Z]", str(name))} - ALLOWED
 
 
-def test_private_names_are_in_one_room():
+def test_private_names_are_in_one_package():
     files = [path for folder in ("onecurve", "tools") for path in (ROOT / folder).rglob("*.py")]
     files += [path for path in ROOT.glob("*.py") if not path.match("train_*.py")]
     names = {str(path.relative_to(ROOT)): private_names(path) for path in files}
@@ -91,7 +91,7 @@ def test_private_names_are_in_one_room():
     assert {path: private for path, private in names.items() if private} == {}
 
 
-def test_each_function_says_what_it_is_for():
+def test_each_function_is_documented():
     for module in (accelerate_, deepspeed_, packages_, python_, timm_, torch_, torch_fakes):
         assert "een in" in module.__doc__ or "0.4.6" in module.__doc__, module  # a version
     assert [function.__name__ for function in ROWS if not function.__doc__] == []

@@ -61,7 +61,7 @@ def test_each_script_of_this_list_is_there():
 
 
 @pytest.mark.parametrize("name", [name if name == "train_vit" else full(name) for name in WAITS])
-def test_a_script_waits_for_its_log_alone(name, tmp_path):
+def test_a_script_waits_only_for_its_log(name, tmp_path):
     assert waits(ROOT / f"{name}.py", name, tmp_path) == WAITS[name]
 
 
@@ -105,7 +105,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_a_step_of_an_array_takes_its_part_of_a_group(train):
+def test_a_step_uses_its_part_of_a_group(train):
     """Check that the images and labels are the same as for a step without a group."""
     pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
     split, draw = ArraySplit(pixels, SplitPart("train", np.arange(64) % 10)), np.random.RandomState(1)

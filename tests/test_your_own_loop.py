@@ -64,7 +64,7 @@ def python(tmp_path_factory) -> Path:
     return python
 
 
-def test_the_package_is_the_core_alone(python, tmp_path):
+def test_the_package_contains_only_the_core(python, tmp_path):
     """Check that the loop needs no scripts or tools, and loads no flags or communication between ranks."""
     imports = re.findall("^from onecurve.*$", LOOP, re.MULTILINE)
     shown = "import importlib.util, sys\n"
@@ -83,7 +83,7 @@ CASES = [([], (1, 2, 1)), full(LAYER_DROP, (4, 1)), full(EXACT, (4, 1, 2, 4)), f
 
 
 @pytest.mark.parametrize(("changes", "processes"), CASES)
-def test_it_is_killed_at_random_and_ends_with_the_same_bits(
+def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     changes,
     processes,
     python,

@@ -61,7 +61,7 @@ def test_an_experiment_shows_its_commands(tmp_path):
 
 
 @pytest.mark.parametrize(("command", "reason"), [("", 3), ("kill -TERM $PPID", 143)])
-def test_an_experiment_ends_with_the_name_of_what_failed(command, reason, tmp_path):
+def test_an_experiment_names_the_step_that_failed(command, reason, tmp_path):
     """Stop the experiment also before the process of its first step exists."""
     python = write_program(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
     write_program(tmp_path, f'#!/bin/bash\n{command}\nexec /bin/mkdir "$@"\n', "mkdir")
@@ -84,7 +84,7 @@ def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [("64", (64, 16)), ("largest", (56, 28))])
-def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(batch, sizes, tmp_path):
+def test_the_share_of_a_process_is_the_largest_divisor_that_fits(batch, sizes, tmp_path):
     """Replace Python by a program that answers 28. For a share of 32, the training uses the divisor 16."""
     python = write_program(tmp_path, SEARCHES.format(python=sys.executable))
     for line in ("# largest batch, fsdp\n", "# largest batch, fsdp: already done\n"):
@@ -95,7 +95,7 @@ def test_the_share_of_a_process_is_the_largest_that_fits_and_divides(batch, size
 
 
 @pytest.mark.full
-def test_the_product_of_another_command_is_made_again(tmp_path):
+def test_the_product_of_another_command_is_replaced(tmp_path):
     product = tmp_path / "runs" / "single_gpu" / "result.json"
     product.parent.mkdir(parents=True)
     product.write_text('{"status": "finished"}')
@@ -120,7 +120,7 @@ def test_an_experiment_with_several_seeds_shows_its_commands(flags, variables, t
     assert re.search(r"logbook.py compare .*single_gpu \S*single_gpu_seed1 \S*single_gpu_seed2 ", output)
 
 
-def test_folds_take_the_place_of_the_held_out_tenth(tmp_path):
+def test_folds_replace_the_held_out_tenth(tmp_path):
     status, output = experiment("vit", tmp_path, "--folds", 2, DRY_RUN=1).wait()
     assert status == 0, output
     trainings = re.findall(r"# training, .*\n(.*)", output)
@@ -154,7 +154,7 @@ def test_wrong_flags_and_variables_are_refused(name, flags, variables, message, 
 
 
 @pytest.mark.full
-def test_an_experiment_goes_on_at_its_next_seed(tmp_path):
+def test_an_experiment_resumes_at_its_next_seed(tmp_path):
     """Let two seeds finish and the third fail. The next start trains no seed twice."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "single_gpu_seed2").write_text("in the way")

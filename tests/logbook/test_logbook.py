@@ -80,7 +80,7 @@ def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project
     assert not (project / "logbook").exists(), "the project's own pages are written by --folder only"
 
 
-def test_a_page_says_what_the_files_of_its_run_say(finished_run, book, tmp_path):
+def test_a_page_matches_the_files_of_its_run(finished_run, book, tmp_path):
     folder, _ = finished_run
     text, facts = page_of(book, "add", folder), result(folder)
     record = json.loads((folder / "recipe.json").read_text())
@@ -245,7 +245,7 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize("name", VERDICTS)
-def test_unchanged_is_said_only_where_it_is_known(name, tmp_path):
+def test_unchanged_is_stated_only_if_it_is_known(name, tmp_path):
     starts, sentence = VERDICTS[name]
     folder = write_starts(write_run(tmp_path / "run"), *starts)
     start_lines = [
@@ -259,7 +259,7 @@ def test_unchanged_is_said_only_where_it_is_known(name, tmp_path):
     assert verdict in run_page(RunRecord(folder), "run", [])
 
 
-def test_pages_of_made_runs_are_the_stored_ones(book, tmp_path):
+def test_pages_of_synthetic_runs_match_the_stored_pages(book, tmp_path):
     """Store the page of a run on GPUs, and its comparison with other work and a search for the batch size."""
     folder, other = gpu_run(tmp_path / "gpus"), tmp_path / "other"
     write_run(other, about={"versions": {"torch": "1.0"}}, recipe={"lr": 0.5}, batch_size=64)
@@ -321,7 +321,7 @@ def test_missing_or_broken_files_are_named(damage, tmp_path):
     assert all(name in text for name in names if not name.startswith(unknown)), text
 
 
-def test_a_page_holds_nothing_from_outside_of_its_run(book, tmp_path):
+def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
     """Use a run folder of unknown origin: links to the user's files, pipes, and text named like a picture."""
     secret, folder = tmp_path / "home" / "id_rsa", gpu_run(tmp_path / "run")
     secret.parent.mkdir()
@@ -376,7 +376,7 @@ def whole(tmp_path_factory) -> Path:
 
 @settings(max_examples=20, phases=[Phase.generate])  # shrinking an example takes minutes
 @given(NAME, NAME, TEXTS, st.sampled_from(["finished", "failed"]))
-def test_any_text_of_a_run_can_stand_in_its_pages(whole, name, report, texts, status):
+def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, status):
     """Check that each text is shown if possible, and breaks no table of a page, comparison or index."""
     with tempfile.TemporaryDirectory() as parent:
         folder, next_texts = shutil.copytree(whole, Path(parent) / name), itertools.cycle(texts)
@@ -409,7 +409,7 @@ def shown(text: object) -> str:
     return printable(" ".join(str(text).split()))
 
 
-def test_a_page_without_escaping_is_found(tmp_path, monkeypatch):
+def test_a_page_without_escaping_is_detected(tmp_path, monkeypatch):
     """Use a mutant that inserts the values unescaped."""
     environment = markdown._environment()
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
@@ -421,7 +421,7 @@ def test_a_page_without_escaping_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("url", ["https://wandb.ai/me/x", "javascript:alert(1)", "data:text/html,x", "//x"])
-def test_only_an_address_of_the_web_is_a_link(url, tmp_path):
+def test_only_a_web_address_becomes_a_link(url, tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"wandb_url": url}))
     text = run_page(RunRecord(tmp_path), "run", [])
     assert rows(text)["W&B run"] == [url]
@@ -435,7 +435,7 @@ def test_a_folder_that_is_no_run_is_named_and_nothing_is_written(book, tmp_path)
     assert not (tmp_path / "book").exists()
 
 
-def test_each_run_has_a_page_of_its_own_and_the_same_runs_give_the_same_bytes(book, tmp_path):
+def test_each_run_has_a_separate_page_with_reproducible_bytes(book, tmp_path):
     def written() -> dict[str, bytes]:
         files = [path for path in (tmp_path / "book").rglob("*") if path.is_file()]
         return {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
@@ -526,7 +526,7 @@ def test_columns_are_named_by_what_differs(tmp_path):
         ([100, 1000] * 3, 8.0, []),  # too few lines
     ],
 )
-def test_doubtful_times_are_remarked(speeds, train_s, doubts, book, tmp_path):
+def test_doubtful_times_get_a_remark(speeds, train_s, doubts, book, tmp_path):
     """Disturb the first run, which one process trained."""
     slow_run = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
     fast_run = write_run(tmp_path / "two", train_s=5.0)
@@ -550,7 +550,7 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
     assert "ddp: replicas" not in different
 
 
-def test_the_largest_batch_is_that_of_the_same_model_and_strategy(book, tmp_path):
+def test_the_largest_batch_belongs_to_the_same_model_and_strategy(book, tmp_path):
     """A stored page contains a search for the run's model."""
     runs, file = [write_run(tmp_path / "run")] * 2, tmp_path / "search.json"
     search = {"script": "train_vit", "strategy": "ddp", "processes": 2, "recipe": {}, "sharding": {}}

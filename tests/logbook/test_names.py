@@ -44,7 +44,7 @@ SHOWN = [r"\x1b[31mred", r"caf\xe9"]
         ("caf\u00e9 \u732b \U0001f431 a\\b", "caf\u00e9 \u732b \U0001f431 a\\b"),
     ],
 )
-def test_what_can_be_shown_stays(text, shown):
+def test_printable_text_stays_unchanged(text, shown):
     assert printable(text) == shown == printable(shown)
     twice = printable_lines(f"{text}\n\t{text}").replace("\n", r"\x0a").replace("\t", r"\x09")
     assert twice == rf"{shown}\x0a\x09{shown}"
@@ -84,7 +84,7 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
     text.encode()
 
 
-def test_such_names_are_shown_wherever_they_are(tmp_path):
+def test_escaped_names_are_shown_everywhere(tmp_path):
     """Check a broken image of such a class, different splits, doctor.py's comparison, plots and pages."""
     root = renamed_classes(tmp_path / "data")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))

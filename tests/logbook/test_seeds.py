@@ -16,7 +16,7 @@ def group(name: str, values, seeds=None) -> Group:
     return Group(name, dict(zip(seeds, map(float, values), strict=True)), ())
 
 
-def test_the_interval_is_scipys():
+def test_the_interval_matches_scipy():
     values = [0.91, 0.93, 0.92, 0.95]
     group_of_runs = group("a", values)
     expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))

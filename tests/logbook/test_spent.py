@@ -22,7 +22,7 @@ def section(run: RunRecord) -> str:
     return run_page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
 
 
-def test_the_section_is_the_stored_one(tmp_path):
+def test_the_section_matches_the_stored_section(tmp_path):
     run_record = RunRecord(write_run(tmp_path / "run", wall_s=150.0, spent_s=SPENT))
     assert is_golden("spent.md", section(run_record), tmp_path)
     assert sum(parts_s(run_record).values()) == run_record.facts["wall_s"]
@@ -33,7 +33,7 @@ def header(host: str, t: float, age_s: float | None = None, before_s: float = 0.
     return {"host": host, "t": t} | ({} if age_s is None else {"age_s": age_s, "before_s": before_s})
 
 
-def test_what_restarts_have_lost_is_measured_by_the_telemetry(tmp_path):
+def test_telemetry_measures_the_loss_at_restarts(tmp_path):
     """Simulate three processes of a run.
 
     The first ends 30 s after its last checkpoint. The second ends 10 s after its last checkpoint, on another

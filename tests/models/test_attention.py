@@ -94,12 +94,12 @@ def outcomes() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_computes_what_its_plain_twin_does(case, outcomes):
+def test_the_kernel_matches_the_plain_computation(case, outcomes):
     assert outcomes[str(case)] == []
 
 
 @pytest.mark.parametrize(("name", "expected"), [(name, expected) for name, *_, expected in MUTANTS])
-def test_a_mutant_is_found(name, expected, outcomes):
+def test_a_mutant_is_detected(name, expected, outcomes):
     assert sorted(outcomes[name]) == sorted(expected)
 
 
@@ -146,7 +146,7 @@ def layer(tokens: int = 50, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_which_layers_take_the_kernel(options, fits):
+def test_which_layers_use_the_kernel(options, fits):
     assert (layer(**options).kernel_tokens > 0) == fits
 
 
@@ -175,7 +175,7 @@ KERNELS = {"short_attention", "short_attention_backward"}
     ],
     ids=["bf16", "fp16", "256", "257", "fp32", "mask", "causal"],
 )
-def test_which_forwards_take_the_kernel(more, takes):
+def test_which_forwards_use_the_kernel(more, takes):
     called = operators(layer(), **more)
     assert (KERNELS & called) == (KERNELS if takes else set())
     assert any("scaled_dot_product" in name for name in called) != takes
@@ -254,7 +254,7 @@ class H200:
 
 
 @pytest.mark.parametrize(("tokens", "warps"), [(50, (4, 4)), (197, (4, 8))])
-def test_a_compiled_layer_launches_the_kernels_as_an_eager_one(tokens, warps):
+def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
     """Check Dynamo's graph for the operator, and Inductor's graphs for the kernels with their warps.
 
     The kernels get the same tensors: no input is copied, and no number is an argument.

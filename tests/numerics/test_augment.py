@@ -68,7 +68,7 @@ def test_crop_and_flip_is_pad_crop_flip(images):
     ("h", "w", "size"), [(20, 20, 12), (20, 20, 20), (20, 20, 48), (20, 24, 22), (24, 20, 22), (2, 10**6, 12)]
 )
 @pytest.mark.parametrize("interpolation", [None, "bicubic", "bilinear"])
-def test_to_float_is_torchvisions_normalize_and_resize(h, w, size, interpolation):
+def test_to_float_matches_torchvision(h, w, size, interpolation):
     """Include sizes where one edge grows and one shrinks, and an image whose full matrices would not fit."""
     images = torch.randint(256, (64 if w < 99 else 1, h, w, 3), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
@@ -85,7 +85,7 @@ def test_to_float_is_torchvisions_normalize_and_resize(h, w, size, interpolation
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
+def test_mixing_matches_torchvision_and_keeps_channels_last(mixup, cutmix, dtype):
     images = torch.randn(8, 3, 12, 12).contiguous(memory_format=torch.channels_last)
     labels, before = torch.arange(8), images.clone()
     transform_types = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
@@ -104,7 +104,7 @@ def test_mixing_is_torchvisions_and_keeps_channels_last(mixup, cutmix, dtype):
         torch.testing.assert_close(mixed.float(), expected, rtol=2**-8, atol=2**-6)
 
 
-def test_images_are_mixed_in_the_type_that_a_model_on_a_gpu_reads():
+def test_images_are_mixed_in_the_dtype_of_the_model():
     """Simulate the accelerator, because there is no GPU."""
     types = {"cuda bf16": torch.bfloat16, "cuda fp16": torch.float16, "cuda no": None, "cpu bf16": None}
     for (device, mixed_precision), dtype in ((name.split(), dtype) for name, dtype in types.items()):
@@ -116,7 +116,7 @@ OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2
 
 
 @pytest.mark.parametrize("alone", [0, 1, 2, None])
-def test_color_jitter_is_torchvisions_in_every_order(images, alone):
+def test_color_jitter_matches_torchvision_in_every_order(images, alone):
     draws = uniforms(0, 0, np.arange(64), DRAWS)[:, COLOR]
     if alone is not None:  # a draw of 0.5 is the factor 1, so the other two operations change nothing
         draws[:, [k for k in range(3) if k != alone]] = 0.5
@@ -172,7 +172,7 @@ def test_augmentation_at_zero_changes_nothing(images):
     assert mixer(0, 0, 10) is None
 
 
-def test_augmentation_belongs_to_the_sample_whatever_is_beside_it(images):
+def test_augmentation_depends_only_on_the_sample(images):
     def augmented(rows, epoch=0):
         ids = np.arange(64)[rows]
         draws = uniforms(3, epoch, ids, DRAWS)
@@ -222,7 +222,7 @@ def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
     assert torch.equal(project_names["images"], copied_names["images"])
 
 
-def test_each_kind_of_draw_has_columns_of_its_own():
+def test_each_type_of_draw_has_separate_columns():
     """Columns 0 to 2 belong to moves(), and 4 to 43 to the decoder (onecurve/data/workers.py)."""
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
@@ -230,7 +230,7 @@ def test_each_kind_of_draw_has_columns_of_its_own():
     assert len(columns) == len(set(columns)) == 52 + 4 * DRAWN
 
 
-def test_a_crop_is_resized_as_if_it_were_an_image_of_its_own():
+def test_a_crop_is_resized_like_a_separate_image():
     """Resize a part of an image, which has gaps in memory and channels last: torch uses another code path."""
     image = np.random.RandomState(1).randint(0, 256, (300, 400, 3), dtype=np.uint8)
     crop = image[20:280, 33:350]

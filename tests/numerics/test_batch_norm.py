@@ -118,7 +118,9 @@ CONFIGS = [("ddp_2gpu", CHECKPOINTED), *(full(*row) for row in (("fsdp_2gpu", []
 
 
 @pytest.mark.parametrize(("config", "flags"), [*CONFIGS, full("zero3_4gpu", CHECKPOINTED)])
-def test_a_timm_model_trains_on_two_as_on_one(config, flags, timm_script, one_process, tmp_path, cache):
+def test_a_timm_model_trains_the_same_on_two_processes(
+    config, flags, timm_script, one_process, tmp_path, cache
+):
     launcher = accelerate(config, "--num_processes", "2")
     run([*launcher, *TIMM, *cache, *flags, "--output_dir", tmp_path / "run"], cwd=timm_script)
     assert_same_training(tmp_path / "run", one_process)

@@ -51,7 +51,7 @@ def jobs(draw) -> tuple[Samples, Batch]:
 
 
 @given(jobs(), st.integers(0, 12))
-def test_each_sample_comes_once_an_epoch_on_any_number_of_processes(job, begin):
+def test_each_sample_is_used_once_per_epoch_on_any_number_of_processes(job, begin):
     """Check the order, which is a function of the batch, and plans that begin at any step.
 
     Streams belong to processes, which share only the shards at the ends of their streams.

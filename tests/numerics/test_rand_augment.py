@@ -73,7 +73,7 @@ ROUNDED = {"AutoContrast": 1, "Color": 2, "Contrast": 2, "Brightness": 1, "Sharp
 
 @pytest.mark.parametrize("magnitude", [3, 10, 15])
 @pytest.mark.parametrize("name", PIL)
-def test_each_operation_is_pils(name, magnitude, images):
+def test_each_operation_matches_pil(name, magnitude, images):
     draws = draws_for(name, COUNT)
     augmented = rand_augment(images, draws, 1, magnitude)
     assert (augmented.shape, augmented.dtype) == (images.shape, torch.uint8)
@@ -105,7 +105,7 @@ def test_a_cut_out_is_a_grey_square_at_any_place(images):
     assert columns.any(0).all()
 
 
-def test_all_operations_are_as_frequent_and_the_layers_independent():
+def test_operations_are_equally_frequent_and_layers_independent():
     draws = uniforms(0, 0, np.arange(16_000), DRAWS)[:, RAND_AUGMENT]
     assert draws.shape[1] == Vit.__dataclass_fields__["randaug_layers"].metadata["maximum"] * DRAWN
     first, second = ((draws[:, layer * DRAWN] * 16).astype(int) for layer in (0, 1))
@@ -114,7 +114,7 @@ def test_all_operations_are_as_frequent_and_the_layers_independent():
     assert len(OPERATIONS) == 16
 
 
-def test_the_training_has_it(tmp_path):
+def test_the_training_applies_randaugment(tmp_path):
     recipe = Vit(data="digits", image_size=32, batch_size=16, randaug_layers=2, randaug_magnitude=7)
     digits = open_images(prepare_data("digits", tmp_path))
     plan = list(training_plan(digits.train, share_out(16, None, 1), 0, recipe.seed, 0, 1))
@@ -129,7 +129,7 @@ def test_the_training_has_it(tmp_path):
     assert torch.equal(inputs, to_float(augmented, (0.5,) * 3, (0.5,) * 3, 32))
 
 
-def test_a_second_layer_sees_what_the_first_left(images):
+def test_a_second_layer_uses_the_output_of_the_first(images):
     draws = np.hstack([draws_for("Invert", COUNT), draws_for("Invert", COUNT)])
     assert torch.equal(rand_augment(images, draws, 2, 10), images)
     assert torch.equal(rand_augment(images, draws, 1, 10), 255 - images)

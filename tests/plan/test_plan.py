@@ -54,7 +54,7 @@ def parameter_bytes() -> int:
         ("zero2_4gpu", 1, {"all_gather": 1, "all_reduce": 1}),
     ],
 )
-def test_a_trace_is_that_of_the_engine(config, share, sent):
+def test_a_trace_matches_the_engine(config, share, sent):
     """Compute a device's memory and the exchanged bytes from the number of parameters."""
     whole, trace = parameter_bytes(), traced(config, 4, hosts=2)
     assert trace.parameters == pytest.approx(whole / share, rel=0.05)
@@ -68,7 +68,7 @@ def test_a_trace_is_that_of_the_engine(config, share, sent):
     assert trace.peaks[32]["Total"] > trace.peaks[16]["Total"] > trace.parameters + trace.optimizer
 
 
-def test_attention_of_few_tokens_moves_the_bytes_of_the_kernel():
+def test_a_plan_counts_the_bytes_of_the_attention_kernel():
     """Check what the kernel reads and writes.
 
     Forward reads qkv and writes the outputs. Backward reads both and the gradient, and writes qkv's gradient.
@@ -99,13 +99,13 @@ def test_hybrid_sharding_sends_a_share_between_the_hosts():
     assert network == pytest.approx(4 * between)  # a host has four devices, and 2 (n-1)/n is 1
 
 
-def test_a_sharded_optimizer_has_its_shards_alone():
+def test_a_sharded_optimizer_holds_only_its_shards():
     """Check that fake tensors of whole shapes, which DTensor creates before an operator, are not counted."""
     trace = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
     assert trace.peaks[1]["Optstate"] == pytest.approx(trace.optimizer, rel=0.01)
 
 
-def test_the_memory_is_that_of_a_training(tmp_path):
+def test_the_memory_matches_a_training(tmp_path):
     file, script = tmp_path / "found.json", ["train_cnn_a.py", "--batch_size=128", *FLAGS]
     words = ["-m", "benchmarks.plan_memory", "--of", file, *script, "--output_dir", tmp_path / "run"]
     run([*accelerate("ddp_2gpu"), *words], env={"PYTHONPATH": str(ROOT)})
@@ -142,7 +142,7 @@ def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
     assert "live 8000\n" in run([sys.executable, file], env={"PYTHONPATH": str(ROOT)})
 
 
-def test_the_largest_size_is_a_line_through_two():
+def test_the_largest_size_is_extrapolated_linearly():
     peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # 10 GiB, plus 1 GiB for each image
     assert largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
     assert largest_size(peaks, 12 * 2**30) == 0
@@ -169,7 +169,7 @@ def test_the_largest_size_is_a_line_through_two():
         ),
     ],
 )
-def test_what_limits_a_step(trace, cluster, limit, seconds):
+def test_the_limit_of_a_step(trace, cluster, limit, seconds):
     assert step_time(trace, cluster, EAGER) == (pytest.approx(seconds), limit)
 
 
@@ -200,7 +200,7 @@ def test_a_plan(tmp_path, monkeypatch):
     assert "--mixed_precision fp16" in output  # a T4 has no bf16
 
 
-def test_a_plan_ends_with_max_steps_and_says_that_all_layers_are_planned(capsys):
+def test_a_plan_respects_max_steps_and_warns_about_freeze(capsys):
     plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
     line = plan.line("single", new_trace(peaks={16: {"Total": 0}}), 16, 16)
     assert line.hours == pytest.approx(5 * line.step_s / 3600)
@@ -227,7 +227,7 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
     assert cluster_of(2, 1, name, 1.5).network_gb_s == 1.5
 
 
-def test_a_plan_says_what_it_does_between_its_rows(monkeypatch):
+def test_a_plan_reports_its_progress(monkeypatch):
     def trace(*_) -> Trace:
         time.sleep(2)  # a heartbeat takes half a second
         return new_trace(peaks={size: {"Total": size} for size in (64, 128)})

@@ -16,7 +16,7 @@ GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
 @pytest.mark.parametrize(
     ("strategy", "counts"), [("ddp", (1, 1)), ("zero1", (1, 1)), ("zero2", (1, 3)), ("fsdp", (3, 1))]
 )
-def test_what_is_exchanged_once_however_often_is_accumulated(strategy, counts):
+def test_accumulation_repeats_only_some_exchanges(strategy, counts):
     names = [name for name, *_ in exchanged(new_trace(strategy=strategy, collectives=[GATHER, SCATTER]), 3)]
     assert (names.count("all_gather"), names.count("reduce_scatter")) == counts
     trace = new_trace(strategy="ddp", operations=[("float32", 0, 10**12)])
@@ -57,7 +57,7 @@ def test_planned_times_are_those_of_an_h200(script):
         ([], "zero2", EAGER),
     ],
 )
-def test_a_graph_is_planned_where_a_step_can_be_one(flags, strategy, expected):
+def test_a_graph_is_planned_where_a_step_supports_it(flags, strategy, expected):
     assert Planning([*SMALL, *flags], HOSTS).execution(strategy) == expected
 
 
@@ -72,7 +72,7 @@ def test_planned_times_are_those_of_ddp_on_an_h200(script):
     assert planned_s == pytest.approx(512 / DDP[script], rel=0.25)
 
 
-def test_hybrid_sharding_gathers_inside_of_a_host_also_on_as_many_hosts():
+def test_hybrid_sharding_gathers_inside_a_host():
     collectives = [("all_gather", 800, 2), ("reduce_scatter", 800, 2), ("all_reduce", 400, 2)]
     link, network = traffic(new_trace(strategy="fsdp", collectives=collectives), Cluster(2, 2, H200, 1))
     assert (link, network) == (800, 800)
@@ -87,7 +87,7 @@ def test_compressed_gradients_are_half_of_the_bytes():
     assert possible(2, 1, "bf16") == ["single", "ddp"]  # other strategies refuse it
 
 
-def test_the_parts_of_the_memory_and_what_limits():
+def test_a_line_lists_memory_parts_and_the_limit():
     peaks = {32: {"Total": 16, "Activation": 3, "Buffer": 2, "Gradient": 0}}
     work = {"operations": [("float32", 0, 10**10)], "collectives": [("all_reduce", 10**8, 2)]}
     trace = new_trace(peaks=peaks, parameters=4, gradients=4, **work)

@@ -180,7 +180,7 @@ def test_no_archive(location, tmp_path, monkeypatch):
         open_stream(location)
 
 
-def test_a_file_that_shrinks_meanwhile(tmp_path, monkeypatch):
+def test_a_file_that_shrinks_during_a_read(tmp_path, monkeypatch):
     monkeypatch.setattr(archives, "CHUNK_BYTES", 1000)
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT}))
@@ -190,7 +190,7 @@ def test_a_file_that_shrinks_meanwhile(tmp_path, monkeypatch):
             os.truncate(path, 2000)
 
 
-def test_the_hash_is_of_the_whole_whatever_was_read(ilsvrc):
+def test_the_hash_covers_the_whole_file(ilsvrc):
     for position in (700, 10_000, ilsvrc.train_tar.stat().st_size):
         with open_stream(str(ilsvrc.train_tar), "md5") as stream:
             stream.seek(position)

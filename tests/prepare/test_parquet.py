@@ -13,7 +13,7 @@ def content(split: ArraySplit | FileSplit | ShardSplit) -> Counter:
     return Counter((pixels.tobytes(), int(k)) for pixels, k in zip(images, split.labels, strict=True))
 
 
-def test_images_and_labels_are_those_of_the_files(tmp_path):
+def test_images_and_labels_match_the_files(tmp_path):
     data = parquet_folder(tmp_path / "pets")
     prep("--from", "parquet", "--data", data, "--out", tmp_path / "out", "--shard_mib", 0.02)
     straight = opened(data, tmp_path / "cache")

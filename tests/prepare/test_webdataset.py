@@ -130,7 +130,7 @@ def test_braces(foreign, tmp_path):
     assert {name: len(split["shards"]) for name, split in splits.items()} == {"train": 24, "val": 2}
 
 
-def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
+def test_wildcards_match_the_same_in_s3_and_on_a_disk(tmp_path):
     names = ("train-0.tar", "._train-1.tar", "a/train-2.tar", ".a/train-3.tar", "a/.train-4.tar")
     write(tmp_path / "wds", dict.fromkeys(names, b"x"))
     store = SimpleNamespace(url=f"s3:/{tmp_path}", list=lambda _: [f"wds/{name}" for name in names])
@@ -153,7 +153,7 @@ def test_wildcards_find_in_s3_what_they_find_on_a_disk(tmp_path):
         ({"a.txt": b"x"}, "train-0.tar contains no samples with an image"),
     ],
 )
-def test_a_sample_that_is_none_is_named(members, message, tmp_path):
+def test_an_invalid_sample_is_named(members, message, tmp_path):
     (tmp_path / "train-0.tar").write_bytes(tar(members))
     output = fails(*FROM_SHARDS, "--data", tmp_path, "--out", tmp_path / "index")
     assert message in output

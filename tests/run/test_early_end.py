@@ -73,7 +73,7 @@ FULL = ("stop", "stop inside an epoch", "break")
 
 
 @pytest.mark.parametrize("end", [full(end) if end in FULL else end for end in ENDS if end != "patience"])
-def test_every_end_writes_what_waits_and_says_why(end, project, whole, tmp_path, cache):
+def test_every_early_end_writes_pending_checkpoints_and_its_reason(end, project, whole, tmp_path, cache):
     flags, env, step, by = ENDS[end]
     words = [*FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
     assert_ended(tmp_path / "run", whole, step, by, run(words, cwd=project, env=HALF_THE_CORES | env))
@@ -118,7 +118,7 @@ FAILURES = {  # name: (launcher, environment)
 
 
 @pytest.mark.parametrize("failure", [full(name) if name == "of another rank" else name for name in FAILURES])
-def test_a_failure_writes_what_waits(failure, project, tmp_path, cache):
+def test_a_failure_writes_pending_checkpoints(failure, project, tmp_path, cache):
     launcher, env = FAILURES[failure]
     words = [*launcher, *FLAGS, *cache, "--output_dir", tmp_path / "run"]
     status, output = Job(words, cwd=project, env=env).wait()

@@ -30,7 +30,7 @@ def words(tmp_path_factory, cache) -> list:
     return [*CNN, *FLAGS, "--data", data, *cache]
 
 
-def test_one_process_and_three_evaluate_alike(words, tmp_path):
+def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
     """Check also --class_weights: the mean of weighted losses is the same for any micro-batches."""
     balanced = ["--class_weights", "balanced", "--output_dir"]
     output = run([*python(), *words, *balanced, tmp_path / "one"])
@@ -89,7 +89,7 @@ def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, 
     assert (status, reports_change) == (int(metric == "top1"), metric == "top1"), output
 
 
-def test_a_part_of_the_images_is_of_all_classes():
+def test_a_subset_of_the_images_covers_all_classes():
     """Choose from images that are sorted by class: the first 20 are zeros."""
     labels = np.arange(97) // 49
     split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), SplitPart("val", labels))
@@ -98,7 +98,7 @@ def test_a_part_of_the_images_is_of_all_classes():
     assert np.bincount(labels[ids]).min() >= 5
 
 
-def test_counting_the_filling_is_found(words, tmp_path, project_copy):
+def test_counting_the_padding_is_detected(words, tmp_path, project_copy):
     mutate(
         project_copy,
         "onecurve/numerics/order.py",
@@ -111,7 +111,7 @@ def test_counting_the_filling_is_found(words, tmp_path, project_copy):
     assert result(tmp_path / "run")["status"] == "failed"
 
 
-def test_the_metrics_and_weights_are_scikit_learns():
+def test_metrics_and_class_weights_match_scikit_learn():
     """Include classes without images and classes that are never predicted."""
     labels, predicted = np.array([0, 0, 0, 1, 3]), np.array([0, 0, 1, 1, 4])
     right = labels[labels == predicted]

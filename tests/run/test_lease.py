@@ -21,7 +21,7 @@ from tests.checkpoint.test_checkpoints import LONG, start_and_wait
 from tests.conftest import Job, wait_until
 
 
-def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path):
+def test_a_second_run_is_refused_and_the_first_continues(tmp_path):
     words = [*LONG, "--epochs", "3000"]
     job = start_and_wait(words, tmp_path / "run")
     status, output = Job([*words, "--output_dir", tmp_path / "run"]).wait()
@@ -201,7 +201,7 @@ def test_a_second_recipe_gets_the_next_number_before_the_first_has_a_recipe_json
         opened.release()
 
 
-def test_never_is_refused_where_the_launcher_starts_again(tmp_path, monkeypatch):
+def test_resume_never_is_refused_if_the_launcher_restarts(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ValueError, match="--resume never would start a new run each time"):
         open_folder(tmp_path, resume="never")

@@ -33,7 +33,7 @@ def contents(folder: Path) -> Iterator[tuple[Any, dict]]:
             yield schema, json.loads(line)
 
 
-def test_a_run_writes_what_the_schemas_say(folder):
+def test_a_run_follows_the_schemas(folder):
     schemas = set()
     for schema, content in contents(folder):
         schemas.add(schema)

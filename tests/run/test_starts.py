@@ -108,7 +108,7 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
         ([0, 0], 0, [(0, 0), (0, 0)]),
     ],
 )
-def test_a_step_is_of_the_last_start_that_trained_it(begins, last_step, steps):
+def test_a_step_belongs_to_the_last_start_that_trained_it(begins, last_step, steps):
     starts = in_order([{"step": step} for step in begins], last_step)
     assert [(entry.first, entry.last) for entry in starts] == steps
     assert kept(starts) == ([entry for entry in starts if entry.last > entry.first] or starts[-1:])

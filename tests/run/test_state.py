@@ -27,7 +27,7 @@ def test_a_state_comes_back_through_its_file(tmp_path):
         RunState.read(Checkpoint(tmp_path, {"step": 5}))
 
 
-def test_an_evaluation_that_is_not_finite_is_no_best_and_ends_the_run():
+def test_an_evaluation_that_is_not_finite_ends_the_run():
     meter, state = SimpleNamespace(start_clock=lambda: 0.0), RunState()
     run = SimpleNamespace(ranks=SimpleNamespace(meter=meter, state=state))
     with pytest.raises(FloatingPointError, match="the evaluation's loss is nan at step 4"):

@@ -99,7 +99,7 @@ def test_a_pipe_in_the_place_of_weights(tmp_path):
 
 
 @pytest.mark.parametrize("step", ['"x"', "null", "[]", "true"])
-def test_a_line_of_the_log_without_a_number_of_its_step(step, strange, cache):
+def test_a_log_line_without_a_numeric_step_is_refused(step, strange, cache):
     with open(strange / "metrics.jsonl", "a") as log:
         log.write(f'{{"step": {step}, "train/loss": 1}}\n')
     status, output = Job([*python(), *COMMANDS["a resume"](strange), *cache]).wait(60)

@@ -45,7 +45,7 @@ def folder(tmp_path_factory, cache, stoppable) -> Path:
     return run_folder
 
 
-def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
+def test_the_name_and_the_result_are_complete(folder):
     assert folder.name == "ddp_64_2_1_2"  # strategy, batch, epochs, hosts, processes on each host
     facts = result(folder)
     expected = {"script": "train_cnn_a", "strategy": "ddp", "hosts": 1, "processes": 2, "batch_size": 64}
@@ -70,7 +70,7 @@ def test_the_name_and_the_result_have_what_a_log_book_needs(folder):
         assert len(image.convert("RGB").getcolors(1 << 20)) > 50
 
 
-def test_tensorboard_has_what_metrics_jsonl_has(folder):
+def test_tensorboard_matches_metrics_jsonl(folder):
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == curves(folder).keys() | TELEMETRY
     for name, points in curves(folder).items():
@@ -114,7 +114,7 @@ def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
         assert any(b"output_dir" in file.read_bytes() for file in events_folder.iterdir()) == has_recipe
 
 
-def test_wandb_has_what_metrics_jsonl_has(folder):
+def test_wandb_matches_metrics_jsonl(folder):
     """Check that one process logs one run, and that every curve uses the optimizer step as its axis."""
     (file,) = folder.glob("wandb/offline-run-*-chosen1/run-chosen1.wandb")
     records = wandb_records(file)
@@ -203,7 +203,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
 
 
 @pytest.mark.full
-def test_trackio_has_what_metrics_jsonl_has(tmp_path, cache):
+def test_trackio_matches_metrics_jsonl(tmp_path, cache):
     """Train, stop and resume with trackio, which needs an older Pillow than requirements.txt."""
     python = environment("trackio", "0.43.0")
     (other,) = python.parent.parent.glob("lib/python*/site-packages")

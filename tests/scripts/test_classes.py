@@ -123,7 +123,7 @@ def test_two_processes_map_labels(models, data, digits, logits, cache, tmp_path)
     assert report["top1"] == pytest.approx(expected(logits, digits.val.labels, "all", range(10)))
 
 
-def test_a_lone_file_takes_the_datas_order(models, data, digits, logits, cache, tmp_path):
+def test_a_lone_file_uses_the_order_of_the_data(models, data, digits, logits, cache, tmp_path):
     output = run(words(*models["lone"], "--data", data["reversed"], *cache, "--output_dir", tmp_path))
     assert "does not name its classes. They are assumed to be the classes of" in output
     wrong = expected(logits, 9 - digits.val.labels, "all", range(10))
@@ -151,7 +151,7 @@ def vit(tmp_path_factory, cache) -> Path:
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", *map(full, ("ddp", "zero2", "zero3"))])
-def test_a_resumed_head_follows_its_classes(strategy, vit, data, cache, tmp_path):
+def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, cache, tmp_path):
     """Check the head's rows in the model, the EMA and AdamW's moments. No step trains, so bits are equal."""
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])

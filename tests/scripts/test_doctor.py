@@ -88,7 +88,7 @@ def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
 
 
 @pytest.mark.parametrize(("words", "message"), rows_of("doctor.py wrong flags"))
-def test_a_mistake_is_said(words, message):
+def test_a_mistake_is_reported(words, message):
     status, output = Job([sys.executable, "doctor.py", *words.split()]).wait(60)
     assert status == 1
     assert message in output

@@ -108,7 +108,7 @@ def open_run(run_folder: Path, scratch: Path, cache: list) -> Exported:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
-def test_an_exported_model_prepares_a_picture_as_predict_does(mode, tmp_path):
+def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
     """Rotate by the EXIF tag, put transparency on white, and scale 16 bits."""
     values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
     config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
@@ -123,7 +123,7 @@ def test_an_exported_model_prepares_a_picture_as_predict_does(mode, tmp_path):
     assert torch.allclose(prepared[0], pictures[0][1], atol=1e-6)
 
 
-def test_others_load_it_and_get_the_same_logits(runs, exported, tmp_path, cache):
+def test_other_libraries_load_an_export_and_get_the_same_logits(runs, exported, tmp_path, cache):
     """Read PNG files in a process without this project. timm and transformers both load the ViT."""
     models = {name: open_run(run_folder, tmp_path, cache) for name, run_folder in runs.items()}
     files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
@@ -246,7 +246,7 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])
-def test_an_exported_folder_is_a_model(name, runs, exported, tmp_path, cache):
+def test_an_exported_folder_is_accepted_as_a_model(name, runs, exported, tmp_path, cache):
     """Use the folder without its run in validate.py and predict.py. No code from the folder is executed, and
     other users can read its files.
     """
@@ -269,7 +269,7 @@ def best_step(folder: Path) -> str:
     return f"step_{result(folder)['best_step']:08d}"
 
 
-def test_a_model_that_comes_back_differently_is_no_export(runs, tmp_path, cache, monkeypatch):
+def test_an_export_with_other_logits_is_refused(runs, tmp_path, cache, monkeypatch):
     def spoil(tensors, file):
         save_file({name: tensor + 1e-3 for name, tensor in tensors.items()}, file)
 
@@ -289,7 +289,7 @@ def test_what_is_refused(words, message, runs, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "lone.safetensors"]
 
 
-def test_a_training_says_what_its_export_would_refuse(project_copy, tmp_path, cache):
+def test_a_training_warns_about_an_export_that_will_be_refused(project_copy, tmp_path, cache):
     scripts = {"train_cnn_a": [], "train_cnn_b": ["--width", "8"], "train_cnn_c": []}
     text = (project_copy / "train_cnn_a.py").read_text()
     (project_copy / "train_cnn_c.py").write_text(text.replace("return Net(", "reseed, F; return Net("))

@@ -36,7 +36,7 @@ def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache,
     assert result(tmp_path / "run")["steps"] == 8
 
 
-def test_the_images_are_as_large_as_the_epoch_says():
+def test_the_epoch_determines_the_image_size():
     recipe = recipe_of("cnn_b_imagenet_16epochs")
     assert [training_size(recipe, epoch) for epoch in range(16)] == [160] * 12 + [192] * 4
     assert training_size(CnnB(), 39) == 32
@@ -65,7 +65,7 @@ def test_the_rate_falls_linearly():
     assert rate(16 * 1251 - 1) == pytest.approx(0.5 / (14 * 1251))
 
 
-def test_blurred_convolutions_are_those_that_skip_pixels_and_checkpoints_keep_their_names():
+def test_strided_convolutions_are_blurred_and_keep_their_names():
     torch.manual_seed(0)
     plain = ResNet18(8, "imagenet", 10)
     torch.manual_seed(0)

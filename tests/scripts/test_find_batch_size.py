@@ -133,14 +133,14 @@ def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("code", "is_out_of_memory"), rows_of("out of memory"))
-def test_what_counts_as_out_of_memory(code, is_out_of_memory, monkeypatch):
+def test_out_of_memory_is_recognized(code, is_out_of_memory, monkeypatch):
     monkeypatch.setattr(f"{LARGEST}.PERIOD_S", 0.05)
     ended = launch_limited([sys.executable, "-c", code], limit_gib=0.5, timeout_s=60)
     assert ended.is_out_of_memory == is_out_of_memory, ended.output
 
 
 @pytest.mark.parametrize(("message", "is_out_of_memory"), rows_of("out of memory on a GPU"))
-def test_a_gpus_out_of_memory_is_known_without_a_limit_or_a_look(message, is_out_of_memory, monkeypatch):
+def test_a_gpu_out_of_memory_is_recognized_by_its_message(message, is_out_of_memory, monkeypatch):
     """Simulate the message that the libraries print on a GPU."""
     monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
     ended = launch_limited(
@@ -161,7 +161,7 @@ def test_the_largest_process_is_measured():
 
 
 @pytest.mark.full
-def test_the_answer_has_run_and_the_next_size_has_not(tmp_path):
+def test_the_answer_ran_and_the_next_size_did_not(tmp_path):
     """Find 32 images, because 64 do not fit."""
     search_result, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)
     check(search_result)
@@ -248,7 +248,7 @@ def simulated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
-def test_with_randaugment_a_margin_stays_free(layers, answer, simulated, capsys):
+def test_a_margin_stays_free_with_randaugment(layers, answer, simulated, capsys):
     """Search on a GPU of 1 GiB."""
     words = ["--patience=1", "--learning-rate=1", "--model_folder=elsewhere", f"--randaug_layers={layers}"]
     search_result = simulated(0.02, *VIT, *words, gpu_gib=1.0)
@@ -291,15 +291,13 @@ NO_STEP = "cannot hold one step, even with one image per process. "
         (1.02, None, 1.0, f"the GPU's memory {NO_STEP}Choose a config file that shards"),
     ],
 )
-def test_a_limit_that_holds_no_step_is_told_from_a_batch_that_is_too_large(
-    fixed_gib, limit_gib, gpu_gib, message, simulated
-):
+def test_too_little_memory_differs_from_too_large_a_batch(fixed_gib, limit_gib, gpu_gib, message, simulated):
     limit = [f"--memory_limit_gib={limit_gib}"] if limit_gib else []
     with pytest.raises(ValueError, match=message):
         simulated(fixed_gib, *limit, *VIT, gpu_gib=gpu_gib)
 
 
-def test_a_batch_that_is_smaller_than_what_fits_is_named_as_the_limit(simulated, capsys):
+def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys):
     search_result = simulated(0.02, "--memory_limit_gib=4", *CNN, "--batch_size=128")
     assert search_result["answer"] == 392
     command = "--per_device_batch_size=128  # limited by --batch_size 128, not by memory, which holds 392\n"

@@ -24,7 +24,7 @@ def test_a_command_is_understood(command, monkeypatch):
     assert recipe.data == "/data/photographs"
 
 
-def test_the_readmes_own_images_train_at_the_pages_rate():
+def test_the_readme_uses_the_learning_rate_of_the_page():
     """Scale the recipe's learning rate to a smaller batch, with the same rate per image."""
     [line] = re.findall(r"^python (train_vit.py .*finetune_small.*)$", (ROOT / "README.md").read_text(), re.M)
     recipe = parse(Vit, [*shlex.split(line)[1:], f"--config={ROOT}/recipes/vit_b16_finetune_small.yaml"])

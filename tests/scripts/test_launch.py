@@ -181,7 +181,7 @@ def foreign(tmp_path, fault: str = "") -> list:
 
 
 @pytest.mark.parametrize(("flags", "jobs"), [(["--dry_run"], 0), full([], 2)])
-def test_a_script_that_knows_nothing_of_ours(flags, jobs, tmp_path):
+def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
     """Run it without GPUs: Accelerate makes each process a separate job unless the printed flag is given."""
     words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
     output = run([*words, *flags, *foreign(tmp_path)])
@@ -201,7 +201,7 @@ def test_a_script_that_knows_nothing_of_ours(flags, jobs, tmp_path):
         ("pass", 128 + signal.SIGTERM, "stopping: "),
     ],
 )
-def test_such_a_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):
+def test_a_foreign_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):
     """Check that each end is named, including SIGTERM, and that no process is left."""
     use_cpu, log = "ACCELERATE_USE_CPU", tmp_path / "logs" / "node1.log"
     job = start(foreign(tmp_path, fault), tmp_path, ["--env", use_cpu], {use_cpu: "true"}, slots=(2, 1))
@@ -277,7 +277,7 @@ def training(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
-def test_all_save_at_a_signal_or_without_launch_py_and_the_same_command_continues(number, cluster, tmp_path):
+def test_all_hosts_save_at_a_signal_and_the_same_command_continues(number, cluster, tmp_path):
     """Print at every step: a print without a reader must not fail, and all ranks must save."""
     training = Training(tmp_path, "--log_every", "1")
     launcher_of(training.job).send_signal(number)
@@ -541,7 +541,7 @@ OTHER_TIMM = ["sed", "-i", "s/^Version: /&0./", TIMM], ["sed", "-i", "s/^Version
         full(read_only_folder, ["error: node1: the run can't be written to ", ": Read-only file system"]),
     ],
 )
-def test_what_is_wrong_is_reported_before_it_trains(wrong, messages, cluster, tmp_path):
+def test_a_fault_is_reported_before_the_training(wrong, messages, cluster, tmp_path):
     with wrong(tmp_path / "run"):
         status, output = start([*HELLO, "--output_dir", tmp_path / "run"], tmp_path).wait()
     assert status == 1
@@ -587,7 +587,7 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("gpus", "visible", "slots"), [(3, None, 3), (3, "", 1), (0, None, 1)])
-def test_a_mode_takes_the_gpus_that_this_machine_has(gpus, visible, slots, monkeypatch):
+def test_a_mode_uses_the_gpus_of_this_machine(gpus, visible, slots, monkeypatch):
     """Simulate the driver's number of GPUs. Without a GPU, or in a rehearsal, a host gets one process."""
     monkeypatch.setattr(launch, "list_gpus", lambda: Devices(gpus=({},) * gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

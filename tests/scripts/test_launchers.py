@@ -212,7 +212,7 @@ WRITE_UPS = (ROOT / "docs/launching.md").read_text().partition("## Five write-up
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
-def test_a_write_up_is_repeated_by_commands_of_the_documents(row):
+def test_a_write_up_uses_commands_of_the_documents(row):
     """Check that the documents contain each command. Other tests run it; `CATEGORIES` names them."""
     assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
     assert (WRITE_UPS.count("| `"), len(in_category("one GPU each"))) == (5, 3)
@@ -299,7 +299,7 @@ ANSWERS = {  # strategy: answers that differ from the defaults
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp"), full("zero3")])
-def test_after_the_users_own_accelerate_config(strategy, project_copy, tmp_path, cache):
+def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_copy, tmp_path, cache):
     """Answer accelerate's questions at a terminal, then run the plain command.
 
     `make test` names the file that accelerate would find.

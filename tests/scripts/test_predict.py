@@ -46,7 +46,7 @@ def pictures(tmp_path_factory, cache) -> Path:
 
 
 @pytest.mark.parametrize("launcher", [python(), torchrun(2), full(torchrun(3))], ids=["1", "2", "3"])
-def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, tmp_path, cache):
+def test_each_picture_is_predicted_once_and_like_validate(launcher, trained, pictures, tmp_path, cache):
     """Run on up to three processes. A file that is not an image does not end the command."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
@@ -85,7 +85,7 @@ def test_each_picture_once_as_validate_predicts_it(launcher, trained, pictures, 
 
 
 @pytest.mark.parametrize(("cropped", "expected"), [(False, False), (True, True), (None, True)])
-def test_pictures_are_prepared_as_the_run_evaluated_them(cropped, expected, trained, tmp_path):
+def test_pictures_are_prepared_like_in_the_runs_evaluations(cropped, expected, trained, tmp_path):
     """Ignore the name of the data. A model of an earlier version does not store the crop."""
     model = find(str(trained), "best", tmp_path, lambda: None)
     assert model.cropped is False
@@ -132,7 +132,7 @@ class Unsent(Pictures):
         return i, torch.zeros(3, 32, 32)
 
 
-def test_a_worker_that_can_not_send_its_pictures_ends_the_command():
+def test_a_worker_that_can_not_send_pictures_ends_the_command():
     pictures = Unsent(["a.png"], Preprocessing(32, (0.5,) * 3, (0.2,) * 3, is_cropped=False))
     with pytest.raises(ValueError, match="a decoding process was killed"):
         next(picture_batches(pictures, [0], 8, workers=1))

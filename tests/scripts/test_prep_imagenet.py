@@ -226,7 +226,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("form", PUBLISHED)
-def test_classes_of_val_that_a_file_tells(form, ilsvrc, tmp_path):
+def test_a_file_lists_the_classes_of_val(form, ilsvrc, tmp_path):
     """Copy nothing if the file is missing or if train lacks a class of val."""
     files, below = PUBLISHED[form]
     photographs = list(ilsvrc.val.values())
@@ -321,7 +321,7 @@ def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
     assert message in fails(*words, *MINI)
 
 
-def test_what_lacks_labels_says_how_to_give_them(ilsvrc, two_tars, tmp_path):
+def test_missing_labels_are_reported_with_a_remedy(ilsvrc, two_tars, tmp_path):
     """Without val's archive, the kit is not needed because the training archive names its classes."""
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
@@ -515,7 +515,7 @@ def test_dangling_links_of_a_folder_are_refused(path, ilsvrc, tmp_path):
     assert message in fails("--from", "folder", "--data", data, "--out", tmp_path / "out")
 
 
-def test_images_of_one_name_get_keys_of_their_own():
+def test_images_with_equal_names_get_separate_keys():
     files = [SimpleNamespace(name=name) for name in ("1.jpg", "1.png", "a.b.jpg", "a_b.jpg")]
     keys = [file.key for file in originals.labeled([("cat", "cat/", files)], lambda *_: 0)]
     assert keys == ["cat/1", "cat/1_png", "cat/a_b", "cat/a_b_jpg"]
@@ -749,7 +749,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_what_was_finished_without_its_md5_is_not_called_checked(killed, published, ilsvrc, tmp_path):
+def test_a_split_finished_without_md5_needs_no_verify(killed, published, ilsvrc, tmp_path):
     words = ["--subset", *SMALL, "--data", ilsvrc.folder, "--out", tmp_path / "out"]
     killed("val", *words, "--no_verify", md5=published)
     assert "train was finished with --no_verify. Resume with --no_verify, or remove" in fails(*words)
@@ -789,7 +789,7 @@ def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
-def test_room_is_looked_for_first(ilsvrc, tmp_path):
+def test_free_space_is_checked_first(ilsvrc, tmp_path):
     with small_disk(tmp_path / "disk", "500k") as disk:
         assert "GiB are free" in fails("--data", ilsvrc.folder, "--out", disk / "out", *MINI)
         assert [path.name for path in (disk / "out").iterdir()] == [".progress.json"]

@@ -143,7 +143,7 @@ def test_the_numbers_of_the_run(trained, validated, report):
 
 
 @pytest.mark.full
-def test_in_half_precision_images_are_enlarged_in_fp32_as_in_training(tmp_path, cache):
+def test_half_precision_enlarges_images_in_fp32(tmp_path, cache):
     half = ["--mixed_precision", "bf16"]
     run(
         [
@@ -169,7 +169,7 @@ LAUNCHERS["deepspeed"] = deepspeed("--num_gpus", "2")
 
 
 @pytest.mark.parametrize("name", ["torchrun", *map(full, sorted(LAUNCHERS.keys() - {"torchrun", "single"}))])
-def test_the_same_on_more_processes(name, trained, report, cache, tmp_path):
+def test_several_processes_give_the_same_report(name, trained, report, cache, tmp_path):
     flags = ["--deepspeed_config", "ds_configs/zero2.json"] if name == "deepspeed" else []
     run([*LAUNCHERS[name], "validate.py", trained, *FP32, *cache, *flags, "--output_dir", tmp_path])
     assert read(tmp_path)["processes"] > 1
@@ -207,7 +207,7 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("launcher", ["python", full("torchrun")])
-def test_of_many_classes_the_most_frequent_mistakes_are_shown(launcher, tmp_path, cache):
+def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path, cache):
     """Check training, validate.py and the page. A matrix of all classes would need quadratic memory."""
     rows = ["file,label,split"]
     for k in range(1001 + 80):
@@ -290,7 +290,7 @@ def test_calibration_error_bin_by_bin(modules):
     assert sure["expected_calibration_error"] == 0.5
 
 
-def test_an_image_counted_twice_is_found(trained, project_copy, cache, tmp_path):
+def test_an_image_counted_twice_is_detected(trained, project_copy, cache, tmp_path):
     mutate(
         project_copy,
         "onecurve/numerics/order.py",
@@ -350,7 +350,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
     assert "--widths 4,8: at least three" in capsys.readouterr().err
 
 
-def test_places_of_a_model(copy, tmp_path):
+def test_paths_of_a_model(copy, tmp_path):
     step = result(copy)["best_step"]
     checkpoint = latest(copy)
     for path in (copy, checkpoint, checkpoint / "model.safetensors"):
@@ -382,7 +382,7 @@ def test_a_broken_index_is_named(content, copy, tmp_path):
     assert parse_step_index(b'{"best": "../../x", "latest": "step_00000003"}', "here") == {"latest": 3}
 
 
-def test_our_flags_and_the_scripts():
+def test_flags_of_validate_are_separated_from_the_scripts():
     words = ["--local_rank=0", "run", "--split", "train", "--patch-size", "8", "--data=x"]
     flags, others = parse_flags(words)
     assert (flags.checkpoint, flags.split, flags.data) == ("run", "train", "x")

@@ -349,7 +349,7 @@ def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tm
     assert any(statement == line for line in stamp["not_verified"]), output
 
 
-def test_a_run_that_ended_early_is_no_contradiction(finished, tmp_path):
+def test_an_early_end_is_no_contradiction(finished, tmp_path):
     folder = copy_of(finished, tmp_path)
     run_cut(folder)
     assert any(line.startswith("steps is 16") for line in contradictions(RunRecord(folder), [8, 16]))
@@ -363,7 +363,7 @@ SLOW |= {"false bf16 and loss"}
 
 
 @pytest.mark.parametrize("forgery", [full(name) if name in SLOW else name for name in FORGERIES])
-def test_a_forgery_is_found(forgery, finished, check, tmp_path):
+def test_a_forgery_is_detected(forgery, finished, check, tmp_path):
     forge, message = FORGERIES[forgery]
     folder = copy_of(finished, tmp_path)
     forge(folder)
@@ -399,7 +399,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("forgery", [*list(EVALUATED)[:3], *map(full, list(EVALUATED)[3:])])
-def test_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
+def test_forgeries_of_a_run_that_is_evaluated_again(forgery, half, check, tmp_path):
     forge, expected, message = EVALUATED[forgery]
     folder = copy_of(half, tmp_path)
     forge(folder)
@@ -466,7 +466,7 @@ def test_a_raised_headline_in_half_precision(cache, tmp_path):
     assert (status, message in output) == (1, True), output
 
 
-def test_what_is_not_verified_is_listed(finished, check, tmp_path):
+def test_unverified_facts_are_listed(finished, check, tmp_path):
     folder = copy_of(finished, tmp_path)
     other_machine(folder)
     status, output, _ = check(folder, *FIRST)
@@ -523,7 +523,7 @@ def test_a_true_run(finished, check, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2gpu", "fsdp_2gpu", "zero2_2gpu", "zero3_4gpu"])
-def test_a_true_run_by_several_processes(config, finished, data, cache, tmp_path):
+def test_a_true_run_is_verified_by_several_processes(config, finished, data, cache, tmp_path):
     """Replay from one checkpoint to the next. ZeRO does not support --deterministic."""
     if "zero" in config:
         folder, method = trained(data, cache, tmp_path / "run", "no"), "evaluated again"
@@ -539,7 +539,7 @@ def test_a_true_run_by_several_processes(config, finished, data, cache, tmp_path
 
 
 @pytest.mark.full
-def test_a_run_with_batch_norm_by_two_processes(cache, tmp_path):
+def test_a_run_with_batch_norm_is_verified_by_two_processes(cache, tmp_path):
     """Check the last steps with a small rate: rounding changes the statistics more than a step does."""
     folder, every = tmp_path / "run", ["--checkpoint_every", 10, "--keep_every", 10, "--checkpoint_s", 0]
     words = [*accelerate("ddp_2gpu"), *RESNET, "--data", "digits", "--epochs", 2, "--batch_size", 64, *every]
@@ -558,7 +558,7 @@ def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
     assert "8 of 8 steps (100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference" in output
 
 
-def test_a_changed_recipe_is_replayed_as_it_was_and_listed(data, cache, check, tmp_path):
+def test_a_changed_recipe_is_replayed_and_listed(data, cache, check, tmp_path):
     """Change the learning rate at step 8 of 16. Each part is equal, and the page reports the change."""
     folder, flags = tmp_path / "run", ["--deterministic", "--epochs", 2]
     trained(data, cache, folder, "no", *flags, "--max_steps", 8)
@@ -571,7 +571,7 @@ def test_a_changed_recipe_is_replayed_as_it_was_and_listed(data, cache, check, t
     assert f"the recipe changed at {change}" in run_page(RunRecord(folder), "x", [])
 
 
-def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check, tmp_path):
+def test_a_run_that_began_with_the_checkpoint_of_another_run(data, finished, cache, check, tmp_path):
     """Replay the steps before the run's first checkpoint from the other run, unless that is gone."""
     other = copy_of(finished, tmp_path) / "checkpoints" / "step_00000016"
     flags = ["--lr", 0.001, "--allow_changed", "lr", "--resume", other]
@@ -585,7 +585,7 @@ def test_a_run_that_began_with_anothers_checkpoint(data, finished, cache, check,
         shutil.rmtree(other, ignore_errors=True)
 
 
-def test_a_script_of_ones_own(finished, check, tmp_path):
+def test_a_custom_script_is_verified(finished, check, tmp_path):
     """Give the script as --script, as the error message of own_script() requests."""
     folder, script = copy_of(finished, tmp_path), tmp_path / "train_mine.py"
     shutil.copy(ROOT / "train_vit.py", script)
@@ -597,7 +597,7 @@ def test_a_script_of_ones_own(finished, check, tmp_path):
     assert status == 0, output
 
 
-def test_a_swapped_image_is_found(data, finished, cache, tmp_path):
+def test_a_swapped_image_is_detected(data, finished, cache, tmp_path):
     """Replace a picture with one whose bytes differ from those that the page records."""
     file = data / "train" / "b" / "3.png"
     before = file.read_bytes()
@@ -609,7 +609,7 @@ def test_a_swapped_image_is_found(data, finished, cache, tmp_path):
     assert (status, "source: pictures-" in output) == (1, True), output
 
 
-def test_what_can_not_be_verified(finished, tmp_path):
+def test_runs_that_can_not_be_verified_are_refused(finished, tmp_path):
     folder = copy_of(finished, tmp_path)
     edit(folder / "result.json", lambda facts: facts.update(status="preempted"))
     dropout = tmp_path / "dropout"

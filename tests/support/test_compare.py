@@ -21,7 +21,7 @@ LOG = [{"step": 3, "train/loss": 1.5, "train/lr": 0.1}]
         ([*LOG, {"step": 4}], "steps and learning rates: step of step 4 is 4, of the reference None"),
     ],
 )
-def test_of_losses(log, message):
+def test_a_difference_of_losses_is_named(log, message):
     compare.assert_same_losses(LOG, LOG)
     with pytest.raises(AssertionError, match=message):
         compare.assert_same_losses(log, LOG)
@@ -35,7 +35,7 @@ def test_of_losses(log, message):
         (torch.tensor([1.0]), "w of step step_3 is .*1,.*, of the reference .*2,"),
     ],
 )
-def test_of_tensors(value, message, monkeypatch):
+def test_a_difference_of_tensors_is_named(value, message, monkeypatch):
     tensors_of = {Path("ours"): {"w": value}, Path("theirs"): {"w": torch.tensor([1.0, 2.0])}}
     monkeypatch.setattr(compare, "latest", lambda folder: folder / "step_3")
     monkeypatch.setattr(compare, "tensors", lambda checkpoint: tensors_of[checkpoint.parent])

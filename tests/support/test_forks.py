@@ -34,7 +34,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_fork_is_as_a_started_process(end, tmp_path):
+def test_a_fork_equals_a_started_process(end, tmp_path):
     last, status = ENDS[end]
     script = tmp_path / "train_probe.py"  # starts no Python by its name, so it needs no server
     script.write_text(f"{SCRIPT}\n{last}\n")
@@ -46,7 +46,7 @@ def test_a_fork_is_as_a_started_process(end, tmp_path):
     assert outcomes[0][0] == status
 
 
-def test_what_is_forked_has_torch_and_belongs_to_its_launcher(tmp_path):
+def test_forked_ranks_have_torch_and_belong_to_their_launcher(tmp_path):
     """Check that torchrun's processes are its children, and end when it is killed."""
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint('torch' in sys.modules, flush=True)\ntime.sleep(100)\n")
@@ -67,7 +67,7 @@ def test_what_is_forked_has_torch_and_belongs_to_its_launcher(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["-c", "import sys; print('torch' in sys.modules)"], ["SCRIPT"]])
-def test_what_can_not_be_forked_is_started(words, tmp_path):
+def test_commands_that_can_not_be_forked_are_started(words, tmp_path):
     """Check `python -c`, and a process whose environment affects an import."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('torch' in sys.modules)")

@@ -64,7 +64,7 @@ def test_files_that_may_not_grow(blocks, message, tmp_path):
     assert "Traceback" not in output
 
 
-def test_what_a_job_prints_is_not_its_status(tmp_path):
+def test_the_output_of_a_job_is_not_its_status(tmp_path):
     """Run a failing script that prints `preempted: `."""
     script = tmp_path / "script.py"
     script.write_text("print('preempted: x', flush=True)\nraise SystemExit('error: 3 is bad')\n")

@@ -35,7 +35,7 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
     assert capfd.readouterr().out == EVENT + '{"event": "notice", "until": "12:00"}\n'
 
 
-def test_what_a_lost_connection_cuts_off_does_not_count(monkeypatch):
+def test_a_message_that_is_cut_off_is_ignored(monkeypatch):
     text = f"a banner\na title{event_line('step', step=1)}\n{event_line('step', step=2)[:-3]}"
     connection = Connection(None, SimpleNamespace(stdout=io.StringIO(text), stdin=io.StringIO()))
     assert list(connection.events()) == ["a banner", "a title", {"event": "step", "step": 1}]

@@ -64,7 +64,7 @@ def test_a_process_ends_with_its_parent():
         ("", ("", ""), ""),
     ],
 )
-def test_what_was_typed(command, launchers, nodes):
+def test_the_launcher_and_flags_of_a_parent_process(command, launchers, nodes):
     parent = processes.Parent(psutil.Process(), command.split(" "))
     assert (parent.launcher(within=2), parent.launcher()) == launchers
     assert parent.flag("nnodes") == nodes

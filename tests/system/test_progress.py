@@ -44,7 +44,7 @@ def frames(text: str) -> list[str]:
     return [line.rstrip() for line in drawn if "\u2501" in line and " left" in line]
 
 
-def test_a_line_without_a_terminal_for_each_30_seconds_and_line_of_the_log(monkeypatch, capsys):
+def test_without_a_terminal_a_line_appears_every_30_seconds(monkeypatch, capsys):
     now_s = 0.0
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s))
     run = progress.TrainingProgress(300, 0, 375_300, "images")

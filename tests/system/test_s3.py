@@ -76,7 +76,7 @@ def sent(proxy, method: str, part: str = "") -> list[dict[str, str]]:
     "|bucket/a|http://bucket/a|s3:/bucket|s3://|s3:///a|s3://ab|s3://bucket/a//c|s3://bucket/../c|s3://bucket/\n"
     f"|s3://key:{SECRET}@bucket/a".split("|"),
 )
-def test_what_is_no_url_is_refused(given):
+def test_a_wrong_url_is_refused(given):
     assert ObjectStore("s3://my.bucket-1/a/b c//").url == "s3://my.bucket-1/a/b c"
     with pytest.raises(ValueError, match=r"s3://|prefix") as raised:
         ObjectStore(given)
@@ -186,7 +186,7 @@ CONDITIONAL = {
 
 
 @pytest.mark.parametrize("behavior", CONDITIONAL)
-def test_create_makes_it_once_in_every_store(behavior, store, proxy, capfd):
+def test_create_succeeds_once_in_every_store(behavior, store, proxy, capfd):
     spoil, fault = CONDITIONAL[behavior]
     spoil(proxy)
     store.probe()
@@ -198,7 +198,7 @@ def test_create_makes_it_once_in_every_store(behavior, store, proxy, capfd):
     assert capfd.readouterr().err.count(NOT_CONDITIONAL) == bool(fault)
 
 
-def test_create_knows_its_own_object_when_the_answer_was_lost(store, proxy):
+def test_create_recognizes_its_object_after_a_lost_answer(store, proxy):
     proxy.lose_answer(method="PUT")
     assert store.create("owner", b"mine")
     assert not store.create("owner", b"mine")
@@ -239,7 +239,7 @@ def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts
     assert store.read("a") == b"content"
 
 
-def test_a_slow_store_is_asked_again(store, proxy, monkeypatch):
+def test_a_slow_request_is_retried(store, proxy, monkeypatch):
     monkeypatch.setattr(object_store, "READ_S", 1)
     store.write("a", b"content")
     proxy.delay(1.5, times=1)
@@ -247,7 +247,7 @@ def test_a_slow_store_is_asked_again(store, proxy, monkeypatch):
     assert proxy.faults["delay"] == 1
 
 
-def test_a_cut_upload_goes_on(store, proxy, big, tmp_path):
+def test_a_cut_upload_resumes(store, proxy, big, tmp_path):
     proxy.cut_upload(100_000, times=2, path="partNumber=2")
     proxy.cut_upload(0, times=1, path="partNumber=3")
     proxy.lose_answer(method="POST", path="uploadId=")  # the answer to its completion
@@ -267,7 +267,7 @@ def test_a_failed_upload_leaves_no_parts(store, proxy, big):
 
 
 @pytest.mark.parametrize("fault", ["cut_download", "stall_download"])
-def test_a_broken_download_goes_on(store, proxy, big, tmp_path, monkeypatch, fault):
+def test_a_broken_download_resumes(store, proxy, big, tmp_path, monkeypatch, fault):
     monkeypatch.setattr(object_store, "READ_S", 3)
     store.upload(big, "model")
     getattr(proxy, fault)(1_000_000, times=2, path="model", header="range: bytes=(0|5242880)-")
@@ -344,7 +344,7 @@ def test_no_credentials(store, monkeypatch):
         (f"http://key:{SECRET}@127.0.0.1", "contains a user name or password"),
     ],
 )
-def test_an_endpoint_that_is_none(endpoint, message, store, monkeypatch):
+def test_a_wrong_endpoint_is_refused(endpoint, message, store, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
     assert re.search(message, refused(store.probe))
 
@@ -363,7 +363,7 @@ def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
     assert proxy.faults["no_ranges"] == 1
 
 
-def test_a_download_of_what_is_replaced_meanwhile(store, proxy, tmp_path):
+def test_a_replaced_object_fails_its_download(store, proxy, tmp_path):
     store.write("a", b"content")
     proxy.on("GET", "/a$", lambda: store.write("a", b"another"))
     assert "was replaced" in refused(store.download, "a", tmp_path / "a", 7)
@@ -413,7 +413,7 @@ def test_a_forked_process_makes_its_own_client(store):
 
 
 @pytest.mark.parametrize("code", ["Odd", "{headers}"])
-def test_what_a_store_echoes_is_not_shown(store, proxy, monkeypatch, code):
+def test_secrets_in_the_answers_of_a_store_are_hidden(store, proxy, monkeypatch, code):
     """Let the store's message and code repeat the request's headers and credentials."""
     key, token = "short", "a session token/of+words="
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)

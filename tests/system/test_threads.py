@@ -8,7 +8,7 @@ import pytest
 from onecurve.system.threads import run_with_heartbeat
 
 
-def test_the_heartbeat_goes_on_and_the_result_or_error_comes():
+def test_the_heartbeat_continues_until_the_result_or_error():
     beats: list[float] = []
     assert run_with_heartbeat(lambda: time.sleep(1) or 7, lambda: beats.append(time.monotonic()), 0.05) == 7
     assert len(beats) >= 3

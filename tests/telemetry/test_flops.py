@@ -48,7 +48,7 @@ def test_tf32_counts_where_torch_may_use_it_and_the_longest_name(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H200 NVL"])
-def test_a_device_that_begins_like_another_is_not_that_one(name):
+def test_a_longer_device_name_is_another_device(name):
     assert find_device(name) is None
 
 

@@ -47,7 +47,7 @@ def test_one_process_of_two_is_profiled(script, strategy, cache, tmp_path):
     assert any(name.startswith(("c10d::", "gloo:")) for name in check(tmp_path / "run"))
 
 
-def test_a_step_that_does_not_come_is_refused_or_said(tmp_path, capsys):
+def test_a_profile_of_steps_that_do_not_run_is_refused_or_reported(tmp_path, capsys):
     refusal = "--profile 11 needs 3 steps from step 11, but the run ends at step 12. Choose at most 10"
     with pytest.raises(ValueError, match=refusal):
         begin_profile(torch.device("cpu"), 11, Steps(14, 28, 12), None)

@@ -55,7 +55,7 @@ def test_a_run_writes_one_file(folder):
     assert not [name for line in metrics(folder) for name in line if "telemetry" in name]
 
 
-def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
+def test_the_confusion_matrix_belongs_to_the_last_evaluation(folder):
     content = json.loads((folder / "confusion.json").read_text())
     assert (content["step"], content["classes"]) == (
         result(folder)["steps"],
@@ -67,7 +67,7 @@ def test_the_confusion_matrix_is_that_of_the_last_evaluation(folder):
     assert correct / 360 == pytest.approx(result(folder)["final_accuracy"])
 
 
-def test_the_other_hosts_samples_come_to_the_main_process(tmp_path):
+def test_the_main_process_receives_the_samples_of_other_hosts(tmp_path):
     """Run two processes with local rank 0: they are two hosts, even under one name. Only one has a folder."""
     jobs = two_hosts(tmp_path, [], [*HELLO, "--telemetry_s", "0.1"])
     assert [status for status, _ in jobs] == [0, 0], jobs
@@ -123,7 +123,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_nvidia_smi_is_asked_at_the_start_and_in_the_middle(answers, tmp_path, monkeypatch):
+def test_nvidia_smi_is_called_at_the_start_and_in_the_middle(answers, tmp_path, monkeypatch):
     """Put a fake nvidia-smi on the PATH. A program that does not answer delays nothing."""
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
@@ -209,7 +209,7 @@ NOTHING = dict.fromkeys(UNITS) | {"index": 2}
     ],
     ids=["in its units", "a part of a GPU (MIG) supports less", "lost"],
 )
-def test_what_a_gpu_answers(nvml, uuid, first, changes, expected, complaint):
+def test_answers_of_a_gpu_are_converted(nvml, uuid, first, changes, expected, complaint):
     complaints, answers = [], dict(first)
     gpu = Gpu(nvml(uuid, answers), 2, "1", complaints.append)
     answers |= changes
@@ -265,7 +265,7 @@ def sample(t: float, **gpu) -> dict:
         pytest.param([[{"energy_wh": 1.0}], [{"utilisation_pct": 5}]], None, id="not in each start"),
     ],
 )
-def test_the_energy_of_a_run_is_that_of_all_its_starts(tmp_path, starts, expected_wh):
+def test_the_energy_of_a_run_includes_all_its_starts(tmp_path, starts, expected_wh):
     """Use a sample every 3.6 s, and an hour without consumption between the starts."""
     content = []
     for hour, gpus in enumerate(starts):
@@ -286,12 +286,12 @@ def test_a_line_that_was_cut_is_left_out(tmp_path):
     assert (summary["samples"], summary["utilisation_pct"]) == (2, 50)
 
 
-def test_a_file_of_something_else_is_named(tmp_path):
+def test_a_file_without_telemetry_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"telemetry-a\.jsonl has lines that are not telemetry"):
         summarize(written(tmp_path / "telemetry-a.jsonl", {"loss": 1}))
 
 
-def test_hosts_are_apart_whatever_they_call_themselves():
+def test_hosts_with_equal_names_are_distinguished():
     names = ["node/1", "node 1", "localhost", "localhost", ".."]
     hosts = sampled_hosts([ProcessInfo(n, i, "X", f"{k}{i}") for k, n in enumerate(names) for i in (0, 1)])
     assert [host.name for host in hosts] == ["node_1", "node_1-2", "localhost", "localhost-2", ".."]
