@@ -63,14 +63,14 @@ def test_each_file_name_has_one_meaning():
 
 def test_each_public_name_has_one_meaning():
     """Check that functions and classes have unique names, except main and parse_flags of each command."""
-    places = defaultdict(list)
+    files_of = defaultdict(list)
     for path in sources():
         if path.parts[0] not in ("tests", "benchmarks") and not path.match("train_*.py"):
             for node in ast.parse((ROOT / path).read_text()).body:
                 if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-                    places[node.name].append(str(path))
-    del places["main"], places["parse_flags"]
-    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+                    files_of[node.name].append(str(path))
+    del files_of["main"], files_of["parse_flags"]
+    assert {name: files for name, files in files_of.items() if len(files) > 1} == {}
 
 
 def test_the_scripts_share_no_more_flags():

@@ -191,7 +191,7 @@ def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
         ((7, 5), "fp16", False),
         ((9, 0), "no", False),
     ):
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, found=capability: found)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _, value=capability: value)
         assert has_kernel(torch.device("cuda"), precision) == expected
     assert not has_kernel(torch.device("cpu"), "bf16")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -22,8 +22,8 @@ def project(tmp_path_factory):
     """Copy the project. Its script has known accuracies and runs the code in AT_STEP before checkpoints."""
     folder = copy_project(tmp_path_factory.mktemp("early_end") / "project")
     old, call = "run.log_evaluation(step, measure(images.val))\n", "            run.checkpoint(step)\n"
-    known = f"measure(images.val) | {{'accuracy': {ACCURACIES}[step // steps.per_epoch]}})\n"
-    mutate(folder, FLAGS[0], old, f"run.log_evaluation(step, {known}")
+    with_known_accuracy = f"measure(images.val) | {{'accuracy': {ACCURACIES}[step // steps.per_epoch]}})\n"
+    mutate(folder, FLAGS[0], old, f"run.log_evaluation(step, {with_known_accuracy}")
     env = "__import__('os').environ"
     before = f"            exec({env}.get('AT_STEP', ''))\n"
     after = [

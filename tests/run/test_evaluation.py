@@ -37,14 +37,14 @@ def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
     assert "To weight classes equally, use --class_weights balanced and --best_by macro_f1" in output
     run([*torchrun(3), *words, *balanced, tmp_path / "three", "--per_device_batch_size", 2])
     run([*python(), *words, "--output_dir", tmp_path / "plain"])
-    one, three = (result(tmp_path / name) for name in ("one", "three"))
+    one_process, three_processes = (result(tmp_path / name) for name in ("one", "three"))
     confusion = np.array(json.loads((tmp_path / "one" / "confusion.json").read_text())["confusion"])
     f1 = 2 * np.diag(confusion) / (confusion.sum(0) + confusion.sum(1))
-    assert one["final_macro_f1"] == pytest.approx(f1.mean(), abs=1e-12)
+    assert one_process["final_macro_f1"] == pytest.approx(f1.mean(), abs=1e-12)
     for name in ("final_macro_f1", "final_accuracy", "best_step", "val_images"):
-        assert one[name] == three[name], name
-    assert one["val_images"] == confusion.sum() == IMAGES
-    assert one["final_accuracy"] * IMAGES % 1 == pytest.approx(0, abs=1e-9)
+        assert one_process[name] == three_processes[name], name
+    assert one_process["val_images"] == confusion.sum() == IMAGES
+    assert one_process["final_accuracy"] * IMAGES % 1 == pytest.approx(0, abs=1e-9)
     pictures = [(tmp_path / name / "plots" / "predictions.png").read_bytes() for name in ("one", "three")]
     assert pictures[0] == pictures[1], "other images, or in another order"
     logs = {name: metrics(tmp_path / name) for name in ("one", "three", "plain")}

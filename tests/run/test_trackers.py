@@ -206,8 +206,8 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
 def test_trackio_matches_metrics_jsonl(tmp_path, cache):
     """Train, stop and resume with trackio, which needs an older Pillow than requirements.txt."""
     python = environment("trackio", "0.43.0")
-    (other,) = python.parent.parent.glob("lib/python*/site-packages")
-    (other / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")  # after its packages
+    (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")
+    (site_packages / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")  # after its packages
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     words = [python, *CNN, *FLAGS, "--trackers", "trackio", *cache, "--output_dir", tmp_path / "run"]
     for steps in (15, 30):

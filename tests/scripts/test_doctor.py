@@ -28,8 +28,8 @@ def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[s
     Returns:
         The exit status, the output, and the code and host of each finding that fails.
     """
-    others = "".join(f"{name} slots=1\n" for name in hosts.names()[1:count])
-    (tmp_path / "hostfile").write_text(f"node1 slots=2\n{others}")
+    further_lines = "".join(f"{name} slots=1\n" for name in hosts.names()[1:count])
+    (tmp_path / "hostfile").write_text(f"node1 slots=2\n{further_lines}")
     words = [sys.executable, "doctor.py", "--hostfile", tmp_path / "hostfile"]
     words += ["--json", tmp_path / "out.json", *flags]
     status, output = Job(hosts.inside("node1", words, ROOT), env=env).wait()

@@ -494,14 +494,14 @@ def no_sshd(_):
 @contextlib.contextmanager
 def another_host_key(_, host: int = 2):
     """Present another host key, which means another host: nothing may be sent to it."""
-    known = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
-    text = known.read_text()
+    known_hosts = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
+    text = known_hosts.read_text()
     first = text.splitlines()[0]
-    known.write_text(f"{first}\nnode{host},10.77.0.{host} {first.partition(' ')[2]}\n")
+    known_hosts.write_text(f"{first}\nnode{host},10.77.0.{host} {first.partition(' ')[2]}\n")
     try:
         yield
     finally:
-        known.write_text(text)
+        known_hosts.write_text(text)
 
 
 @contextlib.contextmanager

@@ -384,9 +384,9 @@ def test_a_broken_index_is_named(content, copy, tmp_path):
 
 def test_flags_of_validate_are_separated_from_the_scripts():
     words = ["--local_rank=0", "run", "--split", "train", "--patch-size", "8", "--data=x"]
-    flags, others = parse_flags(words)
+    flags, script_flags = parse_flags(words)
     assert (flags.checkpoint, flags.split, flags.data) == ("run", "train", "x")
-    assert others == ["--patch-size", "8", "--data=x"]
+    assert script_flags == ["--patch-size", "8", "--data=x"]
 
 
 @pytest.mark.parametrize(

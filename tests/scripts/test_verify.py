@@ -433,11 +433,11 @@ def test_the_bound_of_a_metric_by_class_holds(name):
         predicted = np.where(
             draw.random(len(labels)) < 0.7, labels, draw.integers(0, len(sizes), len(labels))
         )
-        again = predicted.copy()
+        changed_predictions = predicted.copy()
         changed = draw.choice(len(labels), min(images, len(labels)), replace=False)
-        again[changed] = draw.integers(0, len(sizes), len(changed))
+        changed_predictions[changed] = draw.integers(0, len(sizes), len(changed))
         values = []
-        for guess in (predicted, again):
+        for guess in (predicted, changed_predictions):
             right = np.bincount(labels[guess == labels], minlength=len(sizes))
             counts = np.stack([sizes, np.bincount(guess, minlength=len(sizes)), right])
             values.append(mean_of_classes(METRICS[name], counts))

@@ -22,8 +22,8 @@ def without_times(log: list[dict]) -> list[dict]:
     return [{name: value for name, value in line.items() if name not in times} for line in log]
 
 
-def difference(promise: str, step: object, name: str, ours: Any, theirs: Any) -> str:
-    return f"{promise}: {name} of step {step} is {ours}, of the reference {theirs}"
+def difference(promise: str, step: object, name: str, value: Any, reference: Any) -> str:
+    return f"{promise}: {name} of step {step} is {value}, of the reference {reference}"
 
 
 def assert_same_losses(log: list[dict], reference: list[dict], within: float = 1e-5) -> None:

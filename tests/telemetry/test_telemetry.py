@@ -28,11 +28,11 @@ def samples_of(file: Path) -> list[dict]:
 
 def assert_sane(file: Path) -> None:
     """Check the file of a run without GPUs, over all its starts."""
-    first, *others = lines(file)
+    first, *following = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
-    assert [line["t"] for line in others] == sorted(line["t"] for line in others)
-    for line in (line for line in others if not is_header(line)):
+    assert [line["t"] for line in following] == sorted(line["t"] for line in following)
+    for line in (line for line in following if not is_header(line)):
         assert line.keys() == {"t", "step", *HOST_NUMBERS}  # without GPUs
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
