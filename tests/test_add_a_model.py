@@ -64,7 +64,7 @@ def test_the_example_trains_resumes_and_is_validated(example, project, cache):
 
 
 def test_documents_and_tests_discover_the_script(project):
-    """Check that they discover the script: no list has to be edited."""
+    """Check that documents and tests discover the script, without a list that has to be edited."""
     for words in map(shlex.split, commands("convnext")):
         if words[:2] == ["python", "-m"]:
             run(words, cwd=project)

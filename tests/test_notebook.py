@@ -43,7 +43,7 @@ COMMIT = "git init -q && git add . && git -c user.name=me -c user.email=me@examp
 
 @pytest.mark.full
 def test_each_cell_runs(project_copy, tmp_path):
-    """Let `make setup` find an installed environment: there may be no network. A kernel sets MPLBACKEND."""
+    """Run `make setup` with an installed environment, in case of no network. A kernel sets MPLBACKEND."""
     session = tmp_path / "session"
     (session / "IPython").mkdir(parents=True)
     (session / "IPython" / "display.py").write_text(DISPLAY)

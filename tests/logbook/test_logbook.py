@@ -260,7 +260,7 @@ def test_unchanged_is_stated_only_if_it_is_known(name, tmp_path):
 
 
 def test_pages_of_synthetic_runs_match_the_stored_pages(book, tmp_path):
-    """Store the page of a run on GPUs, and its comparison with other work and a search for the batch size."""
+    """Check the page of a run on GPUs, and its comparison with other work and a search for the batch size."""
     folder, other = gpu_run(tmp_path / "gpus"), tmp_path / "other"
     write_run(other, about={"versions": {"torch": "1.0"}}, recipe={"lr": 0.5}, batch_size=64)
     (other / "confusion.json").unlink()
@@ -491,7 +491,7 @@ def test_runs_that_saw_different_images_are_not_compared(name, book, tmp_path):
 
 
 def test_columns_are_named_by_what_differs(tmp_path):
-    """Compare the content of images, which may have another name."""
+    """Compare data by content, because the same images may have another name."""
 
     def names(*changes: dict, **facts) -> list[str]:
         parent = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -527,7 +527,7 @@ def test_columns_are_named_by_what_differs(tmp_path):
     ],
 )
 def test_doubtful_times_get_a_remark(speeds, train_s, doubts, book, tmp_path):
-    """Disturb the first run, which one process trained."""
+    """Slow down the first run, which one process trained."""
     slow_run = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
     fast_run = write_run(tmp_path / "two", train_s=5.0)
     lines = [{"step": k, "epoch": k, "wall_s": k, "train/images_per_s": v} for k, v in enumerate(speeds)]
@@ -551,7 +551,7 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
 
 
 def test_the_largest_batch_belongs_to_the_same_model_and_strategy(book, tmp_path):
-    """A stored page contains a search for the run's model."""
+    """Use searches of other models and strategies. A stored page shows a search of the run's model."""
     runs, file = [write_run(tmp_path / "run")] * 2, tmp_path / "search.json"
     search = {"script": "train_vit", "strategy": "ddp", "processes": 2, "recipe": {}, "sharding": {}}
     for other in ({"recipe": {"model": "vit_small"}}, {"sharding": {"replicas": 2}}, {"compile": "default"}):

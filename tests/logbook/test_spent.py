@@ -62,7 +62,7 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
 
 
 def test_the_telemetry_of_weeks_is_thinned():
-    """Keep all lines where processes begin and end."""
+    """Check that thinning keeps all lines where processes begin and end."""
     texts = ['{"host"', *map(str, range(20_000)), "end", '{"host"', "last"]
     thinned = _thinned(texts)
     assert len(thinned) < 5_010

@@ -304,7 +304,7 @@ def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 def test_the_kernels_fit_every_gpu(capability):
-    """Compile without a GPU. Check the shared memory per block against CUDA's guide, and find no fp64."""
+    """Compile without a GPU. Shared memory must fit the limits in CUDA's guide, and fp64 must not appear."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -208,7 +208,7 @@ mixer(0.8, 1.0, 10)(images, torch.arange(16) % 10)
 
 
 def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
-    """Fail on an import of any other module of the project."""
+    """Make the import of any other module of the project fail."""
     (tmp_path / "mine").mkdir()
     for name in ("augment.py", "rand_augment.py"):
         shutil.copy(ROOT / "onecurve" / "numerics" / name, tmp_path / "mine")

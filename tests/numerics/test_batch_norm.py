@@ -63,7 +63,7 @@ def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed
 
 
 def test_a_frozen_layer_keeps_its_statistics(accelerator):
-    """Check that training computes the same as evaluation, whatever the micro-batch is."""
+    """Check that training and evaluation compute the same, whatever the micro-batch is."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
     model[:2].requires_grad_(False)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

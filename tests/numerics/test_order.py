@@ -30,7 +30,7 @@ def test_orders_never_change():
 
 
 def test_a_choice_by_hash_never_changes():
-    """Compare with the first version. Larger choices contain smaller ones. All ids are covered evenly."""
+    """Compare with the first version. A larger choice contains a smaller one, and covers all ids evenly."""
     assert chosen_by_hash(50_000, 8).tolist() == [7813, 9539, 10062, 25727, 29332, 30320, 34952, 47786]
     assert set(chosen_by_hash(1000, 16)) <= set(chosen_by_hash(1000, 100))
     assert chosen_by_hash(97, 97).tolist() == list(range(97))

@@ -55,7 +55,7 @@ def parameter_bytes() -> int:
     ],
 )
 def test_a_trace_matches_the_engine(config, share, sent):
-    """Compute a device's memory and the exchanged bytes from the number of parameters."""
+    """Check a device's memory and the exchanged bytes against the number of parameters."""
     whole, trace = parameter_bytes(), traced(config, 4, hosts=2)
     assert trace.parameters == pytest.approx(whole / share, rel=0.05)
     if config != "zero2_4gpu":  # DeepSpeed's bucket contains its gradients, and it also keeps master weights

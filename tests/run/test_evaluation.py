@@ -31,7 +31,7 @@ def words(tmp_path_factory, cache) -> list:
 
 
 def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
-    """Check also --class_weights: the mean of weighted losses is the same for any micro-batches."""
+    """Train with --class_weights: the mean of weighted losses is the same for any micro-batches."""
     balanced = ["--class_weights", "balanced", "--output_dir"]
     output = run([*python(), *words, *balanced, tmp_path / "one"])
     assert "To weight classes equally, use --class_weights balanced and --best_by macro_f1" in output
@@ -64,7 +64,7 @@ NEW = {  # one metric of images, one by class
     ("metric", "same"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
 )
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, equal_metric):
-    """Use it to select the best checkpoint, show it for each split, and verify it if it counts images."""
+    """Select the best checkpoint by it, show it for each split, and verify it if it counts images."""
     first = "METRICS = {\n"
     mutate(project_copy, "onecurve/flags/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
     folder, held_out = tmp_path / "run", ["--holdout", "12", "--per_device_batch_size", "6"]

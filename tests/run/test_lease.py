@@ -97,7 +97,7 @@ def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, t
 
 @pytest.mark.parametrize("changes", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
 def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, tmp_path, monkeypatch):
-    """Refuse unless the record is of an earlier round of the same job, which is known to be over."""
+    """Take over only the record of an earlier round of the same job, which is known to have ended."""
     monkeypatch.setattr(lease_module, "WATCH_S", 30)
     text = json.dumps(foreign_record(tmp_path, **changes) | {"beat": 1})
     threading.Timer(1, lambda: (tmp_path / "owner.json").write_text(text)).start()

@@ -50,7 +50,7 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    """Name the run by a flag's value."""
+    """Use a run name that contains a flag's value."""
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine_{epochs}"]
     words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])

@@ -171,7 +171,7 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
     indirect=True,
 )
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
-    """Let the server be asked to continue the run of WANDB_RUN_ID, which recipe.json records."""
+    """Check that the server is asked to continue the run WANDB_RUN_ID, which recipe.json records."""
     url, requests = server
     mutate(project_copy, "onecurve/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]

@@ -30,7 +30,7 @@ def test_one_clear_error(name, tmp_path, cache):
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """Need 96 GiB per batch in each process, with an address space of 64 GiB."""
+    """Train with a batch that needs 96 GiB in each process, and an address space of 64 GiB."""
     flags = ["--data", "digits", "--image_size", "4096", "--batch_size", "1024", "--trackers", "none"]
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # the job's processes inherit the limit

@@ -247,8 +247,9 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])
 def test_an_exported_folder_is_accepted_as_a_model(name, runs, exported, tmp_path, cache):
-    """Use the folder without its run in validate.py and predict.py. No code from the folder is executed, and
-    other users can read its files.
+    """Use the folder without its run in validate.py and predict.py.
+
+    No code from the folder is executed, and other users can read its files.
     """
     folder = shutil.copytree(exported[name], tmp_path / "mine")
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
@@ -311,7 +312,7 @@ def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A fake hub that answers what an upload of small files requests."""
+    """A fake hub with the answers that an upload of small files needs."""
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", 0))

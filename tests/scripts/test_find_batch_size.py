@@ -76,7 +76,7 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize(("quantum", "max_trials"), [(1, 7), (4, 5), (8, 5), (24, 5)])
 def test_five_trials_suffice_for_linear_memory(quantum, max_trials):
-    """With a quantum of 1 and fewer than 32 images that fit, two more trials are needed to fit a line."""
+    """Allow two more trials for a quantum of 1 if fewer than 32 images fit: there is no line yet."""
     sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
     for fixed_gib, image_gib, limit_gib in sizes:
         fits = int((limit_gib - fixed_gib) / image_gib + 1e-6) // quantum * quantum
@@ -118,7 +118,7 @@ def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
 
 
 def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
-    """End also a process that has left its session and whose parent has ended."""
+    """Start a process that has left its session and whose parent has ended: it must end as well."""
     monkeypatch.chdir(tmp_path)
     sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
     sleeper.write_text("import os, time\nopen('pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(600)")
@@ -162,7 +162,7 @@ def test_the_largest_process_is_measured():
 
 @pytest.mark.full
 def test_the_answer_ran_and_the_next_size_did_not(tmp_path):
-    """Find 32 images, because 64 do not fit."""
+    """Check that 32 images run and 64 do not."""
     search_result, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)
     check(search_result)
     assert len(search_result["trials"]) <= 3

@@ -134,7 +134,7 @@ class ElasticTraining:
             assert weights[0].read_bytes() == weights[1].read_bytes()
 
     def assert_same_as_replays(self, tmp_path: Path) -> None:
-        """Compare the losses after each change with one process that resumes from the change's checkpoint."""
+        """Compare the losses after each change of hosts with one process that resumes from its checkpoint."""
         records = logged(self.folder)
         for checkpoint in sorted(self.kept.iterdir()):
             first = step_of(checkpoint.name)

@@ -322,7 +322,7 @@ def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_co
 
 
 def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
-    """Choose multi-GPU and two processes. Answer the other questions as given, or by default."""
+    """Choose multi-GPU and two processes. Give these answers, and accept the defaults otherwise."""
     env = {**os.environ, **env}
     child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=240)
     child.logfile_read = sys.stdout

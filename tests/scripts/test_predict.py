@@ -156,7 +156,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
 
 
 def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
-    """Look at the pictures of the sheet, which are decoded anyway."""
+    """Check only the pictures of the sheet, which are decoded anyway."""
     values = np.random.RandomState(0).randint(0, 4096, (20, 100)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
     row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}

@@ -322,7 +322,7 @@ def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
 
 
 def test_missing_labels_are_reported_with_a_remedy(ilsvrc, two_tars, tmp_path):
-    """Without val's archive, the kit is not needed because the training archive names its classes."""
+    """Check that only val needs the kit, because the training archive names its classes."""
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
         output = fails("--from", source, *words)

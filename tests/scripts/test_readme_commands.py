@@ -57,7 +57,7 @@ BEFORE = {  # path or recipe in a command: the earlier command that creates it
 
 @dataclass(frozen=True)
 class Published:
-    """A call that makes an imitation of ILSVRC2012 the published data set, in a forked process."""
+    """A function that makes an imitation of ILSVRC2012 the published data set in a forked process."""
 
     md5: dict[str, str]
     classes: int

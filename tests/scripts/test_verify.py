@@ -412,7 +412,7 @@ def test_forgeries_of_a_run_that_is_evaluated_again(forgery, half, check, tmp_pa
 
 
 def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
-    """Without --deterministic and with 8 images per class, one image changes the metric by at most 0.25."""
+    """Train without --deterministic. With 8 images per class, one image moves the metric by 0.25 at most."""
     flags = ["--epochs", 1, "--best_by", "macro_f1", "--ema_decay", 0]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     assert check(folder, "--steps", 8)[0] == 0

@@ -89,7 +89,7 @@ RESET = {signal.SIGINT, signal.SIGHUP}
 
 
 def reset_signals() -> None:
-    """Reset, as preexec_fn, signals that a shell's background (SIGINT) and nohup (SIGHUP) ignore in tests."""
+    """Reset SIGINT and SIGHUP, as a preexec_fn. A shell's background and nohup ignore these signals."""
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
 
@@ -227,7 +227,7 @@ def _import(*names: str) -> None:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork processes on request. Return the request in each one, unless it is a server with more imports."""
+    """Fork processes on request, and return the request in each. A fork with more imports serves as well."""
     while True:
         try:
             head, streams, _, _ = socket.recv_fds(channel, 4, 3)
@@ -285,7 +285,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def _show_as(cmdline: list[str], env: dict[str, str]) -> bool:
-    """Show these in /proc/PID/cmdline and environ, by which tests find processes. Return False on failure.
+    """Show this command line and environment in /proc, where tests look for them. Return False on failure.
 
     prctl(2) with PR_SET_MM_MAP sets all borders of the memory at once: the current ones (proc_pid_stat(5)),
     except for the command line and the environment.

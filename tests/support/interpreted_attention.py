@@ -67,8 +67,9 @@ def mutant(number: int, replacements: dict[str, str], folder: Path) -> ModuleTyp
 def problems(
     kernels: ModuleType, tokens: int, size: int, dtype: str, largest: float, order: str, heads: int
 ) -> list[str]:
-    """Return the problems of a case. `order` is qkv's memory layout: `packed`, or `parts first`, which is not
-    contiguous.
+    """Return the problems of a case.
+
+    `order` is the memory layout of qkv: `packed`, or `parts first`, which is not contiguous.
     """
     torch.manual_seed(tokens)
     torch_dtype = getattr(torch, dtype)

@@ -62,7 +62,7 @@ class Recording(TorchDispatchMode):
         torch.set_rng_state(self.random)
 
     def _record_resizes(self, module: Any, name: str) -> None:
-        """Repeat also FSDP2's changes of memory. In a graph, the allocator makes them at no cost."""
+        """Record FSDP2's memory changes as well. In a CUDA graph, the allocator makes them at no cost."""
         resize = getattr(module, name)
 
         def recorded(tensor: torch.Tensor) -> None:

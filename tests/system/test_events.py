@@ -1,3 +1,5 @@
+"""Events that ranks report to launch.py through a file: each one is read once, and none is guessed."""
+
 import io
 from types import SimpleNamespace
 

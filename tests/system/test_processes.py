@@ -1,4 +1,4 @@
-"""Processes above and below this one: command lines, and processes that end with them."""
+"""Parent and child processes: command lines, adopted orphans, and processes that end together."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_the_launcher_and_flags_of_a_parent_process(command, launchers, nodes):
 
 
 def test_the_launcher_above_and_its_config_file(tmp_path):
-    """Find the file from the launcher's folder, but not if another program is above."""
+    """Find the config file relative to the launcher's folder, but not for another parent program."""
     code = "from onecurve.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
     start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
     (tmp_path / "a b.yaml").write_text("use_cpu: true")
@@ -94,7 +94,7 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ],
 )  # fmt: skip
 def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tmp_path, monkeypatch):
-    """Write files like the kernel's on a machine with 96 cores."""
+    """Write the files that the kernel shows on a machine with 96 cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     (tmp_path / "cgroup").write_text(f"{groups}\n")
     for name, text in files.items():

@@ -67,7 +67,7 @@ def refused(call, *args, **options) -> str:
 
 
 def sent(proxy, method: str, part: str = "") -> list[dict[str, str]]:
-    """Return the headers of these requests."""
+    """Return the headers of the requests with this method and part of the path."""
     return [headers for name, path, headers in proxy.requests if name == method and part in path]
 
 

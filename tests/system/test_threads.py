@@ -1,4 +1,4 @@
-"""Work in a thread with heartbeats."""
+"""Work in a background thread, with heartbeats in the main thread."""
 
 import threading
 import time

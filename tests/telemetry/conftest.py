@@ -1,4 +1,4 @@
-"""A run that several modules read."""
+"""A run that several test modules read."""
 
 from pathlib import Path
 

@@ -18,7 +18,7 @@ from tools.logbook.run_record import RunRecord
 
 
 def test_an_operation_is_an_addition_or_a_multiplication():
-    """Leave out the gradient of the first layer's input, which is not needed."""
+    """Check that the gradient of the first layer's input, which is not needed, does not count."""
     layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 8 * 8, 10))
     convolution, linear = 2 * 3 * 4 * 9 * 8 * 8, 2 * 4 * 8 * 8 * 10
     assert flops_per_image(lambda: layers.to("meta"), 8) == 2 * convolution + 3 * linear
