@@ -84,7 +84,7 @@ NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1)
 
 
 @pytest.mark.full
-@pytest.mark.real_processes  # the project forks
+@pytest.mark.real_processes  # the tests that it starts fork processes
 def test_a_flag_a_metric_and_scripts_pass_the_tests_of_the_house(project):
     """Follow the steps of CONTRIBUTING.md."""
     for before, new in (("    image_column: str", NEW_FLAG), ('    "loss": Metric("loss"', NEW_METRIC)):

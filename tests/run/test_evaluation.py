@@ -61,7 +61,7 @@ NEW = {  # one metric of images, one by class
 
 
 @pytest.mark.parametrize(
-    ("metric", "same"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
+    ("metric", "equal_metric"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
 )
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, equal_metric):
     """Select the best checkpoint by it, show it for each split, and verify it if it counts images."""

@@ -313,7 +313,7 @@ def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_co
         assert "fsdp_activation_checkpointing: true" in config
     script = "train_vit.py" if strategy == "fsdp" else "train_cnn_a.py"
     words = ["launch", script, *SMALL[script], *cache, "--output_dir", tmp_path / "run"]
-    if strategy == "ddp":  # named, so that it is forked: another HF_HOME needs a new process
+    if strategy == "ddp":  # a named config allows a fork, but another HF_HOME needs a new process
         words[1:1] = ["--config_file", tmp_path / "hf" / "accelerate" / "default_config.yaml"]
         home = {}
     run(["accelerate", *words], cwd=project_copy, env=home)

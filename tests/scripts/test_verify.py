@@ -296,7 +296,7 @@ zero_moments = in_tensors(8, "optimizer", torch.zeros_like, "head.weight/exp_avg
 off_by_a_tenth = in_tensors(16, "model", lambda t: t + 0.099, "head.weight")
 
 FIRST = only(0)
-# Two of these forgeries show only in the last steps; a third one is in the second checkpoint.
+# Two of these forgeries show only in the last steps, and one shows only in the second checkpoint.
 LONGER = {"log cut": only(16, 16), "random EMA": only(16, 16), "random second checkpoint": only(0, 16)}
 LONGER["repeated line"] = ["--steps", 16]
 FORGERIES = {

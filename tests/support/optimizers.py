@@ -96,7 +96,8 @@ CASES = {
     "adafactor": Case(lambda groups: torch.optim.Adafactor(groups, lr=0.01)),
     "adafactor_unfactored": Case(lambda g: timm.optim.Adafactor(g, lr=0.01, min_dim_size_to_factor=1000)),
     "muon": Case(lambda groups: torch.optim.Muon(groups, lr=0.01), only_matrices=True),
-    "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),  # uses AdamW for vectors
+    # timm's Muon uses AdamW for parameters that are not matrices
+    "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),
     "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),
     "schedule_free": Case(ScheduleFree, lr=0.1),
 }
