@@ -9,6 +9,7 @@ import types
 import typing
 from typing import Any, NotRequired, TypedDict
 
+from onecurve.flags.recipe import METRICS
 from onecurve.system.files import Kind
 from onecurve.telemetry.summary import HostSummary
 
@@ -68,9 +69,6 @@ class ResultEnd(TypedDict, total=False):
     test_name: str
     test_images: int
     test_accuracy: float
-    test_balanced_accuracy: float
-    test_macro_f1: float
-    test_loss: float
     flops_per_image: float
     peak_flops: float | None
     mfu_pct: float | None
@@ -87,17 +85,10 @@ class ResultEnd(TypedDict, total=False):
     memory_gib: list[dict[str, float]]
     wall_s: float
     spent_s: dict[str, float]
-    # For the metric of --best_by
-    best_balanced_accuracy: float | None
-    best_macro_f1: float | None
-    best_loss: float | None
-    final_balanced_accuracy: float | None
-    final_macro_f1: float | None
-    final_loss: float | None
 
 
 class Result(ResultEnd):
-    """Content of result.json: progress, metrics and speed of a run."""
+    """Content of result.json: progress, metrics and speed of a run. Each metric adds keys, see result_kinds."""
 
     script: str
     status: str
@@ -274,6 +265,11 @@ class SearchResult(TypedDict, total=False):
 def kinds(schema: Any) -> dict[str, Kind]:
     """Return the type of each value of a schema, without None, for onecurve.system.files.typed_values."""
     return {name: _kind(hint) for name, hint in typing.get_type_hints(schema).items()}
+
+
+def result_kinds() -> dict[str, Kind]:
+    """Return the type of each value of result.json, including the keys that each metric of METRICS adds."""
+    return {f"{when}_{name}": float for when in ("test", "best", "final") for name in METRICS} | kinds(Result)
 
 
 def _kind(hint: Any) -> Kind:

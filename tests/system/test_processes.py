@@ -125,6 +125,6 @@ def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypat
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": []})
     env = {f"{variable}_SOCKET_IFNAME": value}
     message = f"{variable}_SOCKET_IFNAME={value} matches no interface of this host (lo)."
-    said += " Name one of them, or unset it."
+    message += " Name one of them, or unset it."
     assert interface_problem(env, with_nccl=True) == (None if is_right else message)
     assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None
