@@ -88,7 +88,7 @@ class ResultEnd(TypedDict, total=False):
 
 
 class Result(ResultEnd):
-    """Content of result.json: progress, metrics and speed of a run. Each metric adds keys, see result_kinds."""
+    """Content of result.json: progress, metrics and speed of a run. result_kinds() adds keys of metrics."""
 
     script: str
     status: str
@@ -110,8 +110,10 @@ class Result(ResultEnd):
     epochs: int
     best_by: str
     best_accuracy: float | None
+    best_loss: float | None
     best_step: int | None
     final_accuracy: float | None
+    final_loss: float | None
     val_images: int | None
     bad_images: int
     train_s: float
