@@ -88,7 +88,7 @@ class ResultEnd(TypedDict, total=False):
 
 
 class Result(ResultEnd):
-    """Content of result.json: progress, metrics and speed of a run. result_kinds() adds keys of metrics."""
+    """Content of result.json: progress, metrics and speed of a run. kinds() adds keys of metrics."""
 
     script: str
     status: str
@@ -265,13 +265,13 @@ class SearchResult(TypedDict, total=False):
 
 
 def kinds(schema: Any) -> dict[str, Kind]:
-    """Return the type of each value of a schema, without None, for onecurve.system.files.typed_values."""
-    return {name: _kind(hint) for name, hint in typing.get_type_hints(schema).items()}
+    """Return the type of each value of a schema, without None, for onecurve.system.files.typed_values.
 
-
-def result_kinds() -> dict[str, Kind]:
-    """Return the type of each value of result.json, including the keys that each metric of METRICS adds."""
-    return {f"{when}_{name}": float for when in ("test", "best", "final") for name in METRICS} | kinds(Result)
+    Each metric of METRICS adds three keys to Result.
+    """
+    metrics = [f"{when}_{name}" for when in ("test", "best", "final") for name in METRICS]
+    added = dict.fromkeys(metrics if schema is Result else (), float)
+    return added | {name: _kind(hint) for name, hint in typing.get_type_hints(schema).items()}
 
 
 def _kind(hint: Any) -> Kind:

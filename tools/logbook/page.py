@@ -7,7 +7,7 @@ from typing import Any
 
 from onecurve.flags.fields import declared
 from onecurve.flags.recipe import METRICS
-from onecurve.run.schemas import RecipeFile, Report, Stamp, kinds, result_kinds
+from onecurve.run.schemas import RecipeFile, Report, Result, Stamp, kinds
 from onecurve.system.files import own_files
 from onecurve.system.paths import public_path
 from onecurve.system.text import some_of
@@ -29,7 +29,7 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
     """Return the page. stem: stem of its file name, and name of the folder with its pictures."""
     from onecurve.run.end_tables import early_end  # imports torch
 
-    facts, about = complete(run.facts, result_kinds()), complete(run.about, kinds(RecipeFile))
+    facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
     recipe = {name: [code_span(name), history.recipe_value(run, name)] for name in run.recipe}
     defaults = about["defaults"] or {}
     return render(

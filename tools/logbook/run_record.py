@@ -19,11 +19,11 @@ from onecurve.run.schemas import (
     MetricsLine,
     RecipeFile,
     Report,
+    Result,
     StartLine,
     TelemetryLine,
     Verified,
     kinds,
-    result_kinds,
 )
 from onecurve.run.starts import CONTENT, CROPPED, STARTS, Start, in_order, in_turn, kept
 from onecurve.system.files import Kind, parse_json, read_own, sha256_of, typed_values
@@ -53,7 +53,7 @@ HALF_PRECISION = {
 KINDS: dict[str, dict[str, Kind]] = {
     "recipe.json": kinds(RecipeFile),
     STARTS: kinds(StartLine),
-    "result.json": result_kinds(),
+    "result.json": kinds(Result),
     "metrics.jsonl": {**kinds(MetricsLine), "*": float},
     "telemetry.jsonl": kinds(TelemetryLine),
     "confusion.json": kinds(Confusion),
