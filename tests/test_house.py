@@ -16,7 +16,7 @@ from tests.conftest import BIN, ROOT, Job, full, python
 # Statements of each layer, with a tenth of slack over the count when the budget was set. A commit that needs
 # more should state the reason.
 # "": the commands at the top, without the train scripts, because anyone may add one.
-BUDGETS = {"onecurve/": 12_400, "tools/": 5_400, "": 1_150, "tests/": 20_400, "benchmarks/": 2_200}
+BUDGETS = {"onecurve/": 12_400, "tools/": 5_400, "": 1_250, "tests/": 20_400, "benchmarks/": 2_200}
 MAX_LINES = 600  # of a file outside of tests/ and benchmarks/
 SHARED_FLAGS = 44  # shared by all image scripts
 

@@ -421,7 +421,10 @@ INVALID = [{"files": []}, {"files": {"model.safetensors": 1}}, {"files": None}, 
 INVALID += [{"files": {"state.json": {"size": -1, "sha256": ""}}}]
 FOREIGN_FILES = ("/etc/passwd", "../outside.safetensors", "a/b", "custom_checkpoint_0.pkl")
 FORGED = [(changes, "is not a manifest") for changes in INVALID] + [({"step": 25}, "belongs to step 25")]
-FORGED += [({"files": {name: {"size": 1, "sha256": "0"}}}, "other files") for name in FOREIGN_FILES]
+FORGED += [
+    ({"files": {name: {"size": 1, "sha256": "0"}}}, "does not list the files of a checkpoint")
+    for name in FOREIGN_FILES
+]
 FORGED += [
     ({"format_version": version}, f"has format version {version}, but this code reads")
     for version in (FORMAT_VERSION + 1, 0, "1", None, True)

@@ -208,7 +208,7 @@ def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, t
     message = r"--cache_gib .* can't hold the shards that a host reads at once.* of its streams"
     with pytest.raises(ValueError, match=message) as error:
         training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check(share_out(24, 6, 1))
-    enough = float(re.search("give ([0-9.]+),", str(error.value))[1])
+    enough = float(re.search("Give ([0-9.]+),", str(error.value))[1])
     training_split(url, tmp_path, cache_gib=enough).check(share_out(24, 6, 1))
     with pytest.raises(ValueError, match=r"--cache_gib .* is too small for train-00000\.tar of s3://"):
         training_split(url, tmp_path, cache_gib=SHARD_GIB * 0.9)
@@ -257,7 +257,7 @@ def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (folder + 1, limits[1]))
     try:
-        with pytest.raises(ValueError, match=r"Too many open files\. Allow more"):
+        with pytest.raises(ValueError, match=r"Too many open files\. Raise the limit"):
             cache.hold(FILES[0], threading.Event())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -265,7 +265,7 @@ def test_too_many_open_files_are_a_clear_error(url, through_proxy, tmp_path):
 
 
 def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
-    refused = pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Make")
+    refused = pytest.raises(ValueError, match=r"can't be stored in .*: No space left on device\. Free")
     with small_disk(tmp_path / "cache", "256k") as disk, refused:
         read_epoch(training_split(url, disk))
 

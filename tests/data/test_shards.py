@@ -177,7 +177,7 @@ def test_an_evaluation_of_some_images_needs_more_shards_at_once(tmp_path):
     folder = write_shards(tmp_path / "many", val=(4,) * 10)
     cached = prepare_data(str(folder), tmp_path / "cache")
     whole, part = (open_images(cached, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
-    total = sum(shard.bytes for shard in part.beside.shards)
+    total = sum(shard.bytes for shard in part.evaluated_split.shards)
     assert whole._evaluation_bytes(2) < 0.3 * total
     assert 0.5 * total < part._evaluation_bytes(2) <= total
 

@@ -172,7 +172,7 @@ MISTAKES = {  # launcher, file, code and its replacement, message
     ),
     "a head of each shard's process": (
         *(STRATEGIES["fsdp"], "train_hello.py", HEAD, HEADS),
-        "up to step 5 a parameter had a gradient on some processes and none on others",
+        "by step 5, a parameter had a gradient on some processes only",
     ),
     "infinite": (
         *(torchrun(2), "train_hello.py", BACKWARD),

@@ -301,8 +301,8 @@ def test_counts_are_those_of_ilsvrc2012_unless_subset(ilsvrc, tmp_path):
 
 META, TRUTH = f"{KIT}/data/meta.mat", f"{KIT}/data/ILSVRC2012_validation_ground_truth.txt"
 BROKEN_KITS = {
-    "no meta.mat": ({META: None}, "has no data/meta.mat: give ILSVRC2012_devkit_t12.tar.gz"),
-    "no ground truth": ({TRUTH: None}, "has no data/ILSVRC2012_validation_ground_truth.txt"),
+    "no meta.mat": ({META: None}, "does not contain data/meta.mat. Give ILSVRC2012_devkit_t12.tar.gz"),
+    "no ground truth": ({TRUTH: None}, "does not contain data/ILSVRC2012_validation_ground_truth.txt"),
     "unknown id": ({TRUTH: b"1\n11\n"}, "has the id '11', which is not a class of data/meta.mat"),
     "no number": ({TRUTH: b"1\nn01440764\n"}, "has the id 'n01440764', which is not a class"),
     "meta.mat empty": ({META: b""}, "meta.mat can't be read as a list of synsets"),

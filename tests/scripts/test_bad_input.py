@@ -41,7 +41,7 @@ def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
     status, output = job.wait(90)
     assert status != 0
     assert output.count("error: out of memory on CPU") == 1, output
-    assert "with --per_device_batch_size 512: try --per_device_batch_size 256, the same" in output
+    assert "with --per_device_batch_size 512: try --per_device_batch_size 256, which keeps" in output
     assert "--batch_size 1024 with 2 accumulations" in output
     assert result(tmp_path / "run")["status"] == "failed"
 
