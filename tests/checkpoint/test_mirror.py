@@ -104,7 +104,7 @@ def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -
 def impatient(project_copy):
     """Copy the project with shorter timeouts for a store that does not answer."""
     mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
-    mutate(project_copy, "onecurve/system/s3.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
+    mutate(project_copy, "onecurve/system/files.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
 
 
