@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from onecurve.system.cli import command_parser
-from onecurve.system.files import read_lines
+from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT
 
 STEPS, KILLED_AT, JOINED_AT = 1200, 200, 400
@@ -46,6 +46,11 @@ def losses(folder: Path) -> list[float]:
     lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     by_step = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def is_finished(folder: Path) -> bool:
+    file = folder / "result.json"
+    return file.exists() and read_json(file)["status"] == "finished"
 
 
 @contextmanager
@@ -101,7 +106,7 @@ def main() -> None:
         folder = flags.folder / str(number)
         words = [*TRAINING, "--data", flags.data, "--output_dir", str(folder)]
         print(f"{name}: {folder}", flush=True)
-        if (folder / "result.json").exists():  # finished by an earlier start of this command
+        if is_finished(folder):  # by an earlier start of this command
             pass
         elif name == ELASTIC:
             train_elastic(folder, words)
