@@ -1,6 +1,7 @@
-"""Cache of prepared images: one folder per data set, named by a hash of its content, complete or absent.
+"""Cache of prepared images, with one folder per data set, named by a hash of the data set's content.
 
-One process per host writes a temporary folder under a lock, and renames it when everything is on the disk.
+A folder in the cache is always complete. One process per host takes a lock, writes a temporary folder, and
+renames the folder once all files are on disk.
 """
 
 import fcntl
@@ -38,25 +39,25 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 FORMAT = 1  # part of the content key; increase it when the content of a cache folder changes
 DECODING = 8  # part of the folder key; increase it when pixels, names or the content of meta.json change
 HASH_LIMIT_BYTES = 4 * 2**30  # above this total, only blocks of each file are hashed
-BLOCK_BYTES = 4096  # hashed for each started PART_BYTES of a file
+BLOCK_BYTES = 4096  # size of the block that is hashed in each PART_BYTES of a file
 PART_BYTES = 16 * 2**20
-DECODED_BYTES = 8 * 2**30  # larger data stays encoded; independent of free memory, so equal on all machines
+DECODED_BYTES = 8 * 2**30  # larger data stays encoded; a constant, so that all machines choose the same format
 LOCK, BROKEN = ".lock", "broken.json"
-NAMED = 10  # maximum number of broken images in an error; the file BROKEN lists all
-SEARCHED_BYTES = 4 * 2**30  # larger data is not searched for duplicates or broken images
-CHECKED = 16  # images per chunk when images are only checked
-CHUNK_PIXELS = 2**22  # pixels per chunk when images are decoded, about 50 ms; an interruption waits this long
+NAMED = 10  # maximum number of broken images in an error message; the file BROKEN lists all of them
+SEARCHED_BYTES = 4 * 2**30  # data above this size is not searched for duplicates or broken images
+CHECKED = 16  # images per chunk when images are checked but not stored
+CHUNK_PIXELS = 2**22  # pixels per chunk when images are decoded; a chunk takes about 50 ms, which delays an interruption
 
 
 class Prepared(NamedTuple):
     """Result of preparing data."""
 
-    folder: str  # folder in the cache
-    left_out: str  # files that are not read, with reasons
+    folder: str  # path of the folder in the cache
+    left_out: str  # files that were not read, with the reasons
 
 
 def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None, **flags: Any) -> Path:
-    """Prepare data and return its folder in the cache. `flags` are more fields of ImageRecipe."""
+    """Prepare data and return its folder in the cache. `flags` are additional fields of ImageRecipe."""
     recipe = ImageRecipe(data=data, cache_dir=str(cache_dir), **flags)
     return Path(prepare_cache(recipe, heartbeat).folder)
 
@@ -66,7 +67,7 @@ def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = Fal
 
     Args:
         recipe: Recipe with the flags of the data.
-        beat: Called about every second.
+        beat: Function that is called about once a second.
         is_evaluated: Whether the data is only evaluated, so that one split is enough.
 
     Raises:
@@ -101,7 +102,7 @@ def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = Fal
 
 
 def _check_owner(folder: Path) -> None:
-    """Raise ValueError if another user owns the folder and could replace the images of this training."""
+    """Raise ValueError if another user owns the folder and could therefore replace the training images."""
     if not folder.exists() or os.geteuid() in (0, folder.stat().st_uid) or folder.stat().st_uid == 0:
         return
     raise ValueError(f"{folder} belongs to user {folder.stat().st_uid}. Give a --cache_dir that you own")
@@ -110,11 +111,11 @@ def _check_owner(folder: Path) -> None:
 def _keys(source: Source) -> tuple[str, str]:
     """Return the content key, which is equal on all hosts, and the folder key (16 hex digits each).
 
-    The content key is the SHA-256 of the names and bytes of all files. Above 4 GiB, reading all files at each
-    start would take too long, so each file is represented by its size and some of its blocks.
+    The content key is the SHA-256 of the names and bytes of all files. Reading more than 4 GiB at each start
+    would take too long, so for larger data the hash covers only the size and some blocks of each file.
 
-    The folder key is a hash of the content key, the folder of the images (the cache may contain their paths),
-    DECODING, the fold and, above 4 GiB, the modification times.
+    The folder key is a hash of the content key, the path of the image folder (because the cache may store
+    image paths), DECODING and the fold. Above 4 GiB, it also covers the files' modification times.
     """
     stats = [retried(path.stat)() for _, path in source.files]
     location = (
@@ -133,7 +134,7 @@ def _keys(source: Source) -> tuple[str, str]:
 
 @retried
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
-    """Return the SHA-256 of a file's size and of some blocks. Their positions depend only on its name."""
+    """Return the SHA-256 of a file's size and some of its blocks. The file's name alone determines which blocks."""
     name, path = file
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -151,7 +152,7 @@ def _short_hash(content: list) -> str:
 
 @contextmanager
 def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
-    """Hold the cache's lock on this host. The kernel releases it if its holder dies."""
+    """Hold the cache's lock on this host. The kernel releases the lock if the process that holds it dies."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
@@ -163,10 +164,10 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
 
 
 def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
-    """Write the cache folder under a temporary name, and rename it once complete. The caller holds the lock.
+    """Write the cache folder under a temporary name, and rename it when it is complete. The caller holds the lock.
 
-    If hosts share the cache over NFS, new folders become visible late, and another host may have created this
-    folder. That folder is then kept.
+    If several hosts share the cache over NFS, new folders become visible with a delay, so another host may
+    already have created this folder. In that case, the existing folder is kept.
     """
     work = folder.parent / ".preparing"
     discard(work)  # left by a process that was killed
@@ -226,7 +227,8 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
 def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
     """Check images that stay encoded by decoding them once.
 
-    Write the errors of images that can't be decoded to BROKEN. Return a warning if images have missing parts.
+    Write the errors of undecodable images to the file BROKEN. Return a warning if parts of images are
+    missing.
     """
     count, part_errors = sum(map(len, parts)), list[list[ValueError]]()
     with _progress(f"checking {count:,} images of {name}", count) as advance:
@@ -248,7 +250,7 @@ def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> 
 
 
 def _refuse_broken(folder: Path, is_train_skipped: bool) -> None:
-    """Raise ValueError with the images that can't be decoded, unless all of them may be skipped."""
+    """Raise ValueError that lists the undecodable images, unless all of them may be skipped."""
     if (file := folder / BROKEN).exists():
         broken = read_json(file)
         skip = "" if broken["evaluated"] else ", or train without them with --on_bad_image skip"
@@ -260,7 +262,7 @@ class Chunk(NamedTuple):
     """Images that a thread decodes without interruption."""
 
     images: Encoded
-    pixels: np.ndarray | None  # array for the whole split, uint8 [N, H, W, 3]; None only checks the images
+    pixels: np.ndarray | None  # array for the whole split, uint8 [N, H, W, 3]; None checks the images without storing pixels
     ids: range
 
 
@@ -271,17 +273,17 @@ class _OddSize(Exception):
 def _decode_all(
     work: Path, name: str, encoded: Mapping[str, Encoded], shape: tuple[int, ...] | None, beat: Heartbeat
 ) -> bool:
-    """Replace encoded images with decoded arrays, if all have one shape and fit into DECODED_BYTES.
+    """Replace encoded images with decoded arrays if all images have one shape and fit into DECODED_BYTES.
 
     Args:
         work: Folder of the encoded images.
         name: Name of the data.
         encoded: Images of each split.
-        shape: Common shape of the sampled images, or None if they differ.
-        beat: Called about every second.
+        shape: Common shape of the sampled images, or None if their shapes differ.
+        beat: Function that is called about once a second.
 
     Returns:
-        Whether the images were decoded. If not, nothing has changed.
+        True if the images were decoded. If False, no file has changed.
 
     Raises:
         ValueError: Images can't be decoded. The message lists them.
@@ -311,13 +313,13 @@ def _decode_all(
 
 
 def _common_shape(looks: Iterable[list[Look]]) -> tuple[int, ...] | None:
-    """Return the common shape (H, W, 3) of the sampled images, or None if they differ or there are none."""
+    """Return the common shape (H, W, 3) of the sampled images, or None without images or a common shape."""
     shapes = {look.shape for split_looks in looks for look in split_looks}
     return shapes.pop() if len(shapes) == 1 else None
 
 
 def _sample_shards(work: Path, shard_folder: str) -> list[list[Look]]:
-    """Sample images of shards in a local folder. Skip shards that stay in S3."""
+    """Sample images from shards in a local folder. Shards in S3 are not sampled."""
     from onecurve.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
 
     manifest = parse_manifest((work / MANIFEST).read_bytes(), str(work / MANIFEST))
@@ -333,8 +335,8 @@ def _sample_shards(work: Path, shard_folder: str) -> list[list[Look]]:
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
     """Call _decode(*chunk) for each chunk, in one thread per core. Return an error for each broken image.
 
-    Decoders release the GIL. If beat() raises or an image has another size, threads finish their current
-    chunks and stop.
+    Threads help because the decoders release the GIL. If beat() raises an exception or an image has a
+    different size, each thread finishes its current chunk and stops.
     """
     checks_jpegs()  # logs its warning once, before the threads start
     pool = ThreadPoolExecutor(allowed_cores())
@@ -353,7 +355,7 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
 
 
 def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
-    """Decode images[ids], into pixels[ids] if given. Return an error for each image that can't be decoded."""
+    """Decode images[ids], and store them in pixels[ids] unless `pixels` is None. Return an error per broken image."""
     errors = []
     for i in ids:
         try:
@@ -385,7 +387,7 @@ def _undecodable(errors: Sequence[object], count: int, file: Path, advice: str =
 
 @contextmanager
 def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress on stderr. Yield a function that adds a number of images."""
+    """Show the progress on stderr. Yield a function that advances the progress by a number of images."""
     display, done = Display(count, text, sys.stderr), 0
     if not display.bar:
         display.print(text)
@@ -405,7 +407,7 @@ def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     """Create a memory-mapped uint8 array and reserve its space.
 
-    A full disk then raises OSError here instead of causing SIGBUS later.
+    Without the reservation, a full disk would cause SIGBUS later. With it, this function raises OSError.
     """
     pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     with open(path, "r+b") as file:

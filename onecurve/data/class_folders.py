@@ -1,7 +1,7 @@
-"""Listing of images in real-world folders: nested, linked, with or without splits, mixed with other files.
+"""Listing of images in real-world folders, which may be nested, linked, split, or mixed with other files.
 
-`datasets` and torchvision are not used here. They treat the innermost folder as the class or follow cyclic
-links, take seconds to import at each start, and don't report which files they leave out.
+This module does not use `datasets` or torchvision. Those libraries treat the innermost folder as the class or
+follow cyclic links, take seconds to import at each start, and don't report which files they ignore.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
-# Reported name of each split to evaluate, in order of preference
+# Names of folders with images for evaluation, in order of preference, and the split name that is reported
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}
-SPELLINGS = {"training": "train", "testing": "test"}  # other names of split folders, seen on Kaggle
+SPELLINGS = {"training": "train", "testing": "test"}  # alternative names of split folders, seen on Kaggle
 SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")  # e.g. train_images
-IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # created by macOS zip, network drives, and ext4
+IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # folders that macOS zip, network drives and ext4 create
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
 LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
-METADATA = ("metadata.csv", "metadata.jsonl")  # lists in the hub's format, in the folder of a split
+METADATA = ("metadata.csv", "metadata.jsonl")  # lists in the format of the Hugging Face Hub, stored in the folder of a split
 
 
 class LeftOut:
-    """Files that are left out, counted by reason, and empty class folders."""
+    """Ignored files, counted by reason, and empty class folders."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class LeftOut:
         self.first.setdefault(reason, path)
 
     def takes(self, path: str) -> bool:
-        """Return whether the path is an image. Count any other file unless it is hidden."""
+        """Return True if the path is an image. Otherwise, count the file as ignored unless it is hidden."""
         if is_hidden(os.path.basename(path)):
             return False
         extension = os.path.splitext(path)[1].lower()
@@ -81,7 +81,7 @@ def folder_names(root: Path) -> list[str]:
 
 
 def split_folders(root: Path) -> dict[str, str]:
-    """Find the folders of splits below root. Map each split to its folder name, e.g. {"train": "Train"}."""
+    """Find the split folders in root. Return the folder name of each split, for example {"train": "Train"}."""
     folders, splits = folder_names(root), {}
     for split in ("train", *VAL_NAMES):
         if spellings := [n for n in folders if SPELLINGS.get(n.lower(), n.lower()) == split]:
@@ -92,19 +92,20 @@ def split_folders(root: Path) -> dict[str, str]:
 def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
     """List `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, or only `<class>/`.
 
-    A test/ without class folders has no labels and is left out. A test/ next to val/ is also left out if it
-    shares no class with train/. Class folders without images are left out.
+    A test/ folder is ignored if it contains no class folders, because its images then have no labels. A test/
+    folder next to val/ is also ignored if it shares no class with train/. Class folders without images are
+    ignored.
 
     Args:
         root: Folder of the data.
-        left_out: Receives the files and folders that are left out.
+        left_out: Object to which the ignored files and folders are added.
 
     Returns:
-        The folder name of each split ("" if there are no split folders), and for each split the image paths
-        of each class, relative to the class folder.
+        The folder name of each split ("" if there are no split folders), and the image paths of each class in
+        each split, relative to the class folder.
 
     Raises:
-        ValueError: The folders can't be used for training.
+        ValueError: The images in the folders can't be used for training.
     """
     folders = split_folders(root)
     if not folders or _is_class(root, folders):
@@ -136,7 +137,7 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
 
 
 def without_empty(folder: str, classes: dict[str, list[str]], left_out: LeftOut) -> dict[str, list[str]]:
-    """Return the classes with images. Add the folders of the remaining classes to left_out."""
+    """Return the classes that have images. Add the folders of all other classes to left_out."""
     left_out.empty_folders += [os.path.join(folder, name, "") for name, paths in classes.items() if not paths]
     return {name: paths for name, paths in classes.items() if paths}
 
@@ -144,13 +145,13 @@ def without_empty(folder: str, classes: dict[str, list[str]], left_out: LeftOut)
 def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
     """Raise ValueError if a split contains classes that train lacks.
 
-    A class that only train contains causes a warning at startup instead.
+    If a class occurs only in the training split, a warning at startup reports it instead.
 
     Args:
         where: Name of the data for the message.
         split: Name of the split.
-        classes: Classes of the split.
-        train: Classes of the training split.
+        classes: Class names of the split.
+        train: Class names of the training split.
     """
     if unknown := sorted({*classes} - {*train}):
         raise ValueError(
@@ -160,10 +161,11 @@ def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[
 
 
 def _is_class(root: Path, folders: dict[str, str]) -> bool:
-    """Check whether the only folder with the name of a split is a class folder.
+    """Check whether the only folder that is named like a split is in fact a class folder.
 
-    It is one if it directly contains images, and at least two other folders do as well. One other folder is
-    not enough: with unsorted training images in train/*.jpg, the test images may be in test1/.
+    The folder is a class folder if it and at least two other folders directly contain images. One other
+    folder is not enough, because a data set with unsorted training images in train/*.jpg may keep its test
+    images in test1/.
     """
     if len(folders) != 1:
         return False
@@ -172,7 +174,7 @@ def _is_class(root: Path, folders: dict[str, str]) -> bool:
 
 
 def _with_images(root: Path) -> list[str]:
-    """Return the folders that directly contain images. Skip unreadable folders, such as lost+found."""
+    """Return the folders that directly contain images. Unreadable folders, such as lost+found, are skipped."""
     folders_with_images = []
     for name in folder_names(root):
         with contextlib.suppress(PermissionError):
@@ -181,7 +183,7 @@ def _with_images(root: Path) -> list[str]:
 
 
 def beside_splits(root: Path) -> list[str]:
-    """Return the folders with images next to the folders of the splits."""
+    """Return the folders that contain images and lie next to the split folders."""
     splits = split_folders(root).values()
     return [name for name in _with_images(root) if name not in splits]
 
@@ -189,7 +191,7 @@ def beside_splits(root: Path) -> list[str]:
 def used_splits(names: Iterable[str]) -> dict[str, str]:
     """Return the splits that are read, as {"train": "train", "val": NAME, "test": "test"}.
 
-    NAME is the first available split of VAL_NAMES. "test" is included only if NAME is another split.
+    NAME is the first available split of VAL_NAMES. "test" is included only if NAME is a different split.
     """
     val = next((name for name in VAL_NAMES if name in names), None)
     used = {"train": "train"} | ({"val": val} if val else {})
@@ -197,7 +199,7 @@ def used_splits(names: Iterable[str]) -> dict[str, str]:
 
 
 def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """List `<class>/`. Raise ValueError if no folder contains images."""
+    """List the images of `<class>/` folders without splits. Raise ValueError if no folder contains images."""
     classes = without_empty("", list_classes(root, left_out), left_out)
     if not classes:
         _refuse(root)
@@ -211,12 +213,12 @@ def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
 
 def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
-    """Explain why data with one class folder can only be evaluated.
+    """Return a message that explains why data with only one class folder can't be used for training.
 
     Args:
         root: Folder of the data.
         name: Name of the class folder.
-        paths: Paths of its images, relative to the class folder.
+        paths: Image paths relative to the class folder.
     """
     advice = f". Give --data {printable(root / name)} if it contains the classes"
     if not any(os.sep in path for path in paths):
@@ -225,7 +227,7 @@ def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
 
 
 def _refuse(root: Path) -> NoReturn:
-    """Raise ValueError for a folder without class folders, with advice on what it may contain instead."""
+    """Raise ValueError for a folder without class folders. The message advises on what the folder contains."""
     if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
         names = [table.relative_to(root) for table in tables]
         raise ValueError(
@@ -239,7 +241,7 @@ def _refuse(root: Path) -> NoReturn:
 
 
 def _hint(root: Path) -> str:
-    """Return advice on archives, lists or HEIC files in a folder; "" without any of them."""
+    """Return advice on archives, lists or HEIC files in a folder, or "" if the folder contains none of them."""
     if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
         data, index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(
@@ -254,9 +256,9 @@ def _hint(root: Path) -> str:
 
 
 def metadata_files(root: Path) -> dict[str, Path]:
-    """Find lists in the hub's format in the folder of each split.
+    """Find the lists in the Hugging Face Hub's format in the split folders.
 
-    Return {} if the folder of train contains no list, or contains several folders.
+    Return {} if the training folder contains no list, or contains more than one folder.
     """
     folders = {split: root / name for split, name in split_folders(root).items()}
     if "train" not in folders or len(folder_names(folders["train"])) > 1:
@@ -267,7 +269,7 @@ def metadata_files(root: Path) -> dict[str, Path]:
 
 
 def tables_of(root: Path) -> list[Path]:
-    """Return the tables in a folder, training tables first, without Kaggle's sample submissions."""
+    """Return the tables in a folder, with training tables first. Kaggle's sample submissions are excluded."""
 
     def order(path: Path) -> tuple[bool, str]:
         return not path.name.lower().startswith(("train", "label")), path.name
@@ -286,17 +288,18 @@ def lone_table(root: Path) -> Path | None:
 
 
 def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """List the images of each class folder below root, including nested folders and links.
+    """List the images of each class folder in root, including images in nested and linked folders.
 
     Args:
         root: Folder that contains the class folders.
-        left_out: Receives other files, pipes, dangling links and images outside class folders.
+        left_out: Object to which other files, pipes, dangling links and images outside class folders are
+            added.
 
     Returns:
-        Sorted image paths relative to the class folder, by class. Classes are sorted.
+        Mapping from each class to its sorted image paths, relative to the class folder. Classes are sorted.
 
     Raises:
-        ValueError: A link leads to a folder above it.
+        ValueError: A link points to one of its parent folders.
     """
     with os.scandir(root) as entries:
         loose = [entry.path for entry in entries if not entry.is_dir()]
@@ -306,7 +309,7 @@ def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
 
 def list_images(folder: Path, left_out: LeftOut) -> list[str]:
-    """Return the sorted paths of all images below a folder, relative to it."""
+    """Return the sorted paths of all images in a folder and its subfolders, relative to the folder."""
     images: list[str] = []
     for parent, names, files in os.walk(folder, onerror=_raise, followlinks=True):
         names[:] = [name for name in names if not is_hidden(name)]  # os.walk enters only these folders
@@ -319,7 +322,7 @@ def list_images(folder: Path, left_out: LeftOut) -> list[str]:
 
 
 def leads_above(path: Path) -> bool:
-    """Check whether a path is a link to a folder above it."""
+    """Check whether a path is a link to one of its parent folders."""
     return path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents)
 
 
@@ -331,10 +334,11 @@ def find_pictures(words: Sequence[str]) -> list[str]:
     """Return the files that command-line arguments refer to, in order and without duplicates.
 
     Args:
-        words: Files, folders (all images below them), glob patterns, or `-` for a list on stdin.
+        words: Files, folders (including all images in subfolders), glob patterns, or `-` to read a list from
+            stdin.
 
     Raises:
-        ValueError: A folder contains no images, a pattern matches no file, or no files remain.
+        ValueError: A folder contains no images, a pattern matches no file, or there are no files.
     """
     files: list[str] = []
     left_out = LeftOut()

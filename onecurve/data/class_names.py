@@ -1,7 +1,7 @@
-"""Matching of a model's classes with the classes of a data set, by name.
+"""Matching of a model's classes with a data set's classes by name.
 
 Two names are equal if their Unicode NFC forms are equal. For example, macOS may store an accent separately
-from its letter. NFKC would also equate names that differ in meaning, such as m² and m2.
+from its letter. NFKC is not used because it would equate names with different meanings, such as m² and m2.
 """
 
 import unicodedata
@@ -14,21 +14,21 @@ import numpy as np
 
 from onecurve.system.text import plural, printable, some_of
 
-NEW = -1  # label of a class that the model does not have
+NEW = -1  # label of a class that the model was not trained on
 SHOWN = 5  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
 class ClassMatch:
-    """Match between the classes of a model and of a data set.
+    """Mapping between a model's classes and a data set's classes.
 
     Attributes:
         model: The model's class names in label order.
         data: The data's class names in label order.
-        labels: The model's label (also the row of its head) of each class of the data, or NEW, int64
+        labels: For each class of the data, the model's label (also the row of the model's head) or NEW, int64
             [data classes].
-        is_named: False if the model's file contains no class names. The classes are then assumed to be the
-            data's classes in the same order.
+        is_named: False if the model's file contains no class names. The model's classes are then assumed to
+            equal the data's classes, in the same order.
     """
 
     model: tuple[str, ...]
@@ -48,22 +48,22 @@ class ClassMatch:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Classes of the data that the model has."""
+        """Names of the data's classes that the model was trained on."""
         return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label != NEW)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Classes of the data that the model does not have."""
+        """Names of the data's classes that the model was not trained on."""
         return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label == NEW)
 
     @cached_property
     def absent(self) -> tuple[str, ...]:
-        """Classes of the model that the data does not have."""
+        """Names of the model's classes that do not occur in the data."""
         present = set(self.labels.tolist())
         return tuple(name for label, name in enumerate(self.model) if label not in present)
 
     def refuse_unknown(self, data: str, model: str) -> None:
-        """Raise ValueError if the model lacks classes of the data.
+        """Raise ValueError if the data contains classes that the model was not trained on.
 
         Args:
             data: Name of the data for the message.
@@ -77,7 +77,7 @@ class ClassMatch:
             )
 
     def describe(self, data: str, model: str) -> str:
-        """Return a sentence on how the classes differ, or "" if they are the same in the same order."""
+        """Return a sentence that describes how the classes differ, or "" if names and order are the same."""
         data, model_classes = printable(data), f"{plural(len(self.model), 'class')} of {model}"
         if not self.is_named:
             return (
@@ -93,16 +93,16 @@ class ClassMatch:
 
 
 def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[str]) -> ClassMatch:
-    """Match the classes of a data set with the classes of a model, by name.
+    """Match a data set's classes with a model's classes by name.
 
     Args:
-        model: The model's classes in label order. A class has one name or several, and messages show the
-            first. Alternative names shared by several classes are ignored. None means that the model's file
+        model: The model's classes in label order. A class may have several names, of which messages show the
+            first. Alternative names that several classes share are ignored. None means that the model's file
             contains no class names.
         data: The data's class names in label order.
 
     Raises:
-        ValueError: Two classes in one list have the same name, or one class of the model matches several
+        ValueError: Two classes in one list have the same name, or a class of the model matches several
             classes of the data.
     """
     if model is None:
@@ -147,5 +147,5 @@ def refuse_duplicates(names: Sequence[str], owner: str) -> None:
 
 
 def _normal(name: str) -> str:
-    # A manifest contains names of any bytes; runs store their printable form.
+    # Names in a manifest may contain arbitrary bytes, but runs store the printable form of names.
     return unicodedata.normalize("NFC", printable(name))
