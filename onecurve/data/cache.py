@@ -41,12 +41,12 @@ DECODING = 8  # part of the folder key; increase it when pixels, names or the co
 HASH_LIMIT_BYTES = 4 * 2**30  # above this total, only blocks of each file are hashed
 BLOCK_BYTES = 4096  # size of the block that is hashed in each PART_BYTES of a file
 PART_BYTES = 16 * 2**20
-DECODED_BYTES = 8 * 2**30  # larger data stays encoded; a constant, so that all machines choose the same format
+DECODED_BYTES = 8 * 2**30  # larger data stays encoded; constant, so that all machines decide alike
 LOCK, BROKEN = ".lock", "broken.json"
 NAMED = 10  # maximum number of broken images in an error message; the file BROKEN lists all of them
 SEARCHED_BYTES = 4 * 2**30  # data above this size is not searched for duplicates or broken images
 CHECKED = 16  # images per chunk when images are checked but not stored
-CHUNK_PIXELS = 2**22  # pixels per chunk when images are decoded; a chunk takes about 50 ms, which delays an interruption
+CHUNK_PIXELS = 2**22  # pixels per decoded chunk; takes about 50 ms, which delays an interruption
 
 
 class Prepared(NamedTuple):
@@ -134,7 +134,7 @@ def _keys(source: Source) -> tuple[str, str]:
 
 @retried
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
-    """Return the SHA-256 of a file's size and some of its blocks. The file's name alone determines which blocks."""
+    """Return the SHA-256 of a file's size and some of its blocks. Only its name determines which ones."""
     name, path = file
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -164,7 +164,7 @@ def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
 
 
 def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
-    """Write the cache folder under a temporary name, and rename it when it is complete. The caller holds the lock.
+    """Write the cache folder under a temporary name, and rename it once complete. The caller holds the lock.
 
     If several hosts share the cache over NFS, new folders become visible with a delay, so another host may
     already have created this folder. In that case, the existing folder is kept.
@@ -262,7 +262,7 @@ class Chunk(NamedTuple):
     """Images that a thread decodes without interruption."""
 
     images: Encoded
-    pixels: np.ndarray | None  # array for the whole split, uint8 [N, H, W, 3]; None checks the images without storing pixels
+    pixels: np.ndarray | None  # array for the whole split, uint8 [N, H, W, 3]; None only checks the images
     ids: range
 
 
@@ -355,7 +355,7 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
 
 
 def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
-    """Decode images[ids], and store them in pixels[ids] unless `pixels` is None. Return an error per broken image."""
+    """Decode images[ids] into pixels[ids], unless `pixels` is None. Return one error per broken image."""
     errors = []
     for i in ids:
         try:

@@ -29,7 +29,7 @@ SPECIAL = "special files"
 LOOSE = "outside class folders"
 LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
-METADATA = ("metadata.csv", "metadata.jsonl")  # lists in the format of the Hugging Face Hub, stored in the folder of a split
+METADATA = ("metadata.csv", "metadata.jsonl")  # lists in the Hugging Face Hub's format
 
 
 class LeftOut:
@@ -81,7 +81,7 @@ def folder_names(root: Path) -> list[str]:
 
 
 def split_folders(root: Path) -> dict[str, str]:
-    """Find the split folders in root. Return the folder name of each split, for example {"train": "Train"}."""
+    """Find the split folders in root. Return each split's folder name, for example {"train": "Train"}."""
     folders, splits = folder_names(root), {}
     for split in ("train", *VAL_NAMES):
         if spellings := [n for n in folders if SPELLINGS.get(n.lower(), n.lower()) == split]:
@@ -174,7 +174,7 @@ def _is_class(root: Path, folders: dict[str, str]) -> bool:
 
 
 def _with_images(root: Path) -> list[str]:
-    """Return the folders that directly contain images. Unreadable folders, such as lost+found, are skipped."""
+    """Return the folders that directly contain images. Skip unreadable folders, such as lost+found."""
     folders_with_images = []
     for name in folder_names(root):
         with contextlib.suppress(PermissionError):
@@ -227,7 +227,7 @@ def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
 
 
 def _refuse(root: Path) -> NoReturn:
-    """Raise ValueError for a folder without class folders. The message advises on what the folder contains."""
+    """Raise ValueError for a folder without class folders. The message contains advice."""
     if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
         names = [table.relative_to(root) for table in tables]
         raise ValueError(
@@ -241,7 +241,7 @@ def _refuse(root: Path) -> NoReturn:
 
 
 def _hint(root: Path) -> str:
-    """Return advice on archives, lists or HEIC files in a folder, or "" if the folder contains none of them."""
+    """Return advice on archives, lists or HEIC files in a folder, or "" if there are no such files."""
     if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
         data, index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(

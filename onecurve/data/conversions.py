@@ -10,25 +10,27 @@ from onecurve.data.decode import JPEG, is_16_bit, open_image
 from onecurve.data.encoded import Encoded
 from onecurve.system.text import plural
 
-SAMPLE = 64  # images per split; decoding them takes a fraction of a second
-VALUES = 10_000  # values per image from which its range is estimated
-KEPT = 1 / 4  # warn if less of the range, contrast or image area remains: two of eight bits are then lost
-NAMED_SHARE = 1 / 10  # share of sampled images that triggers a warning; fewer hardly change an accuracy
-OUTLIERS_PCT = 0.1  # percentage of values ignored at each end, such as hot pixels
-VISIBLE = 16  # standard deviation, of 255 levels, below which colours are a flat background
+SAMPLE = 64  # sampled images per split, which take a fraction of a second to decode
+VALUES = 10_000  # pixel values per image that are used to estimate the range of the image's values
+KEPT = 1 / 4  # warn if a smaller fraction of the range, contrast or area remains; 1/4 loses two of eight bits
+NAMED_SHARE = 1 / 10  # share of affected images that causes a warning; fewer hardly affect accuracy
+OUTLIERS_PCT = 0.1  # percentage of the values (for example hot pixels) that is ignored at each end
+VISIBLE = 16  # standard deviation (of 255 levels) below which colours count as a flat background
 
 Value = TypeVar("Value")
 
 
 class Look(NamedTuple):
-    """Facts about the conversion of one image.
+    """Effects of converting one image to 8-bit RGB.
 
     Attributes:
         shape: Shape of the decoded image, [H, W, 3].
-        levels: Range of the decoded values, 0 to 255, without outliers.
-        values_16_bit: Range of the values in a 16-bit file, without outliers; None for other files.
-        hidden: Share of transparent pixels and range of their colours, if the white background hides them.
-        palette: Numbers of palette indices and of distinct colours, if several indices share a colour.
+        levels: Range of the decoded pixel values, 0 to 255, without outliers.
+        values_16_bit: Range of the pixel values in a 16-bit file, without outliers. None for other files.
+        hidden: Share of transparent pixels and range of their colours if the white background hides them, or
+            None.
+        palette: Number of palette indices and number of distinct colours if several indices share a colour,
+            or None.
     """
 
     shape: tuple[int, ...]
@@ -74,10 +76,10 @@ def look_at(data: bytes, pixels: np.ndarray) -> Look:
 
 
 def conversion_warnings(looks: Sequence[Look], is_cropped: bool) -> list[str]:
-    """Return a warning for each type of conversion that affects at least NAMED_SHARE of the images.
+    """Return a warning for each type of lossy conversion that affects at least NAMED_SHARE of the images.
 
     Args:
-        looks: Facts about the sampled images.
+        looks: Conversion effects of the sampled images.
         is_cropped: Whether the images are cropped for evaluation.
     """
     if not looks:
@@ -118,13 +120,13 @@ def conversion_warnings(looks: Sequence[Look], is_cropped: bool) -> list[str]:
 
 
 def _affected(values: Sequence[Value | None]) -> list[Value]:
-    """Return the values that are not None, or [] if they are fewer than NAMED_SHARE of all values."""
+    """Return the values that are not None, or [] if less than NAMED_SHARE of all values are not None."""
     affected = [value for value in values if value is not None]
     return affected if len(affected) >= NAMED_SHARE * len(values) else []
 
 
 def _common_range(ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the range that covers all images except NAMED_SHARE of them at each end."""
+    """Return the range of pixel values that covers all images except a share of NAMED_SHARE at each end."""
     lows, highs = zip(*ranges, strict=True)
     low = np.quantile(lows, NAMED_SHARE, method="lower")
     return int(low), int(np.quantile(highs, 1 - NAMED_SHARE, method="higher"))
@@ -137,10 +139,10 @@ def _range(values: np.ndarray) -> tuple[int, int]:
 
 
 def _hidden(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, int] | None:
-    """Return the share of transparent pixels and the range of their colours, or None if no detail is lost.
+    """Return the share of transparent pixels and the range of their colours, or None if no detail is hidden.
 
-    Detail is lost on a white background if fully transparent pixels have visible colours, or if the contrast
-    of colours or alpha disappears, for example in white drawings with alpha.
+    A white background hides detail in two cases: fully transparent pixels have visible colours, or the
+    contrast of colours or alpha disappears, for example in white drawings with an alpha channel.
     """
     colours, alpha = rgba[..., :3], rgba[..., 3]
     is_clear = alpha < 255
@@ -154,9 +156,9 @@ def _hidden(rgba: np.ndarray, pixels: np.ndarray) -> tuple[float, int, int] | No
 
 
 def _repeated_colours(image) -> tuple[int, int] | None:
-    """Return the numbers of used palette indices and of their distinct colours.
+    """Return the number of used palette indices and the number of distinct colours.
 
-    Return None if the colours are more than half as many as the indices.
+    Return None if there are more than half as many colours as indices.
     """
     indices = np.unique(np.asarray(image))
     palette = np.asarray(image.getpalette() or [0, 0, 0], np.uint8).reshape(-1, 3)

@@ -7,7 +7,7 @@ import numpy as np
 from onecurve.models.preprocessing import IMAGENET_CROP, LEGACY, Crop
 
 CROP_SCALE = (0.08, 1.0)  # range of a random crop's area, as a fraction of the image's area
-LONGEST = 64  # largest aspect ratio that is resized as a whole; more elongated images are cut first
+LONGEST = 64  # largest aspect ratio at which the whole image is resized; longer images are cut first
 
 
 def random_resized_crop(
@@ -17,17 +17,18 @@ def random_resized_crop(
     interpolation: str = "bilinear",
     scale: tuple[float, ...] = CROP_SCALE,
 ) -> np.ndarray:
-    """Return a random crop as used for Inception (Szegedy et al. 2014).
+    """Return a random resized crop as in the training of Inception (Szegedy et al. 2014).
 
-    The crop equals torchvision's RandomResizedCrop. Ten attempts draw an area and an aspect ratio from 3/4 to
-    4/3. If none fits into the image, the result is the largest central crop within these ratios.
+    The crop equals the crop of torchvision's RandomResizedCrop. Each of ten attempts draws an area and an
+    aspect ratio from 3/4 to 4/3. If no drawn crop fits into the image, the result is the largest central crop
+    with an aspect ratio in this range.
 
     Args:
         image: Pixels, uint8 [H, W, 3].
         size: Height and width of the result.
         draws: Random numbers in [0, 1), float64 [40], four for each attempt.
-        interpolation: Interpolation mode of torch.
-        scale: Smallest and largest area of the crop, as fractions of the image's area.
+        interpolation: Name of torch's interpolation mode.
+        scale: Minimum and maximum area of the crop, as fractions of the image's area.
 
     Returns:
         Pixels, uint8 [size, size, 3].
@@ -50,8 +51,8 @@ def random_resized_crop(
 def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) -> np.ndarray:
     """Return the crop for evaluation, uint8 [size, size, 3], the same as timm's `transforms_imagenet_eval`.
 
-    The default is the usual crop for ImageNet. It resizes the shorter side to size * 256 / 224 and crops the
-    center.
+    The default crop is the usual one for ImageNet, which resizes the shorter side to size * 256 / 224 and
+    keeps the central square.
     """
     length = crop.scaled(size)
     if crop.crop_mode == "center":
@@ -74,10 +75,10 @@ def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) ->
 
 
 def _without_ends(image: np.ndarray) -> np.ndarray:
-    """Cut both ends off an image that is longer than LONGEST times its shorter side.
+    """Cut off both ends of an image whose longer side exceeds LONGEST times its shorter side.
 
-    Resizing a whole image of 60,000 x 1 pixels would take 11 GB. The removed length is an even multiple of
-    the shorter side, so that the pixels of the crop do not change.
+    Resizing a whole image of 60,000 x 1 pixels would take 11 GB of memory. The removed length is an even
+    multiple of the shorter side, so that the pixels of the final crop do not change.
     """
     height, width = image.shape[:2]
     short, long = sorted((height, width))
@@ -88,7 +89,7 @@ def _without_ends(image: np.ndarray) -> np.ndarray:
 def _subsampled(image: np.ndarray) -> np.ndarray:
     """Keep every k-th row and column of an image so that neither side exceeds 65,536 pixels.
 
-    The interpolation weights of longer sides would take gigabytes.
+    The interpolation weights for a longer side would take gigabytes of memory.
     """
     height, width = (-(-side // 2**16) for side in image.shape[:2])
     return image[::height, ::width]
@@ -97,13 +98,14 @@ def _subsampled(image: np.ndarray) -> np.ndarray:
 def _resize(image: np.ndarray, height: int, width: int, interpolation: str = "bilinear") -> np.ndarray:
     """Resize uint8 pixels with antialiasing, like PIL and torchvision.
 
-    On photos, values differ from PIL's by at most 1, and by 2 for one value in two million.
+    On photos, pixel values differ from PIL's by at most 1, except that one value in two million differs by 2.
     """
     import torch
     import torch.nn.functional as F
 
-    # [1, 3, H, W], channels last in memory. Adding the batch dimension after the permutation would change the
-    # strides, and torch would compute the same pixels with a kernel that takes more than twice as long.
+    # The tensor has shape [1, 3, H, W] and is channels last in memory. Adding the batch dimension after the
+    # permutation would change the strides, so torch would use a kernel that computes the same pixels but
+    # takes more than twice as long.
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     pixels = F.interpolate(pixels, (height, width), mode=interpolation, antialias=True)
     return pixels[0].permute(1, 2, 0).numpy()
@@ -112,7 +114,7 @@ def _resize(image: np.ndarray, height: int, width: int, interpolation: str = "bi
 def _resize_by_pil(image: np.ndarray, height: int, width: int, interpolation: str) -> np.ndarray:
     """Resize uint8 pixels with PIL, to reproduce published accuracies exactly.
 
-    Decoding and resizing a photo takes twice as long as with `_resize`.
+    Decoding a photo and resizing it with this function takes twice as long as with `_resize`.
     """
     from PIL import Image
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 JPEG = b"\xff\xd8"
-# File extensions by PIL's name of the format. PIL may open only these formats: EPS would start Ghostscript,
-# and documents are not photographs.
+# File extensions by PIL's name of the format. PIL may open only these formats, because opening EPS would
+# start Ghostscript, and document formats do not contain photographs.
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
     "PNG": (".png",),
@@ -48,15 +48,15 @@ _PADDING = re.compile(b"\xff+")
 
 
 def decode_image(data: bytes) -> np.ndarray:
-    """Decode one image and turn it upright by its EXIF tag.
+    """Decode one image and rotate it upright according to its EXIF tag.
 
-    Only the first frame or page is decoded. Transparent pixels are composited on white. 16-bit values are
-    scaled by 1/257, because PIL would turn 16-bit grey images white.
+    Only the first frame or page is decoded. Transparent pixels are composited onto a white background. 16-bit
+    pixel values are divided by 257, because PIL's conversion would turn 16-bit grey images white.
 
-    The size in the header is checked first. torchcodec decodes JPEGs. PIL decodes the other FORMATS and the
-    files that torchcodec rejects, such as a PNG named .jpg. Both reject a truncated file unless it contains
-    an end marker (see `damage`). Their JPEG pixels differ by at most 2 of 255, because both use
-    libjpeg-turbo.
+    The size in the header is checked before decoding. torchcodec decodes JPEGs. PIL decodes all other
+    FORMATS, and files that torchcodec rejects, such as a PNG named .jpg. Both libraries reject a truncated
+    file unless it contains an end marker (see `damage`). Because both use libjpeg-turbo, their JPEG pixels
+    differ by at most 2 of 255 levels.
 
     Returns:
         Pixels, uint8 [H, W, 3].
@@ -69,11 +69,11 @@ def decode_image(data: bytes) -> np.ndarray:
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
-            # For bytes instead of a bytearray, torchcodec 0.17 changes the warning filters, which is not
-            # thread-safe.
+            # The copy to a bytearray is needed because torchcodec 0.17 changes the warning filters for
+            # read-only bytes, which is not thread-safe.
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            with suppress(RuntimeError):  # PIL decodes the file or reports a better reason
-                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # the memory layout is [H, W, 3]
+            with suppress(RuntimeError):  # then PIL decodes the file or reports a better reason
+                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # contiguous in memory as [H, W, 3]
     return _decode_by_pil(data)
 
 
@@ -81,12 +81,13 @@ def decode_image(data: bytes) -> np.ndarray:
 def torchcodec_decoder() -> Callable[..., Any] | None:
     """Return torchcodec's JPEG decoder, or None if torchcodec is missing or built for another CUDA version.
 
-    PIL then decodes JPEGs and takes 1.4 times as long. Each training process logs this once.
+    Without torchcodec, PIL decodes JPEGs, which takes 1.4 times as long. Each training process logs a warning
+    about this once.
     """
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
-        if multiprocessing.parent_process() is None:  # workers stay silent, because the trainer has logged it
+        if multiprocessing.parent_process() is None:  # workers don't log this, because the trainer does
             reason = printable(str(error).splitlines()[0])
             log.warning(
                 f"warning: PIL decodes JPEGs, more slowly, because torchcodec can't be used: {reason}"
@@ -96,10 +97,11 @@ def torchcodec_decoder() -> Callable[..., Any] | None:
 
 
 def damage(data: bytes) -> str | None:
-    """Return the error of a broken image or of a JPEG with missing parts, or None for an intact image.
+    """Return the error message of a broken image or a JPEG with missing parts, or None for an intact image.
 
-    torchcodec and PIL hide libjpeg's warnings. They accept half a JPEG with an end marker and fill the rest
-    with grey. For a 110 kB photo, this check takes 1.0 ms on one core; decoding takes 1.4 ms.
+    torchcodec and PIL hide libjpeg's warnings. For example, they accept half a JPEG with an end marker and
+    fill the missing half with grey. For a 110 kB photo, this check takes 1.0 ms on one core, and decoding
+    takes 1.4 ms.
     """
     try:
         frame = jpeg_frame(data)
@@ -116,14 +118,14 @@ def damage(data: bytes) -> str | None:
         message = str(error)
         if "extraneous" in message:  # harmless bytes between two segments
             return None
-        # decode_image() may read a file that simplejpeg can't read.
+        # decode_image() may be able to decode a file that simplejpeg rejects.
         return message if message.startswith(("Corrupt", "Premature")) else _decoding_error(data)
     return None
 
 
 @functools.cache
 def checks_jpegs() -> bool:
-    """Check whether simplejpeg, which detects missing parts, is installed. Log once if it is not."""
+    """Check whether simplejpeg, which detects missing parts, is installed. Log a warning once if not."""
     is_installed = importlib.util.find_spec("simplejpeg") is not None
     if not is_installed:
         log.warning("warning: simplejpeg is not installed, so JPEGs with missing parts are not detected")
@@ -144,14 +146,14 @@ class JpegFrame(NamedTuple):
     height: int
     width: int
     components: int
-    least_bytes: int  # smallest possible file: 1 bit for each block of 8 x 8; 0 for arithmetic coding
+    least_bytes: int  # minimum file size: 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
 
 
 def jpeg_frame(data: bytes) -> JpegFrame | None:
-    """Read the frame header of a JPEG (ITU T.81, B.1.1, B.2.2 and A.2.4). Return None if there is none.
+    """Read the frame header of a JPEG (ITU T.81, B.1.1, B.2.2 and A.2.4). Return None without one.
 
     Raises:
-        ValueError: The header contains excessive padding, which PIL would read byte by byte.
+        ValueError: The header contains too much padding, which PIL would read byte by byte.
     """
     offset = 2 if data[:2] == JPEG else len(data)
     while offset + 10 <= len(data) and data[offset] == 0xFF:
@@ -175,7 +177,7 @@ def jpeg_frame(data: bytes) -> JpegFrame | None:
                     f"the header has {padding:,} bytes of padding: at most {MOST_PADDING:,} are read"
                 )
             offset += padding
-        else:  # each other segment before the frame starts with its length, including the length field
+        else:  # all other segments before the frame start with their length, which includes the length field
             offset += 2 + int.from_bytes(data[offset + 2 : offset + 4])
     return None
 
@@ -218,12 +220,12 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
         return np.array(image.convert("RGB"))  # a copy, because torch warns about read-only memory
     except ValueError:
         raise
-    except Exception as error:  # PIL's errors on broken files share no base class
+    except Exception as error:  # PIL's errors for broken files share no base class
         raise ValueError(f"{error}" or type(error).__name__) from None
 
 
 def is_16_bit(image: "Image.Image") -> bool:
-    """Check whether an image is 16-bit grey. PIL opens 16-bit colour images with 8 bits."""
+    """Check whether PIL opened an image as 16-bit grey. PIL converts 16-bit colour images to 8 bits."""
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
 
 
@@ -231,7 +233,7 @@ def open_image(data: bytes) -> "Image.Image":
     """Open an image lazily with PIL.
 
     Raises:
-        ValueError: The format is not among FORMATS, the image is too large, or its header is broken.
+        ValueError: The format is not one of FORMATS, the image is too large, or its header is broken.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -253,7 +255,8 @@ def open_image(data: bytes) -> "Image.Image":
         raise ValueError(unfetched(data) or message) from None
     except Exception as error:  # over twice PIL's limit, or broken; PIL's errors share no base class
         raise ValueError(str(error) or type(error).__name__) from None
-    # Up to twice its limit PIL only warns. Turning warnings into errors would not be thread-safe.
+    # PIL only warns about images up to twice its limit. Turning the warnings into errors would not be
+    # thread-safe.
     _check_size(*image.size)
     return image
 

@@ -1,4 +1,4 @@
-"""Encoded images of a split: their readers, and the cache files that store their bytes or paths."""
+"""Readers for the encoded images of a split, and the cache files that store image bytes or paths."""
 
 import io
 import json
@@ -26,13 +26,13 @@ def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) ->
 def save_images(
     folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: list | None = None
 ) -> None:
-    """Write the images of a split to a cache folder, as bytes or as paths relative to `root`.
+    """Write the images of a split to a cache folder, either as bytes or as paths relative to `root`.
 
-    Only the offsets are held in memory. The files are:
+    Only the offsets are kept in memory. The function writes these files:
 
-    <split>_items.bin    the bytes or paths, one after another
-    <split>_offsets.npy  int64 [N + 1], the start of each item and the end of the last one
-    <split>_items.json   "root", the folder of the image files or null; "parts", a list of [table, rows]
+    <split>_items.bin    the concatenated bytes or paths of all images <split>_offsets.npy  int64 [N + 1], the
+    start of each item and the end of the last item <split>_items.json   "root" (folder of the image files, or
+    null) and "parts" (list of [table, rows])
     """
     offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as out:
@@ -45,16 +45,16 @@ def save_images(
 
 
 class DamagedImage(ValueError):
-    """Error for an image with a missing part, which decoders fill with grey."""
+    """Error for an image with a missing part. Decoders would fill the part with grey."""
 
 
 class Encoded(ABC):
-    """Encoded images of one split, by index. Each image is a whole file or a range of bytes in a file.
+    """Encoded images of one split, accessed by index. Each image is a whole file or a byte range in a file.
 
     Args:
         count: Number of stored images.
-        ids_file: File with the ids of the images to read, int64 [n]. None reads all stored images.
-        open_file: File that contains the bytes of all images and stays open. None opens a file per read.
+        ids_file: File with the ids of the images to read, int64 [n]. None selects all stored images.
+        open_file: Open file that contains the bytes of all images. With None, each read opens a file.
     """
 
     def __init__(self, count: int, ids_file: Path | None, open_file: io.FileIO | None = None):
@@ -66,7 +66,7 @@ class Encoded(ABC):
 
     @abstractmethod
     def location(self, i: int) -> tuple[str, int, int]:
-        """Return the file, offset and length of image i in bytes. Length -1 means the whole file."""
+        """Return the file of image i, and its offset and length in bytes. Length -1 means the whole file."""
 
     @abstractmethod
     def display_name(self, i: int) -> str:
@@ -80,7 +80,7 @@ class Encoded(ABC):
 
     @retried
     def content(self, i: int) -> bytes:
-        """Return the encoded bytes of image i. Raise OSError with the name of its file."""
+        """Return the encoded bytes of image i. An OSError names the image's file."""
         file, offset, length = self.location(i)
         try:
             if self.open_file:
@@ -105,9 +105,9 @@ class Encoded(ABC):
             Pixels, uint8 [H, W, 3].
 
         Raises:
-            DamagedImage: A part of a JPEG is missing (only with `strict`).
+            DamagedImage: A part of a JPEG is missing. This is raised only with `strict`.
             ValueError: The image can't be decoded. The message names the image.
-            OSError: The file can't be read.
+            OSError: The image's file can't be read.
         """
         data = self.content(i)
         try:
@@ -139,7 +139,7 @@ class ArrayImages(Encoded):
 
 
 class CachedImages(Encoded):
-    """Images written by `save_images`. Messages name them by file path or table row."""
+    """Images written by `save_images`. Messages identify images by file path or table row."""
 
     def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
@@ -149,7 +149,7 @@ class CachedImages(Encoded):
         super().__init__(len(self.offsets) - 1, ids_file, self.items if self.root is None else None)
 
     def location(self, i: int) -> tuple[str, int, int]:
-        start, end = self.offsets[self.ids[i] :][:2].tolist()  # range of the image's bytes or of its path
+        start, end = self.offsets[self.ids[i] :][:2].tolist()  # range that contains the image's bytes or path
         if self.root is None:
             return self.items.name, start, end - start
         path = os.pread(self.items.fileno(), end - start, start)

@@ -1,4 +1,4 @@
-"""Detection of images with equal bytes in two splits or with two labels."""
+"""Detection of duplicate images (equal bytes) that occur in two splits or have two labels."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from onecurve.system.text import printable
 
 
 class EqualImages:
-    """Groups of images with equal bytes. Only images whose size occurs more than once are read and hashed.
+    """Groups of images with equal bytes. Only images that share their size with another image are hashed.
 
     Args:
         parts: The training images, followed by the images of each evaluated split.
 
     Attributes:
-        numbers: Images that were hashed, numbered through all parts, int64 [n], ascending.
-        groups: Group of each hashed image, int64 [n]. Images with equal bytes share a group.
+        numbers: Numbers of the hashed images, counted through all parts, int64 [n], ascending.
+        groups: Group number of each hashed image, int64 [n]. Images with equal bytes have the same group
+            number.
     """
 
     def __init__(self, parts: Sequence[Encoded]):
@@ -72,11 +73,11 @@ class EqualImages:
         return images.content(i)
 
     def _display_name(self, k: int) -> str:
-        """Return the name of the image at index k of `numbers`."""
+        """Return the name of the image whose number is `numbers[k]`."""
         images, i = self._part(self.numbers[k])
         return images.display_name(i)
 
     def _part(self, number: int) -> tuple[Encoded, int]:
-        """Return the part that contains an image, and the image's index in it."""
+        """Return the part that contains an image, and the image's index in that part."""
         part = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[part], int(number - self.starts[part])

@@ -1,8 +1,9 @@
-"""Loading of the images of --data: generated data, tables, class folders, lists of files, or shards.
+"""Loading of the --data images from tables, class folders, file lists, shards or a generator.
 
-`prepare_cache` (one process per host) creates a folder in the cache. `open_images` (all processes) maps it.
-Images of one size that fit into memory are decoded once, to uint8 arrays in the cache. DataLoader workers
-decode all other images for each batch. Batches are uint8; augmentation and normalisation run on the device.
+`prepare_cache` runs in one process per host and creates a folder in the cache. `open_images` runs in all
+processes and maps this folder into memory. If all images have one size and fit into memory, they are decoded
+once, to uint8 arrays in the cache. Otherwise, DataLoader workers decode the images for each batch. Batches
+are uint8. Augmentation and normalisation run on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,23 +26,23 @@ from onecurve.system.files import read_json
 from onecurve.system.phase import DATA, MODEL, now
 from onecurve.system.text import printable, some_of
 
-IMBALANCE = 10  # ratio of the largest to the smallest class that causes a warning
+IMBALANCE = 10  # ratio of the largest to the smallest class size that causes a warning
 
 
 @dataclass(frozen=True)
 class Images:
-    """Data set: splits and class names.
+    """Data set with its splits and class names.
 
     Attributes:
-        source: Name of the data and key of its content, equal on all hosts with the same data.
+        source: Name of the data and key of its content. Hosts with the same data have the same source.
         classes: Class names in label order.
         train: Training split.
-        val: Split that is evaluated during training.
+        val: Split used for evaluation during training.
         val_name: Name of `val`: "val", "test", "holdout" or "train".
-        test: Split that is evaluated at the end: "test" if the data also has a "val", or with --holdout the
-            data's held-out split. None without such a split.
+        test: Split used for evaluation at the end: "test" if the data also has a "val" split or, with
+            --holdout, the evaluation split that the data itself provides. None without such a split.
         test_name: Name of `test`.
-        flaws: Warnings about the images, such as broken images or images in two splits.
+        flaws: Warnings about the images, for example about broken images or images in two splits.
     """
 
     source: str
@@ -55,22 +56,22 @@ class Images:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
-        """Source, classes, and whether evaluations crop the images (true for images that stay encoded).
+        """Source, class names, and a flag that is true if evaluations crop the images (encoded images only).
 
-        Checkpoints record these values, and a resumed run compares them.
+        Checkpoints record these values, and a resumed run compares its own values with the recorded ones.
         """
         return self.source, self.classes, self.val.cropped
 
     def class_weights(self, method: str, device: torch.device) -> Tensor | None:
-        """Return class weights for the loss, whose mean over the training images is 1.
+        """Return class weights for the loss. The mean weight over the training images is 1.
 
-        The weighted losses must be averaged over images. The mean of torch's loss would divide by the sum of
-        the weights in a micro-batch.
+        The caller must average the weighted losses over images. The mean reduction of torch's loss would
+        instead divide by the sum of the weights in a micro-batch.
 
         Args:
-            method: "balanced" for the inverse of a class's share, as in scikit-learn; "sqrt" for its inverse
-                square root (Mahajan et al. 2018, arXiv 1805.00932); "none" for no weights.
-            device: Device of the result.
+            method: "balanced" uses the inverse of a class's share, like scikit-learn. "sqrt" uses the inverse
+                square root of the share (Mahajan et al. 2018, arXiv 1805.00932). "none" disables weights.
+            device: Device of the returned tensor.
 
         Returns:
             Weights, float32 [classes], or None for "none".
@@ -93,15 +94,15 @@ class Images:
 
 
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
-    """Load recipe.data on all processes, and check that all of them have the same data.
+    """Load recipe.data on all processes, and check that all processes have the same data.
 
     One process per host prepares the data.
 
     Args:
         accelerator: Accelerator of this process.
         recipe: Recipe with the flags of the data.
-        is_evaluated: Whether the data is only evaluated. One split and one class are then enough. A
-            single split is both `train` and `val`.
+        is_evaluated: Whether the data is only evaluated. If True, one split and one class are enough, and a
+            single split becomes both `train` and `val`.
 
     Raises:
         ValueError: The data can't be used.
@@ -109,7 +110,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     now.enter(DATA)
     make = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
     prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
-    folder, left_out = prepared  # a list when it arrives as JSON from another process
+    folder, left_out = prepared  # a list instead of a Prepared if it came from another process as JSON
     images = open_images(Path(folder), recipe)
     if len(images.classes) < 2 and not is_evaluated:
         raise ValueError(f"{recipe.data} has one class, {images.classes[0]}. A classifier needs at least two")
@@ -117,7 +118,7 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     source_and_type = [images.source, type(images.train).__name__]
     facts = {"data": source_and_type, "classes": images.classes, **counts}
-    if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bit
+    if not isinstance(images.train, ArraySplit):  # pixels of different decoders may differ in the last bit
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
     splits = {"training" if images.val is not images.train else "": train, **evaluated}
@@ -133,7 +134,7 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
 
     Args:
         folder: Folder in the cache.
-        recipe: Recipe that sets how shards are read and broken images are treated. None uses the defaults.
+        recipe: Recipe with the settings for shards and broken images. None uses the defaults.
 
     Raises:
         ValueError: The folder is damaged.
@@ -158,7 +159,7 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = _open_shards(folder, meta["shards"], parts, recipe)
     for split, part in zip(splits, parts, strict=True):
         split.part = part
-        split.mirror = meta["mirror"]  # whether mirrored images keep their class; False for digits
+        split.mirror = meta["mirror"]  # False if a mirrored image changes its class, for example a digit
     return Images(
         source=meta["source"],
         classes=tuple(map(printable, meta["classes"])),  # folder names may contain any bytes
@@ -166,14 +167,14 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         val=splits[1] if len(splits) > 1 else splits[0],
         val_name=meta["val_name"] or "train",
         test=splits[2] if len(splits) > 2 else None,
-        # Digits cached by an older version have neither a test_name nor flaws.
+        # The digits in a cache of an older version have neither a test_name nor flaws.
         test_name=meta.get("test_name") or "",
         flaws=tuple(meta.get("flaws", ())),
     )
 
 
 def _parts(folder: Path) -> list[SplitPart]:
-    """Return the training images, the evaluated images, and with --holdout the data's held-out split."""
+    """Return the parts for training, evaluation and, with --holdout, the data's own evaluation split."""
     whole = [
         SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in STORED
@@ -194,7 +195,7 @@ def _open_shards(
         folder: Folder in the cache.
         location: Folder of the manifest, or s3://bucket/prefix.
         parts: Result of `_parts`.
-        recipe: Recipe that sets how shards are read.
+        recipe: Recipe with the settings for shards.
     """
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import MANIFEST, parse_manifest
@@ -217,13 +218,13 @@ Labels = Mapping[str, np.ndarray]  # labels by split name, int64 [N]
 
 
 def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
-    """Return one line that describes the data.
+    """Return a one-line description of the data.
 
     Args:
         name: Name of the data.
-        splits: Labels of each split by its name. The name is "" for data without splits.
+        splits: Labels of each split by split name. The name is "" for data without splits.
         classes: Number of classes.
-        left_out: Files that are not read, with reasons.
+        left_out: Files that were not read, with the reasons.
     """
     counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
     counts.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
@@ -231,7 +232,7 @@ def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
 
 
 def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:
-    """Return a line for each property of the labels that makes accuracies misleading."""
+    """Return a warning for each property of the labels that makes accuracy misleading."""
     lines = []
     counts = np.bincount(train, minlength=len(classes))
     least, most = int(counts.argmin()), int(counts.argmax())

@@ -1,4 +1,4 @@
-"""Lists of image files and labels: CSV and TSV files, and JSON lines such as the hub's metadata.jsonl."""
+"""Lists of image files and labels, in CSV, TSV or JSON Lines files such as the hub's metadata.jsonl."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ DELIMITERS = ",;\t"
 class Listed(NamedTuple):
     """Row of a list."""
 
-    where: str  # name of the row in messages
+    where: str  # name of the row for messages
     split: str
     label: str
     file: str  # path relative to the list's folder, or an absolute path
@@ -31,15 +31,17 @@ class Listed(NamedTuple):
 def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed]:
     """Read the rows of a list, in file order.
 
-    Each path is tried as written, with / for a backslash, and in both Unicode normal forms (NFC and NFD).
+    The function tries each path as written, with backslashes replaced by slashes, and in both Unicode normal
+    forms (NFC and NFD).
 
     Args:
-        path: The list.
+        path: Path of the list.
         columns: Columns chosen by flags.
-        split: Split of rows that name no split. For "test", a list without a label column returns no rows.
+        split: Split of all rows that don't name a split. If it is "test", a list without a label column has
+            no rows.
 
     Raises:
-        ValueError: The list can't be used. The message names the first wrong line.
+        ValueError: The list can't be used. The message names the first invalid line.
     """
     try:
         rows = list(_parse(path, columns, split))
@@ -64,7 +66,7 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
 
 
 def _refuse_several_labels(rows: list[Listed]) -> None:
-    """Raise ValueError if two rows give the same file different labels."""
+    """Raise ValueError if two rows assign different labels to the same file."""
     first_rows: dict[str, Listed] = {}
     for row in rows:
         earlier = first_rows.setdefault(os.path.normpath(row.file), row)
@@ -115,7 +117,7 @@ def _csv_lines(file: TextIO) -> tuple[list[str], Lines]:
 
 
 def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
-    """Parse JSON lines. Return the column names and the rows, with values other than strings as JSON text."""
+    """Parse JSON lines. Return the column names and the rows. Non-string values become JSON text."""
     rows = []
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -130,9 +132,10 @@ def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
 
 
 def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
-    """Return the folder and the extension that complete a listed path; empty if it exists as written.
+    """Return the folder prefix and the extension that complete a listed path, or empty strings.
 
-    Both are also empty if no completed path exists, or several do. root: the folder of the list.
+    Both strings are empty if the path exists as written, or if not exactly one completed path exists. `root`
+    is the folder of the list.
     """
     if (root / _stored_path(root, file)).is_file():
         return "", ""
@@ -143,9 +146,9 @@ def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
 
 
 def _stored_path(root: Path, file: str) -> str:
-    """Return the spelling of a path that exists on the disk, or the path unchanged if none does.
+    """Return the spelling of a path that exists on disk, or the unchanged path if no spelling exists.
 
-    Windows writes backslashes, and macOS stores accents separately from their letters.
+    Paths from Windows contain backslashes, and macOS stores accents separately from their letters.
     """
     slashes = file.replace("\\", "/")
     forms = (file, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))

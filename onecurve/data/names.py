@@ -1,7 +1,7 @@
-"""Files with the names of a split's images: one line of printable text for each stored image.
+"""Files with the image names of a split, one line of printable text per stored image.
 
-The file lies next to the split's labels or index. An unnamed image has an empty line. A split without names
-has no such file.
+The file is stored next to the split's labels or index. Its line is empty for an image without a name. A split
+whose images have no names has no such file.
 """
 
 from array import array
@@ -16,7 +16,7 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 
 NAMES_LIMIT = 2**32  # bytes
-NameOf = Callable[[int], str]  # maps an image's number in its stored split to its name, or to "" without one
+NameOf = Callable[[int], str]  # maps an image's number in the stored split to the image's name, or to ""
 
 
 def names_file(split: str) -> str:
@@ -29,7 +29,7 @@ def save_names(folder: Path, split: str, names: Iterable[str]) -> None:
 
 
 def save_names_of(images: Iterable[tuple[bytes, str]], folder: Path, split: str) -> Iterator[bytes]:
-    """Yield the contents of (content, name) pairs, and write each name as its pair is read."""
+    """Yield the content of each (content, name) pair, and write the name to the split's file of names."""
     with open(folder / names_file(split), "wb") as out:
         for content, name in images:
             out.write(_line(name))
@@ -37,7 +37,7 @@ def save_names_of(images: Iterable[tuple[bytes, str]], folder: Path, split: str)
 
 
 class CollectedNames:
-    """Names in the order in which a split's images are read. A name takes its line plus 8 bytes."""
+    """Image names in the order in which the images are read. Memory use is the text plus 8 bytes per name."""
 
     def __init__(self) -> None:
         self.lines, self.ends = bytearray(), array("q", [0])
@@ -47,7 +47,7 @@ class CollectedNames:
         self.ends.append(len(self.lines))
 
     def write(self, folder: Path, split: str, order: np.ndarray) -> None:
-        """Write the names in the order of the index, int64 [N]."""
+        """Write the names in the given order. `order` holds image numbers, int64 [N]."""
         content = BytesIO()
         for k in order.tolist():
             content.write(self.lines[self.ends[k] : self.ends[k + 1]])
@@ -55,12 +55,12 @@ class CollectedNames:
 
 
 def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
-    """Return a function from image numbers to names. It keeps 8 bytes per name in memory.
+    """Return a function that maps image numbers to names. The function keeps 8 bytes per name in memory.
 
     Args:
-        lines: Content of a file of names; may be memory-mapped.
+        lines: Content of a file of names, which may be memory-mapped.
         count: Number of images. A file with another number of lines is ignored with a warning.
-        where: Name of the file, for the warning.
+        where: Name of the file for the warning.
     """
     lines = np.frombuffer(lines, np.uint8) if isinstance(lines, bytes) else lines
     ends = np.flatnonzero(lines == ord("\n"))
@@ -76,7 +76,7 @@ def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
 
 
 def open_names(file: Path, count: int) -> NameOf:
-    """Return a function from image numbers to the names in a file. Without the file, all names are empty."""
+    """Return a function that maps image numbers to names. If the file is missing, all names are empty."""
     if not file.exists() or not file.stat().st_size:
         return nameless
     return read_names(np.memmap(file, np.uint8, "r"), count, str(file))

@@ -1,7 +1,8 @@
-"""Local cache of shards from S3: prefetched as whole files, verified, and evicted by least recent use.
+"""Local cache of S3 shards, which are prefetched as whole files, verified, and evicted when least recently used.
 
-All processes on a host share the folder. Each shard has a lock (flock). Readers hold a shared lock; fetching
-or removing a shard needs the exclusive lock. The kernel releases the locks of a process that dies.
+All processes on a host share one cache folder. Each shard has a lock (flock). Readers hold the lock in shared
+mode. Fetching or removing a shard requires the lock in exclusive mode. The kernel releases the locks of a
+process that dies.
 """
 
 import errno
@@ -29,23 +30,23 @@ from onecurve.system.files import allow_open_files, sha256_of, sync, try_lock
 from onecurve.system.output import log
 from onecurve.system.s3 import ObjectStore
 
-DOWNLOADS = 2  # concurrent downloads per process, each with separate connections
-OTHER_FILES = 1024  # limit of open files in addition to the locks
-AHEAD = 1000  # maximum number of micro-batches to look ahead
+DOWNLOADS = 2  # concurrent downloads per process; each download uses separate connections
+OTHER_FILES = 1024  # number of files that may be open in addition to the locks
+AHEAD = 1000  # maximum number of micro-batches that the prefetcher looks ahead
 POLL_S = 0.1  # interval between attempts to take a lock that another process holds
-SILENT_S = 10  # waiting time before a message
-NO_ROOM_S = 120  # waiting time for space before an error
+SILENT_S = 10  # waiting time before a message is shown
+NO_ROOM_S = 120  # waiting time for free space before an error is raised
 
 
 class _Stopped(Exception):
-    """Signal that the reader has stopped and needs no more shards."""
+    """Signal that the reader has stopped, so no more shards are needed."""
 
 
 class ShardCache:
     """Cache of one data set's shards on this host. Thread-safe.
 
     Args:
-        folder: Folder for this data set only.
+        folder: Folder that is used only for this data set.
         url: Location of the shards, s3://bucket/prefix.
         shards: All shards of the data set.
         limit_bytes: Maximum size of the cached shards.
@@ -73,7 +74,7 @@ class ShardCache:
 
     @contextmanager
     def reserve(self, kept_bytes: float) -> Iterator[int]:
-        """Reserve the rest of this process's share of the cache, minus kept_bytes. Yield its bytes."""
+        """Reserve this process's free share of the cache except kept_bytes. Yield the reserved size in bytes."""
         size_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - kept_bytes)
         self.reserved_bytes += size_bytes
         try:
@@ -82,10 +83,10 @@ class ShardCache:
             self.reserved_bytes -= size_bytes
 
     def hold(self, file: str, stop: threading.Event) -> int:
-        """Fetch a shard if it is missing, and hold its lock so that no process removes it.
+        """Fetch a shard if it is missing, and hold its lock so that no process removes the shard.
 
         Returns:
-            File descriptor of the lock, to be passed to `release`.
+            File descriptor of the lock, which the caller passes to `release`.
 
         Raises:
             ValueError: The shard can't be fetched or stored.
@@ -115,7 +116,7 @@ class ShardCache:
 
     def release(self, file: str, lock: int) -> None:
         with suppress(OSError):
-            os.utime(self.path(file))  # records the last use
+            os.utime(self.path(file))  # record the time of the last use
         os.close(lock)
 
     def _open_lock(self, file: str) -> int:
@@ -136,7 +137,7 @@ class ShardCache:
             os.close(lock)
 
     def _fetch(self, shard: Shard, stop: threading.Event) -> None:
-        """Download a shard to a temporary name, and rename it once verified. The caller holds its lock."""
+        """Download a shard under a temporary name, and rename it once verified. The caller holds its lock."""
 
         def beat() -> None:
             if stop.is_set():
@@ -157,7 +158,7 @@ class ShardCache:
         )
 
     def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
-        """Free space for a shard and reserve it by creating its .part file. The caller holds its lock."""
+        """Free space for a shard, and reserve the space by creating a .part file. The caller holds its lock."""
         end_s = time.monotonic() + NO_ROOM_S
         while True:
             with open(self.locks / ".room", "w") as file:
@@ -174,14 +175,14 @@ class ShardCache:
                 raise _Stopped
 
     def _remove_until(self, bytes_left: int, excluded: str) -> bool:
-        """Remove leftover .part files, then unused shards by least recent use, until the rest fits.
+        """Remove leftover .part files, then the least recently used shards, until the remaining shards fit.
 
         Args:
-            bytes_left: Maximum size of the remaining shards.
-            excluded: Shard that is neither removed nor included in the size.
+            bytes_left: Maximum total size of the remaining shards.
+            excluded: Shard that is neither removed nor included in the total size.
 
         Returns:
-            Whether the remaining shards fit.
+            True if the remaining shards fit.
         """
         used, complete = 0, []
         for entry in os.scandir(self.folder):
@@ -192,7 +193,7 @@ class ShardCache:
                 complete.append((entry.stat().st_mtime_ns, file))
             else:
                 with self._if_unused(file) as unused:
-                    if unused and not self.path(file).exists():  # otherwise it was just renamed
+                    if unused and not self.path(file).exists():  # otherwise, the .part file was just renamed
                         Path(entry.path).unlink(missing_ok=True)
                         continue
             used += self.shards[file].bytes  # a .part file will grow to this size
@@ -213,18 +214,18 @@ class _HeldShard:
 
 
 class ShardPrefetcher:
-    """Iterator over a plan that yields each item once all shards for it are on this host.
+    """Iterator over a plan that yields each item as soon as all shards of the item are on this host.
 
-    One thread iterates over the plan. It looks ahead and holds the next shards as long as all held shards
-    have at most budget_bytes. When the reader asks for an item, it no longer needs the item it received
-    in_flight items earlier. A DataLoader asks for the next item before it returns a finished batch, so
-    decoded batches do not hide the wait for a shard.
+    A thread iterates over the plan, looks ahead, and holds the next shards while the total size of all held
+    shards is at most budget_bytes. When the reader requests an item, it has finished the item that it
+    received in_flight items earlier. A DataLoader requests the next item before it returns a finished batch,
+    so decoded batches do not hide the time spent waiting for a shard.
 
     Args:
-        plan: Micro-batches, as epochs and sample ids.
-        files_of: Function that returns the shards of sample ids.
+        plan: Epoch and sample ids of each micro-batch.
+        files_of: Function that returns the shards that contain the given sample ids.
         cache: Cache that stores the shards.
-        budget_bytes: Maximum size of the held shards.
+        budget_bytes: Maximum total size of the held shards.
         in_flight: Number of items that the reader uses at once.
     """
 
@@ -240,10 +241,10 @@ class ShardPrefetcher:
         self.budget_bytes, self.in_flight = budget_bytes, in_flight
         self.held: dict[str, _HeldShard] = {}
         self.ahead: deque[tuple[tuple[int, np.ndarray], set[str]]] = deque()  # items not yet yielded
-        self.files_in_flight: deque[set[str]] = deque()  # shards of the items that the reader uses
+        self.files_in_flight: deque[set[str]] = deque()  # shards of the items that the reader is using
         self.reader_waits = False
-        self.ended = False  # set at the end of the thread
-        self.error: BaseException | None = None  # error that ended the thread
+        self.ended = False  # True once the thread has ended
+        self.error: BaseException | None = None  # exception that ended the thread
         self.stop, self.changed = threading.Event(), threading.Condition()
         self.downloads = ThreadPoolExecutor(DOWNLOADS)
         threading.Thread(target=self._look_ahead, daemon=True).start()
@@ -253,7 +254,7 @@ class ShardPrefetcher:
 
         Raises:
             ValueError: A shard can't be fetched.
-            Preempted: The only process of a job received a stop signal.
+            Preempted: The job has only this process, which received a stop signal.
         """
         while True:
             with self.changed:
@@ -299,7 +300,7 @@ class ShardPrefetcher:
             self.cache.release(file, lock.result())
 
     def _wait(self, locks: dict[str, Future[int]]) -> None:
-        """Wait for all locks. Raise the exception of the first that failed."""
+        """Wait for all locks. If taking a lock failed, raise the first exception."""
         print_s = time.monotonic() + SILENT_S
         while True:
             done, missing = wait(locks.values(), timeout=0.5, return_when=FIRST_EXCEPTION)
@@ -338,10 +339,10 @@ class ShardPrefetcher:
                 self.changed.notify_all()
 
     def _may_hold(self, files: set[str]) -> bool:
-        """Check whether these shards may be held in addition to the held ones.
+        """Check whether these shards may be held in addition to the shards that are already held.
 
-        They must fit into the budget, unless the reader waits for them and releases no shards before it has
-        them. After the stop, the result is always true.
+        The shards must fit into the budget, unless the reader is waiting for them, because a waiting reader
+        releases no shards. After `stop` is set, the result is always True.
         """
         if self.stop.is_set() or (self.reader_waits and not self.ahead):
             return True
@@ -352,7 +353,8 @@ class ShardPrefetcher:
 def _stop_if_alone() -> None:
     """Raise Preempted after a stop signal if this is the job's only process.
 
-    In a larger job, the other processes may be in the middle of a step and would wait for this one forever.
+    In a larger job, the other processes may be in the middle of a step and would wait for this process
+    forever.
     """
     if watch.wanted() and not dist.is_initialized():
         raise Preempted

@@ -1,15 +1,15 @@
-"""Prepared data as shards: tar files, an index of their images, and a manifest that is written last.
+"""Prepared data in shards: tar files, an index of the images, and a manifest that is written last.
 
-    manifest.json      the classes; for each split, its shards and its index with their SHA-256
-    <split>_index.npy  int64 [N, 4], ascending: shard, offset of the image's bytes, their length, label
-    <split>_names.txt  image names in the same order (onecurve/data/names.py); earlier versions wrote none
-    <split>-00000.tar  the bytes of each image and, as <key>.cls, its label
+    manifest.json      the classes, and each split's shards and index with their SHA-256 <split>_index.npy
+    int64 [N, 4], ascending: shard, offset and length of the image's bytes, label <split>_names.txt  image
+    names in index order (onecurve/data/names.py); absent in earlier versions <split>-00000.tar  the bytes of
+    each image, followed by its label in <key>.cls
 
-Manifests of kind "in_place" refer to existing shards, on this host or in one S3 bucket. Manifests of kind
-"index", written only by version 1.0, refer to archives on this host, which may be sorted by class.
+A manifest of kind "in_place" refers to existing shards, on this host or in one S3 bucket. A manifest of kind
+"index", which only version 1.0 wrote, refers to archives on this host that may be sorted by class.
 
-The 512 bytes before an image are its tar header. Messages show the image's key from the header, or its
-beginning if the name does not fit into the header.
+The 512 bytes before an image are its tar header. Messages show the image's key from the header. If the name
+does not fit into the header, messages show only the beginning of the key.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from onecurve.system.text import printable
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-JOURNAL = ".progress.json"  # progress of an unfinished preparation
+JOURNAL = ".progress.json"  # records the progress of an unfinished preparation
 SHARD = rf"({'|'.join(SPLITS)})-[0-9]{{5,}}\.tar"  # file name of a shard
 SHARD_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
@@ -53,7 +53,7 @@ class ClassName(TypedDict):
 
 @dataclass(frozen=True)
 class Shard:
-    file: str  # file name; for kinds other than "shards", an absolute path or s3://bucket/key
+    file: str  # file name; an absolute path or s3://bucket/key for kinds other than "shards"
     bytes: int
     images: int
     sha256: str | None  # None for kinds other than "shards" on this host
@@ -70,27 +70,27 @@ class SplitManifest:
 class ShardManifest:
     kind: str  # "shards", "index" or "in_place"
     name: str
-    classes: tuple[str, ...]  # names in label order; duplicate names contain their WordNet ids
+    classes: tuple[str, ...]  # names in label order; duplicate names include their WordNet ids
     splits: dict[str, SplitManifest]
     sha256: str  # hash of the manifest itself
 
     @property
     def store(self) -> str | None:
-        """S3 prefix of existing shards of an "in_place" manifest; None for all other manifests."""
+        """S3 prefix of the shards of an "in_place" manifest. None if there are no shards in S3."""
         files = [shard.file for split in self.splits.values() for shard in split.shards]
         if self.kind != "in_place" or not files[0].startswith("s3://"):
             return None
         return "s3://" + posixpath.commonpath([posixpath.dirname(file[5:]) for file in files])
 
     def shards_in(self, split: str) -> tuple[Shard, ...]:
-        """Return the shards of a split. Shards below `store` are named by their keys relative to it."""
+        """Return the shards of a split. The names of shards in S3 are keys relative to `store`."""
         prefix = f"{self.store}/"
         return tuple(
             replace(shard, file=shard.file.removeprefix(prefix)) for shard in self.splits[split].shards
         )
 
 
-TYPES = {  # types of the manifest's values
+TYPES = {  # types of the values in manifest.json
     "kind": str,
     "name": str,
     "classes": list[ClassName],
@@ -103,7 +103,7 @@ def index_name(split: str) -> str:
 
 
 def find_local(folder: Path) -> ShardManifest | None:
-    """Return the manifest of a prepared folder, or None for any other folder.
+    """Return the manifest of a folder with prepared data, or None for any other folder.
 
     Raises:
         ValueError: The manifest is missing or damaged, or a shard is missing or has a different size.
@@ -121,7 +121,7 @@ def find_local(folder: Path) -> ShardManifest | None:
 
 
 def _is_prepared(name: str) -> bool:
-    """Check whether a preparation writes files with this name. Source tar files have other names."""
+    """Check whether a preparation writes files with this name. Tar files with source data have other names."""
     indices = [index_name(split) for split in SPLITS]
     return name in (JOURNAL, *indices) or re.fullmatch(SHARD, name) is not None
 
@@ -136,7 +136,7 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def find_stored(store: ObjectStore) -> tuple[ShardManifest, bytes]:
-    """Return the manifest below an S3 prefix, and its bytes. Raise ValueError if it is missing or damaged."""
+    """Return the manifest below an S3 prefix and its bytes. Raise ValueError if it is missing or damaged."""
     content = store.read(MANIFEST, MANIFEST_LIMIT)
     if content is None:
         unfinished = any(map(_is_prepared, store.list()))
@@ -186,7 +186,7 @@ def parse_manifest(content: bytes, where: str) -> ShardManifest:
 
 
 def _problem(manifest: ShardManifest) -> str | None:
-    """Return an error for values that no preparation writes, or None for a valid manifest."""
+    """Return an error message for values that no preparation writes, or None for a valid manifest."""
     if manifest.kind not in ("shards", "index", "in_place"):
         return f"kind {_brief(manifest.kind)}"
     has_shards, files, buckets = manifest.kind == "shards", set[str](), set[str]()
@@ -212,12 +212,12 @@ def _problem(manifest: ShardManifest) -> str | None:
 
 
 def _brief(value: Any) -> str:
-    """Format a value of an untrusted manifest for a message."""
+    """Format a value from an untrusted manifest for a message."""
     return ascii(value)[:80]
 
 
 def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
-    """Return class names in label order, with the WordNet id for duplicates: ILSVRC2012 has two cranes."""
+    """Return class names in label order. Duplicates, such as ILSVRC2012's two cranes, include the WordNet id."""
     counts = Counter(c["name"] for c in classes)
     return tuple(c["name"] if counts[c["name"]] == 1 else f"{c['name']} ({c['wnid']})" for c in classes)
 
@@ -227,12 +227,12 @@ def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where
 
     Args:
         content: Bytes of the index.
-        manifest: Manifest that describes the index.
+        manifest: Manifest that contains the expected facts about the index.
         split: Name of the split.
         where: Name of the index for messages.
 
     Returns:
-        Rows of shard, offset, length and label, int64 [N, 4].
+        One row per image with its shard, offset, length and label, int64 [N, 4].
 
     Raises:
         ValueError: The index does not match the manifest.
@@ -242,7 +242,7 @@ def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where
         raise ValueError(f"{where} does not match its SHA-256 in {MANIFEST}: prepare again")
     try:
         rows = np.load(io.BytesIO(content), allow_pickle=False)
-    except Exception:  # numpy parses the header as Python, which can raise many exceptions
+    except Exception:  # numpy parses the header as Python code, which can raise many types of exceptions
         raise ValueError(f"{where} is not an array: prepare again") from None
     if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.shape != (expected.images, 4):
         raise ValueError(f"{where} is not an array of int64 [{expected.images}, 4]: prepare again")
@@ -253,7 +253,7 @@ def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where
     ends = np.array([shard.bytes for shard in expected.shards])[shard]
     same = shard[1:] == shard[:-1]
     problems = {
-        # This check comes first so that the sums below can't overflow.
+        # This check is first because it ensures that the sums below can't overflow.
         "has images outside of their shards": (
             (offset < HEADER_BYTES) | (length < 1) | (offset > ends) | (length > ends - offset)
         ).any(),
@@ -270,12 +270,12 @@ def parse_shard_index(content: bytes, manifest: ShardManifest, split: str, where
 class ShardImages(Encoded):
     """Images in tar files.
 
-    No file stays open, because an open file would keep the disk space of a shard that the cache has removed.
+    No file stays open, because a shard that the cache removes would occupy disk space until it is closed.
 
     Args:
         index: Index file in the cache.
         files: Paths of the shards.
-        ids_file: File with the ids of the images to read, int64 [n]. None reads all images.
+        ids_file: File with the ids of the images to read, int64 [n]. None selects all images.
     """
 
     def __init__(self, index: Path, files: tuple[str, ...], ids_file: Path | None = None):
@@ -287,18 +287,18 @@ class ShardImages(Encoded):
         return self.files[shard], offset, length
 
     def display_name(self, i: int) -> str:
-        """Return the shard and offset of image i, and its key if it has a tar header."""
+        """Return the shard and offset of image i, and the image's key if a tar header precedes the image."""
         shard, offset, _ = self.location(i)
         name = self.name(i)
         return printable(f"{shard}, offset {offset}{name and f', key {os.path.splitext(name)[0]}'}")
 
     def name(self, i: int) -> str:
-        """Return the name in the tar header of image i, or "" without a header."""
+        """Return the name in the tar header before image i, or "" if there is no header."""
         shard, offset, _ = self.location(i)
         with open(shard, "rb", buffering=0) as file:
             header = os.pread(file.fileno(), HEADER_BYTES, offset - HEADER_BYTES)
         try:
-            # Other bytes fail the header's checksum. Messages must not show them.
+            # If the bytes are not a header, the checksum does not match. Messages must not show such bytes.
             return printable(tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name)
         except tarfile.HeaderError:
             return ""
