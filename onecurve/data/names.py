@@ -47,7 +47,7 @@ class CollectedNames:
         self.ends.append(len(self.lines))
 
     def write(self, folder: Path, split: str, order: np.ndarray) -> None:
-        """Write the names in the given order. `order` holds image numbers, int64 [N]."""
+        """Write the names in index order. `order` lists their positions in reading order, int64 [N]."""
         content = BytesIO()
         for k in order.tolist():
             content.write(self.lines[self.ends[k] : self.ends[k + 1]])

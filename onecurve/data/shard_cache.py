@@ -1,4 +1,4 @@
-"""Local cache of S3 shards, which are prefetched as whole files, verified, and evicted when least recently used.
+"""Local cache of S3 shards. Whole files are prefetched, verified, and evicted when least recently used.
 
 All processes on a host share one cache folder. Each shard has a lock (flock). Readers hold the lock in shared
 mode. Fetching or removing a shard requires the lock in exclusive mode. The kernel releases the locks of a
@@ -74,7 +74,7 @@ class ShardCache:
 
     @contextmanager
     def reserve(self, kept_bytes: float) -> Iterator[int]:
-        """Reserve this process's free share of the cache except kept_bytes. Yield the reserved size in bytes."""
+        """Reserve this process's free share of the cache except kept_bytes. Yield the reserved bytes."""
         size_bytes = int(self.limit_bytes / processes_per_host() - self.reserved_bytes - kept_bytes)
         self.reserved_bytes += size_bytes
         try:
@@ -137,7 +137,7 @@ class ShardCache:
             os.close(lock)
 
     def _fetch(self, shard: Shard, stop: threading.Event) -> None:
-        """Download a shard under a temporary name, and rename it once verified. The caller holds its lock."""
+        """Download a shard under a temporary name, verify it, and rename it. The caller holds the shard's lock."""
 
         def beat() -> None:
             if stop.is_set():
@@ -158,7 +158,7 @@ class ShardCache:
         )
 
     def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
-        """Free space for a shard, and reserve the space by creating a .part file. The caller holds its lock."""
+        """Free space for a shard, and reserve it by creating a .part file. The caller holds the shard's lock."""
         end_s = time.monotonic() + NO_ROOM_S
         while True:
             with open(self.locks / ".room", "w") as file:

@@ -76,7 +76,7 @@ class ShardManifest:
 
     @property
     def store(self) -> str | None:
-        """S3 prefix of the shards of an "in_place" manifest. None if there are no shards in S3."""
+        """S3 prefix of the existing shards of an "in_place" manifest. None if the shards are not in S3."""
         files = [shard.file for split in self.splits.values() for shard in split.shards]
         if self.kind != "in_place" or not files[0].startswith("s3://"):
             return None
@@ -121,7 +121,7 @@ def find_local(folder: Path) -> ShardManifest | None:
 
 
 def _is_prepared(name: str) -> bool:
-    """Check whether a preparation writes files with this name. Tar files with source data have other names."""
+    """Check whether a preparation writes files with this name. Source tar files have different names."""
     indices = [index_name(split) for split in SPLITS]
     return name in (JOURNAL, *indices) or re.fullmatch(SHARD, name) is not None
 
@@ -217,7 +217,7 @@ def _brief(value: Any) -> str:
 
 
 def _class_names(classes: list[dict[str, str]]) -> tuple[str, ...]:
-    """Return class names in label order. Duplicates, such as ILSVRC2012's two cranes, include the WordNet id."""
+    """Return class names in label order. Duplicates (two cranes in ILSVRC2012) include the WordNet id."""
     counts = Counter(c["name"] for c in classes)
     return tuple(c["name"] if counts[c["name"]] == 1 else f"{c['name']} ({c['wnid']})" for c in classes)
 

@@ -1,6 +1,7 @@
-"""Sources of `--data`: finding their files, and reading them into a cache folder.
+"""Sources of `--data`, with functions that find the files and read them into a cache folder.
 
-`find_source` only lists files. `Source.write` reads them. `onecurve/data/cache.py` decodes and caches them.
+`find_source` only lists files. `Source.write` reads the files. `onecurve/data/cache.py` decodes and caches
+the images.
 """
 
 import os
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from onecurve.data.shards import ShardManifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
-EARLY_S = 1.0  # maximum waiting time before torch is imported
-_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # started by check_inputs()
+EARLY_S = 1.0  # seconds to wait for the listing before torch is imported
+_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # listings that check_inputs() has started
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,22 @@ class Source:
 
     Attributes:
         name: Name of the data.
-        files: Pairs of a name, which is part of the cache key, and a file, sorted. () for generated data.
-        write: Function of a cache folder and a heartbeat. It stores each split in the folder and returns the
-            class names. A split consists of labels (`<split>_labels.npy`, int64 [N]), decoded images
-            (`<split>_images.npy`) or encoded images (`save_images`), and optional names (`save_names`).
+        files: Sorted pairs of a name and a file path. The names are part of the cache key. () for generated
+            data.
+        write: Function with the arguments cache folder and heartbeat. It stores each split in the folder and
+            returns the class names. A split consists of labels (`<split>_labels.npy`, int64 [N]), images
+            (decoded in `<split>_images.npy`, or encoded by `save_images`), and optional names (`save_names`).
         val_name: Split that selects the best checkpoint, or None without such a split.
         test_name: Split that is evaluated once, at the end.
-        holdout: Share, number or fold of the training images to hold out.
+        holdout: Share or number of the training images to hold out, or a fold. None holds out no images.
         mirror: Whether mirrored images keep their class.
-        root: Folder of the image files, for images stored as paths.
-        shards: Location of the manifest of shards: a folder or s3://bucket/prefix.
-        fold: Part of the cache key that is specific to the fold. All folds share one name.
-        hashes: Hashes of content that is not in `files`.
-        is_table: Whether there are columns to choose from.
-        left_out: Files that are not read, with reasons.
-        why_not_trained_on: Reason why the images can only be evaluated, or "".
+        root: Folder that the image paths are relative to, if images are stored as paths.
+        shards: Location of the shards' manifest, which is a folder or s3://bucket/prefix.
+        fold: Part of the cache key that differs between folds. All folds share one name.
+        hashes: Hashes of content that `files` does not include.
+        is_table: Whether the data has columns that flags can choose.
+        left_out: Files that were not read, with the reasons.
+        why_not_trained_on: Reason why the data can only be evaluated, or "".
     """
 
     name: str
@@ -81,15 +83,15 @@ class Source:
 
 
 def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
-    """Find the data that `--data` refers to and list its files.
+    """Find the data that `--data` refers to, and list the data's files.
 
     Args:
         recipe: Recipe with the flags of the data.
-        beat: Called about every second.
+        beat: Function that is called about once a second.
         is_evaluated: Whether the data is only evaluated, so that one split is enough.
 
     Raises:
-        ValueError: The data can't be used. This is detected before large files are read.
+        ValueError: The data can't be used. The error is raised before large files are read.
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
     source = _find(data, beat, columns)
@@ -130,13 +132,13 @@ def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
 def check_inputs(recipe: ImageRecipe) -> int:
     """Check data and weights early, for up to EARLY_S seconds.
 
-    A thread lists the files of the data. A later call of find_source() uses its result.
+    A thread lists the files of the data. A later call of find_source() uses the thread's result.
 
     Returns:
         0.
 
     Raises:
-        ValueError: The weights do not exist, or the listing has already shown that the data can't be used.
+        ValueError: The weights do not exist, or the data can't be used and the listing ended in time.
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")
@@ -144,7 +146,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
         if wait([listing], EARLY_S).done:
-            with suppress(OSError):  # the next call of find_source() reports it
+            with suppress(OSError):  # the next call of find_source() reports the error
                 find_source(recipe, lambda: None)
             _listings[data, columns] = listing
     return 0
@@ -156,7 +158,8 @@ def _find_files(data: str, columns: Columns) -> Source:
 
     if data.startswith("s3://"):
         return _find_stored_shards(data)
-    # Links are not resolved, so that hosts with different paths to the data can use one name.
+    # Links are not resolved, so that the data has the same name on hosts where links point to different
+    # paths.
     root = Path(os.path.abspath(os.path.expanduser(data)))
     if root.is_file() and root.suffix.lower() in class_folders.TABLES:
         return _lone_table_source(root, columns)
@@ -182,9 +185,10 @@ def _find_files(data: str, columns: Columns) -> Source:
 
 
 def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Write scikit-learn's 1,797 digits of 8x8 (values 0 to 16) as uint8 32x32; hold out 36 of each class.
+    """Write scikit-learn's 1,797 digits (8x8, values 0 to 16) as uint8 32x32. Hold out 36 of each class.
 
-    numpy guarantees the stream of RandomState (NEP 19), so the hold-out is the same on every machine.
+    numpy guarantees that RandomState's stream does not change (NEP 19), so the held-out images are the same
+    on every machine.
     """
 
     def load():
@@ -207,7 +211,7 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Write 4,096 + 1,024 images of 32x32: one of ten fixed patterns of 4x4 coloured squares, with noise."""
+    """Write 4,096 + 1,024 noisy 32x32 images. Each class is a fixed pattern of 4x4 coloured squares."""
     generator = np.random.RandomState(0)
     patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
     for split, count in zip(SPLITS, (4096, 1024), strict=True):
@@ -224,7 +228,7 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _find_stored_shards(data: str) -> Source:
-    """Find prepared or indexed shards below a prefix in S3. Each shard is downloaded when it is needed."""
+    """Find prepared or indexed shards below an S3 prefix. Each shard is downloaded when it is needed."""
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
@@ -246,7 +250,7 @@ def _shard_source(manifest: "ShardManifest", location: str, read: Callable[[str]
     Args:
         manifest: Manifest of the shards.
         location: Folder of the manifest, or s3://bucket/prefix.
-        read: Function that returns the content of a file next to the manifest by its name.
+        read: Function that maps the name of a file next to the manifest to the file's content.
     """
     from onecurve.data import shards
 
@@ -305,7 +309,7 @@ def _table_source(
         name: Name of the data.
         tables: Tables of each split.
         files: Files of the tables of each split.
-        name_format: Format of a file's name in the cache key. It must not change when the data is moved.
+        name_format: Format of a file's name in the cache key. The name must not change if the data is moved.
         columns: Columns chosen by flags.
     """
     if "train" not in tables:
@@ -329,7 +333,7 @@ def _table_source(
 
 
 def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
-    """Return a note about each split that is not used.
+    """Return a note about each unused split.
 
     Args:
         names: Name of each split in messages.
@@ -343,7 +347,7 @@ def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
 
 
 def find_class_folders(root: Path) -> Source:
-    """Find the images of class folders, with or without folders for splits."""
+    """Find the images of class folders, with or without split folders."""
     left_out = LeftOut()
     folders, images = class_folders.list_splits(root, left_out)
     used = used_splits(images)
@@ -366,7 +370,7 @@ def find_class_folders(root: Path) -> Source:
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
-    """Find the images in the list of each split's folder."""
+    """Find the images that the list in each split folder names."""
     from onecurve.data.lists import read_list
 
     rows = [
@@ -385,7 +389,7 @@ def _list_source(name: str, root: Path, data: Path, rows: "list[Listed]") -> Sou
 
     Args:
         name: Name of the data.
-        root: Folder that relative paths in the rows start from.
+        root: Folder that relative paths in the rows are relative to.
         data: Path of the data for messages.
         rows: Rows of all lists.
     """
@@ -419,9 +423,9 @@ def _file_source(
         name: Name of the data.
         root: Folder that the image paths are relative to.
         classes: Class names in label order.
-        splits: Class and path of each image in each split.
+        splits: Pairs of class and path, one per image, for each split.
         used: Result of `used_splits`.
-        left_out: Files that are not read, with reasons.
+        left_out: Files that were not read, with the reasons.
     """
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:

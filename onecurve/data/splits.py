@@ -1,7 +1,8 @@
-"""Splits of a data set, stored as one array, as files, or as shards.
+"""Splits of a data set, which are stored as an array, as files, or as shards.
 
-All splits yield micro-batches in the order of a plan, uint8 on the device. Arrays contain decoded images.
-DataLoader workers decode files and shards (onecurve/data/workers.py).
+All splits yield micro-batches in the order of a plan. Images are uint8 tensors on the device. An array
+contains decoded images, and DataLoader workers decode images from files and shards
+(onecurve/data/workers.py).
 """
 
 import math
@@ -31,16 +32,16 @@ if TYPE_CHECKING:  # for shards
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import ShardManifest
 
-AHEAD = 64  # micro-batches whose labels and pixel positions are sent to the device at once
+AHEAD = 64  # number of micro-batches whose labels and pixel positions are sent to the device in one copy
 
 
 class SplitPart(NamedTuple):
-    """Images of a split: all or some of the images that a cache folder stores under one name.
+    """Images of a split, which are some or all of the images that a cache folder stores under one name.
 
     Attributes:
         split: Name under which the images are stored, for example "train".
         labels: Labels of the images, int64 [N].
-        file: File with the ids of the images in the stored split, int64 [N]. None means all images.
+        file: File with the ids of the images in the stored split, int64 [N]. None selects all images.
         folder: Folder in the cache.
     """
 
@@ -50,11 +51,11 @@ class SplitPart(NamedTuple):
     folder: Path | None = None
 
     def stored(self, ids: np.ndarray) -> np.ndarray:
-        """Convert ids in this part to ids in the stored split."""
+        """Convert sample ids in this part to ids in the stored split."""
         return ids if self.file is None else np.load(self.file)[ids]
 
     def names(self) -> NameOf:
-        """Return a function from the numbers of stored images to their file names."""
+        """Return a function that maps ids in the stored split to file names."""
         if self.folder is None:
             return nameless
         count = len(np.load(self.folder / f"{self.split}_labels.npy", mmap_mode="r"))
@@ -62,11 +63,11 @@ class SplitPart(NamedTuple):
 
 
 def hold_out(folder: Path, holdout: float | str) -> None:
-    """Divide the training split of a cache folder, and write the ids of both parts in ascending order.
+    """Divide the training split of a cache folder into two parts, and write the sorted ids of each part.
 
     Args:
         folder: Folder in the cache.
-        holdout: Share below 1, number of images, or fold.
+        holdout: Share below 1, number of images, or fold to hold out.
     """
     is_held_out = held_out(np.load(folder / "train_labels.npy"), holdout)
     np.save(part_file(folder, "train"), np.flatnonzero(~is_held_out))
@@ -74,24 +75,24 @@ def hold_out(folder: Path, holdout: float | str) -> None:
 
 
 def part_file(folder: Path, part: str) -> Path:
-    """Return the file with image ids, int64 [n]: those kept by --holdout ("train") or held out ("val")."""
+    """Return the file with the ids of the training images ("train") or held-out images ("val"), int64 [n]."""
     return folder / f"{part}_part.npy"
 
 
 def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
-    """Choose the images to hold out: the same share of each class, by a fixed hash of the image ids.
+    """Choose the same share of each class to hold out, by a fixed hash of the image ids.
 
     The choice does not depend on the seed. Each class keeps at least one training image.
 
     Args:
         labels: Labels of the training images, int64 [N].
-        holdout: Share below 1, number of images, or fold.
+        holdout: Share below 1, number of images, or fold to hold out.
 
     Returns:
-        Whether each image is held out, bool [N].
+        Mask that is True for held-out images, bool [N].
 
     Raises:
-        ValueError: There are too few images.
+        ValueError: There are too few images to divide.
     """
     count, sizes, is_held_out = len(labels), np.bincount(labels), np.zeros(len(labels), bool)
     if isinstance(holdout, str):  # folds differ in size by at most one image, in total and per class
@@ -111,7 +112,7 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
         )
     exact = sizes * target / count
     shares = np.minimum(exact.astype(np.int64), spare)
-    while (missing := target - shares.sum()) > 0:  # add images of the classes furthest below their share
+    while (missing := target - shares.sum()) > 0:  # add an image to each of the classes furthest below their share
         open_classes = np.flatnonzero(shares < spare)
         order = np.argsort(shares[open_classes] - exact[open_classes], kind="stable")
         shares[open_classes[order[:missing]]] += 1
@@ -123,16 +124,16 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
 
 
 class ArraySplit(Shuffled):
-    """Split stored as a mapped array of decoded images, uint8 [stored images, H, W, 3]; labels int64 [N]."""
+    """Split stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
 
     cropped = False
     part: SplitPart
-    mirror = False  # whether training also flips images
+    mirror = False  # whether training flips images
 
     def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
-        self.rows = None if part.file is None else np.load(part.file)  # rows of the array; None means all
+        self.rows = None if part.file is None else np.load(part.file)  # rows of the array that belong to the split; None means all rows
         self._resident: dict[torch.device, Tensor | None] = {}
 
     def names(self) -> NameOf:
@@ -157,8 +158,9 @@ class ArraySplit(Shuffled):
     ) -> Iterator[MicroBatch]:
         """Yield micro-batches of whole images in the order of the plan.
 
-        In training, images are shifted by up to an eighth of their height, depending only on (seed, epoch,
-        sample). `size`, `workers`, `crop` and `crop_scale` are ignored; FileSplit uses them.
+        In training, each image is shifted by up to an eighth of its height. The shift depends only on (seed,
+        epoch, sample). This method ignores `size`, `workers`, `crop` and `crop_scale`, which only FileSplit
+        uses.
         """
         device = torch.device(device)
         if device not in self._resident:
@@ -175,11 +177,11 @@ class ArraySplit(Shuffled):
     def _sent_ahead(
         self, plan: Plan, device: torch.device, train: bool, seed: int
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
-        """Yield epoch, ids, labels and indices of each micro-batch.
+        """Yield the epoch, ids, labels and pixel indices of each micro-batch.
 
-        The indices are rows of the images; in training, they are the result of moved_pixels(). The labels and
-        positions for up to AHEAD micro-batches are sent to the device in one copy of 40 bytes per image, and
-        take 40 + 4 * (H + W) bytes per image there.
+        In evaluation, the indices are the rows of the images. In training, they are the result of
+        moved_pixels(). The labels and positions for up to AHEAD micro-batches are sent to the device in one
+        copy of 40 bytes per image. On the device, they occupy 40 + 4 * (H + W) bytes per image.
         """
         resident, pad = self._resident[device], min(self.size[0] // 8, self.size[1] - 1)  # 4 pixels of 32
         for epoch, items in groupby(plan, itemgetter(0)):
@@ -197,16 +199,17 @@ class ArraySplit(Shuffled):
                     yield epoch, ids, labels, batch_indices
 
     def _read(self, ids: np.ndarray, device: torch.device) -> Tensor:
-        """Copy images of the mapped array to the device, uint8 [b, H, W, 3]."""
-        # torch's caching allocator waits for the copy before it reuses pinned memory.
+        """Copy images from the memory-mapped array to the device, uint8 [b, H, W, 3]."""
+        # Pinned memory is safe here, because torch's caching allocator reuses it only after the copy has
+        # ended.
         pinned = device.type == "cuda"
         images = torch.empty(len(ids), *self.images.shape[1:], dtype=torch.uint8, pin_memory=pinned)
-        # The default mode would copy twice.
+        # mode="clip" avoids the second copy that the default mode makes.
         np.take(self.images, ids if self.rows is None else self.rows[ids], 0, images.numpy(), mode="clip")
         return send(images, device)
 
     def _move(self, device: torch.device) -> Tensor | None:
-        """Return the images on a CUDA device if they fit into a quarter of its free memory, or None."""
+        """Return the images on a CUDA device, or None if they exceed a quarter of the device's free memory."""
         size = len(self) * self.images.strides[0]
         if device.type == "cuda" and size <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
@@ -218,7 +221,7 @@ class EncodedSplit(Shuffled):
 
     cropped = True
     part: SplitPart
-    mirror = False  # whether training also flips crops
+    mirror = False  # whether training flips crops
     open: Callable[[], Encoded]
     labels: np.ndarray  # int64 [N]
     skip: bool  # whether training skips broken images
@@ -243,16 +246,17 @@ class EncodedSplit(Shuffled):
         Args:
             plan: Epochs and sample ids of the micro-batches.
             device: Device of the results.
-            train: Whether to use random resized crops, which depend only on (seed, epoch, sample), instead of
-                the crop for evaluation.
+            train: Whether to use random resized crops instead of the evaluation crop. Random crops depend
+                only on (seed, epoch, sample).
             size: Height and width of the crops in pixels.
             seed: Seed of the random crops and flips.
             workers: Number of processes that decode. 0 decodes in this process.
-            crop: Crop for evaluation. Random crops use its interpolation.
-            crop_scale: Smallest and largest area of a random crop, as fractions of the image's area.
+            crop: Crop for evaluation. Random crops use the same interpolation.
+            crop_scale: Minimum and maximum area of a random crop, as fractions of the image's area.
 
         Raises:
-            ValueError: An image is broken, or a shard can't be fetched from S3. The message names it.
+            ValueError: An image is broken, or a shard can't be fetched from S3. The message names the image
+                or shard.
         """
         with self._fetched(plan, train, workers) as plan:
             yield from decoded(
@@ -277,7 +281,7 @@ class EncodedSplit(Shuffled):
 
 
 class FileSplit(EncodedSplit):
-    """Split of encoded images in a cache folder or in files: too large for memory, or of different sizes."""
+    """Split of encoded images in a cache folder or in files, which differ in size or do not fit into memory."""
 
     def __init__(self, folder: Path, part: SplitPart, skip: bool = False):
         super().__init__(len(part.labels))
@@ -286,7 +290,7 @@ class FileSplit(EncodedSplit):
 
 
 class CroppedSplit(EncodedSplit):
-    """Split of an array's images, cropped like files, for models that were evaluated on crops."""
+    """Split that crops an array's images like image files, for models that were evaluated on crops."""
 
     def __init__(self, split: ArraySplit):
         super().__init__(len(split))
@@ -296,17 +300,17 @@ class CroppedSplit(EncodedSplit):
 
 
 class ShardSplit(EncodedSplit):
-    """Split of images in tar files on this host, or in S3 with a local cache.
+    """Split of images in tar files, which are stored on this host or in S3 with a local cache.
 
     Args:
-        folder: Folder of the index, in the cache.
+        folder: Folder in the cache that contains the index.
         manifest: Manifest of the shards.
-        location: Folder or S3 prefix of the manifest. Without a cache, also the folder of the shards.
+        location: Folder or S3 prefix of the manifest. Without a cache, this folder also contains the shards.
         part: Images of the split.
-        recipe: Recipe that sets how shards are read.
-        cache: Local cache of shards in S3, or None for shards on this host.
-        evaluated_split: For the training split, the split that is evaluated by the same number of workers
-            while training pauses. None for an evaluated split.
+        recipe: Recipe with the settings for shards.
+        cache: Local cache of the shards in S3, or None for shards on this host.
+        evaluated_split: For the training split, the split that the same number of workers reads for
+            evaluation while training pauses. None for an evaluated split.
     """
 
     def __init__(
@@ -327,18 +331,18 @@ class ShardSplit(EncodedSplit):
         self.shards, self.cache = manifest.shards_in(part.split), cache
         self.evaluated_split = evaluated_split
         self.skip, self.workers = recipe.on_bad_image == "skip", recipe.workers
-        self.samples: Shuffled | Streamed = Shuffled(len(self))  # order of training
+        self.samples: Shuffled | Streamed = Shuffled(len(self))  # order of the samples in training
         if evaluated_split and manifest.kind != "index":
             assert recipe.streams is not None
             counts = [shard.images for shard in self.shards]
             if part.file is not None:
                 counts = np.bincount(self.rows[:, 0], minlength=len(counts)).tolist()
             self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
-        # Share of this split that --max_val_images leaves
+        # Share of this split that remains with --max_val_images
         share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
         self.evaluated_share = 1.0 if evaluated_split else share
         files = (cache.path(shard.file) if cache else Path(location) / shard.file for shard in self.shards)
-        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))  # takes a file of ids
+        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))  # called with a file of ids
         self.open = partial(self.open_images, part.file)
 
     def check(self, batch: Batch) -> None:
@@ -356,18 +360,19 @@ class ShardSplit(EncodedSplit):
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """Return the maximum size of the shards that a host reads at once during training and evaluation."""
+        """Return the maximum total size of the shards that a host reads at once in training and evaluation."""
         assert isinstance(self.samples, Streamed)
         streams = self.samples.streams * processes_per_host() // batch.processes
         steps = math.ceil(in_flight(self.workers) / batch.accumulations)
-        images_in_flight = steps * batch.total // self.samples.streams  # images of one stream
-        # One window each for the first and the last image in flight, and all images between them
+        images_in_flight = steps * batch.total // self.samples.streams  # per stream
+        # The span covers one window for the first and one for the last image in flight, and all images
+        # between them.
         span = 2 * self.samples.window + images_in_flight
         training = min(streams * self._span_bytes(span), self._span_bytes(len(self)))
         return math.ceil(training + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, images: float) -> float:
-        """Return the size of the shards of `images` consecutive images, with a whole shard at both ends."""
+        """Return the size of the shards of `images` consecutive images, plus one whole shard at each end."""
         total = sum(shard.bytes for shard in self.shards)
         ends = 2 * max(shard.bytes for shard in self.shards)
         return min(images / len(self) * total + ends, total)
@@ -400,10 +405,10 @@ class ShardSplit(EncodedSplit):
             yield available
 
     def names(self) -> NameOf:
-        """Return a function from the numbers of stored images to their names.
+        """Return a function that maps ids in the stored split to image names.
 
-        Names are stored next to the index. Earlier versions wrote no such file; names are then read from
-        the tar headers if the shards are on a disk.
+        The file of names is next to the index. Data from earlier versions has no such file. In that case,
+        names are read from the tar headers if the shards are on a local disk.
         """
         file, count = names_file(self.part.split), sum(shard.images for shard in self.shards)
         if self.location.startswith("s3://"):
@@ -420,7 +425,7 @@ class ShardSplit(EncodedSplit):
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Rows of the index for these images, int64 [N, 4]."""
+        """Rows of the index that describe this split's images, int64 [N, 4]."""
         rows = np.load(self.index)
         return rows if self.ids is None else rows[np.load(self.ids)]
 

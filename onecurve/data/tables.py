@@ -1,7 +1,7 @@
 """Tables of images: parquet files, folders saved by `datasets`, and data sets on the Hugging Face hub.
 
-pyarrow reads the files in place. `datasets` is only used for the hub: it would copy the files into another
-cache, interpret `[`, `*` and `::` in folder names as patterns and URLs, and take 3 s to import.
+pyarrow reads local files in place. `datasets` is used only for the hub, because `datasets` copies files into
+another cache, interprets `[`, `*` and `::` in folder names as patterns and URLs, and takes 3 s to import.
 """
 
 import json
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import pyarrow
 
 HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
-# The first of these names in a table is preferred over other columns with images or labels.
+# Usual names of image and label columns, in order of preference. Other columns are used only without them.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
-IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # read at a time
+IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # number of rows per chunk
 MULTI_LABEL = (
     "This is multi-label data, but the scripts train classifiers with one class per image. Keep one label for"
     " each image"
@@ -37,7 +37,7 @@ MULTI_LABEL = (
 
 
 class Columns(NamedTuple):
-    """Columns chosen by --image_column and --label_column. None detects the column by type and name."""
+    """Columns chosen by --image_column and --label_column. None means that the column is detected by type and name."""
 
     image: str | None = None
     label: str | None = None
@@ -49,12 +49,12 @@ BY_TYPE = Columns()
 class Table(NamedTuple):
     """Parquet file, arrow stream (.arrow), or rows loaded by `datasets`."""
 
-    where: str  # name of the table in messages
+    where: str  # name of the table for messages
     content: "Path | pyarrow.Table"
 
     @contextmanager
     def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[..., Iterator[pyarrow.Array]]]]":
-        """Yield the schema and a function `read(column, n)` that yields the column in chunks of n values.
+        """Yield the schema, and a function `read(column, n)` that yields a column in chunks of n values.
 
         Raises:
             ValueError: pyarrow can't read the table. The message names the table.
@@ -91,8 +91,9 @@ class Table(NamedTuple):
 def parquet_files(root: Path) -> dict[str, list[Path]] | None:
     """List the parquet files of each split, in `root` or in one folder below it.
 
-    Splits are named by file (train-*.parquet and val-*, validation-*, valid-* or test-*.parquet) or by folder
-    (train/*.parquet and so on). Return None if there are no training files.
+    A file's name (train-*.parquet, and val-*, validation-*, valid-* or test-*.parquet) or folder
+    (train/*.parquet and so on) determines its split. The function returns None if there are no training
+    files.
     """
     candidates = [root, *(root / name for name in folder_names(root))]
     for files_of in (_named_files, _files_in_folders):
@@ -117,16 +118,16 @@ def _named_files(folder: Path, split: str) -> list[Path]:
 
 
 def _files_in_folders(folder: Path, split: str) -> list[Path]:
-    """Return the parquet files in the folder of a split, or [] if that folder contains folders.
+    """Return the parquet files in a split folder, or [] if the split folder contains folders.
 
-    Class folders may lie next to a parquet file.
+    A split folder with class folders may also contain an unrelated parquet file.
     """
     name = split_folders(folder).get(split)
     return sorted((folder / name).glob("[!.]*.parquet")) if name and not folder_names(folder / name) else []
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
-    """List the data files written by `save_to_disk` of `datasets` for each split; None for other folders."""
+    """Return each split's data files as written by `save_to_disk` of `datasets`, or None for other folders."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         folders = {"train": root}
     elif (root / "dataset_dict.json").is_file():
@@ -147,7 +148,7 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
 def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     """Load `cifar10` or `hub:OWNER/NAME[:CONFIG]`, and return the `datasets.Dataset` of each split.
 
-    `datasets` downloads the data once and keeps it in its cache.
+    `datasets` downloads the data once and keeps the data in its own cache.
 
     Raises:
         ValueError: The name is invalid, or the data can't be loaded.
@@ -166,7 +167,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
 
     try:
         return run_with_heartbeat(load, beat)
-    except Exception as error:  # no network, no disk space, access denied: too many exceptions to list
+    except Exception as error:  # too many types to list, for example no network, no disk space or access denied
         reason = " ".join(next(filter(None, (*problem, str(error), type(error).__name__))).split())
         more = " ..." if len(reason) > 300 else ""
         raise ValueError(
@@ -184,8 +185,8 @@ def write_tables(
 ) -> tuple[str, ...]:
     """Store the labels and encoded images of the splits in a cache folder. Return the class names.
 
-    All labels are checked before any image is read. A test split without labels is not stored. Memory use is
-    one row group plus the labels.
+    All labels are checked before any image is read. A test split without labels is not stored. The function
+    holds one row group and all labels in memory.
     """
     classes, labels = read_labels(splits, columns, beat)
     for split, (numbers, rows) in labels.items():
@@ -205,16 +206,17 @@ class Labels(NamedTuple):
 def read_labels(
     splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
 ) -> tuple[tuple[str, ...], dict[str, Labels]]:
-    """Read the class names, and the labels of each split.
+    """Read the class names and the labels of each split.
 
-    Without class names in the files, the classes are the sorted distinct labels of train. A split "test" with
-    only -1 or null as labels is left out: data sets on the hub hide labels in this way.
+    If the files contain no class names, the classes are the sorted distinct labels of the training split. A
+    test split whose labels are all -1 or null is ignored, because data sets on the hub hide labels in this
+    way.
 
     Raises:
         ValueError: A label belongs to no class, or labels or class names differ in type between splits.
     """
     columns, names, rows = dict[str, _Column](), {}, {}
-    with (first := splits["train"][0]).open() as (schema, _):  # choose one column for all files
+    with (first := splits["train"][0]).open() as (schema, _):  # all files use the same label column
         chosen = chosen._replace(label=label_column(schema, chosen, first.where))
     for split, tables in splits.items():
         column, split_classes, counts = _read_split(split, tables, chosen, beat)
@@ -245,7 +247,7 @@ def read_labels(
                 f" of range for {len(split_classes)} classes ({is_unknown.sum():,} such rows)"
             )
         check_known(where, f"the split {split}", {str(name_of[v]) for v in column.values}, map(str, train))
-        # Identical lists of names are not looked up, because a name may occur twice.
+        # If the lists of names are identical, labels are used as they are, because a name may occur twice.
         is_same = bool(names[split]) and split_classes == train
         numbers = np.array([value if is_same else number[name_of[value]] for value in column.values])
         labels[split] = Labels(numbers[column.codes], rows[split])
@@ -253,7 +255,7 @@ def read_labels(
 
 
 class _Column(NamedTuple):
-    """Column of labels."""
+    """Column of labels, stored as codes of its distinct values."""
 
     values: list[Any]  # distinct values
     codes: np.ndarray  # index of each row's value in `values`, int32 [N]
@@ -265,8 +267,8 @@ def _read_split(
     """Read the labels of a split.
 
     Returns:
-        The column of labels (int or str), the class names (empty if the files contain none), and the name and
-        number of rows of each table.
+        The column of labels (int or str), the class names (empty if the files contain no names), and the name
+        and number of rows of each table.
 
     Raises:
         ValueError: A label is missing or has another type, or the class names differ between tables.
@@ -293,9 +295,9 @@ def _read_split(
 
 
 def _codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
-    """Return the code of each row's value, int32 [n], with -1 for null. New values are added to `code_of`.
+    """Return the code of each row's value, int32 [n], with -1 for null. Add codes for new values to `code_of`.
 
-    Python handles each distinct value only once, so that 30 million rows take one second.
+    Python code runs only once per distinct value, so 30 million rows take one second.
 
     Raises:
         ValueError: The values are not labels.
@@ -321,11 +323,11 @@ class TableImage(NamedTuple):
     """Image in a table."""
 
     content: bytes
-    name: str  # path in the hub's struct; "" without one
+    name: str  # path in the hub's Image struct, or ""
 
 
 def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
-    """Yield the images of a column that contains the hub's Image structs or plain binary."""
+    """Yield the images of a column that contains the hub's Image structs or binary values."""
     for table in tables:
         with table.open() as (schema, read):
             row = 0
@@ -336,7 +338,7 @@ def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterat
 
 
 def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableImage]:
-    """Return the bytes and names of consecutive images. Rows loaded by `datasets` may refer to cached files.
+    """Return the bytes and names of consecutive images. Rows from `datasets` may refer to cached files.
 
     Args:
         column: Column of the images.
@@ -361,7 +363,7 @@ def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableI
 
 
 def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
-    """Check whether a type is binary or the hub's struct of an image."""
+    """Check whether a type is binary or the hub's Image struct."""
     import pyarrow as pa
 
     if pa.types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
@@ -373,7 +375,7 @@ def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
 
 
 def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
-    """Return the column of images: the chosen column, img or image, or the only column with images."""
+    """Return the image column, which is the chosen column, img or image, or the only column with images."""
     features = _features(schema, where)
     candidates = [
         field.name
@@ -385,11 +387,11 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
 
 
 def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
-    """Return the column of labels.
+    """Return the label column.
 
-    The order of preference is: the chosen column; label or fine_label; the only column with class names; the
-    only column in OTHER_LABEL_COLUMNS; the
-    only column of integers, strings (also dictionary-encoded) or booleans.
+    The preference is, in this order: the chosen column, a column named label or fine_label, the only column with
+    class names, the only column named in OTHER_LABEL_COLUMNS, and the only column of integers, strings (including
+    dictionary-encoded strings) or booleans.
     """
     import pyarrow as pa
 
@@ -416,18 +418,18 @@ def chosen_column(
     candidates: list[str],
     where: str,
 ) -> str:
-    """Return the chosen column, the first usual name in the table, or the only candidate.
+    """Return the chosen column, the first column with a usual name, or the only candidate.
 
     Args:
         names: All columns of the table.
-        content: Content of the column, "image" or "label".
-        chosen: Column chosen by a flag, or None or "".
-        usual: Usual names, in order of preference.
+        content: Content of the column, which is "image" or "label".
+        chosen: Column chosen by a flag. None or "" means that no column was chosen.
+        usual: Usual column names, in order of preference.
         candidates: Columns with suitable content.
         where: Name of the table for messages.
 
     Raises:
-        ValueError: The table lacks the chosen column, or the choice is ambiguous.
+        ValueError: The table lacks the chosen column, or not exactly one column is a candidate.
     """
     if chosen and chosen not in names:
         raise ValueError(f"--{content}_column {chosen}: {where} has only {some_of(names)}")
@@ -441,7 +443,7 @@ def chosen_column(
 
 
 def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
-    """Return the features that `datasets` stores in the schema's metadata, by column; {} without them."""
+    """Return the features in the schema's metadata (written by `datasets`) by column, or {} without features."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = (metadata.get("info") or {}).get("features") or {}
