@@ -137,7 +137,7 @@ class ShardCache:
             os.close(lock)
 
     def _fetch(self, shard: Shard, stop: threading.Event) -> None:
-        """Download a shard under a temporary name, verify it, and rename it. The caller holds the shard's lock."""
+        """Download and verify a shard under a temporary name, and rename it. The caller holds the lock."""
 
         def beat() -> None:
             if stop.is_set():
@@ -158,7 +158,7 @@ class ShardCache:
         )
 
     def _make_room(self, shard: Shard, part: Path, stop: threading.Event) -> None:
-        """Free space for a shard, and reserve it by creating a .part file. The caller holds the shard's lock."""
+        """Free space for a shard, and reserve it by creating a .part file. The caller holds the lock."""
         end_s = time.monotonic() + NO_ROOM_S
         while True:
             with open(self.locks / ".room", "w") as file:

@@ -135,10 +135,10 @@ def check_inputs(recipe: ImageRecipe) -> int:
     A thread lists the files of the data. A later call of find_source() uses the thread's result.
 
     Returns:
-        0.
+        Always 0.
 
     Raises:
-        ValueError: The weights do not exist, or the data can't be used and the listing ended in time.
+        ValueError: The weights do not exist, or a listing that ended in time shows that the data can't be used.
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")

@@ -112,7 +112,7 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
         )
     exact = sizes * target / count
     shares = np.minimum(exact.astype(np.int64), spare)
-    while (missing := target - shares.sum()) > 0:  # add an image to each of the classes furthest below their share
+    while (missing := target - shares.sum()) > 0:  # add images of the classes furthest below their share
         open_classes = np.flatnonzero(shares < spare)
         order = np.argsort(shares[open_classes] - exact[open_classes], kind="stable")
         shares[open_classes[order[:missing]]] += 1
@@ -133,7 +133,7 @@ class ArraySplit(Shuffled):
     def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
-        self.rows = None if part.file is None else np.load(part.file)  # rows of the array that belong to the split; None means all rows
+        self.rows = None if part.file is None else np.load(part.file)  # rows of the split; None means all
         self._resident: dict[torch.device, Tensor | None] = {}
 
     def names(self) -> NameOf:
@@ -209,7 +209,7 @@ class ArraySplit(Shuffled):
         return send(images, device)
 
     def _move(self, device: torch.device) -> Tensor | None:
-        """Return the images on a CUDA device, or None if they exceed a quarter of the device's free memory."""
+        """Return the images on a CUDA device, or None if they exceed a quarter of its free memory."""
         size = len(self) * self.images.strides[0]
         if device.type == "cuda" and size <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
@@ -281,7 +281,7 @@ class EncodedSplit(Shuffled):
 
 
 class FileSplit(EncodedSplit):
-    """Split of encoded images in a cache folder or in files, which differ in size or do not fit into memory."""
+    """Split of encoded images (in a cache folder or files) that differ in size or do not fit into memory."""
 
     def __init__(self, folder: Path, part: SplitPart, skip: bool = False):
         super().__init__(len(part.labels))
@@ -342,7 +342,7 @@ class ShardSplit(EncodedSplit):
         share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
         self.evaluated_share = 1.0 if evaluated_split else share
         files = (cache.path(shard.file) if cache else Path(location) / shard.file for shard in self.shards)
-        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))  # called with a file of ids
+        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))  # takes an ids_file
         self.open = partial(self.open_images, part.file)
 
     def check(self, batch: Batch) -> None:
@@ -360,7 +360,7 @@ class ShardSplit(EncodedSplit):
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """Return the maximum total size of the shards that a host reads at once in training and evaluation."""
+        """Return the maximum size of all shards that a host reads at once in training and evaluation."""
         assert isinstance(self.samples, Streamed)
         streams = self.samples.streams * processes_per_host() // batch.processes
         steps = math.ceil(in_flight(self.workers) / batch.accumulations)

@@ -37,7 +37,7 @@ MULTI_LABEL = (
 
 
 class Columns(NamedTuple):
-    """Columns chosen by --image_column and --label_column. None means that the column is detected by type and name."""
+    """Columns chosen by --image_column and --label_column. None detects the column by type and name."""
 
     image: str | None = None
     label: str | None = None
@@ -127,7 +127,7 @@ def _files_in_folders(folder: Path, split: str) -> list[Path]:
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
-    """Return each split's data files as written by `save_to_disk` of `datasets`, or None for other folders."""
+    """Return each split's data files written by `datasets`' `save_to_disk`, or None for other folders."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         folders = {"train": root}
     elif (root / "dataset_dict.json").is_file():
@@ -167,7 +167,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
 
     try:
         return run_with_heartbeat(load, beat)
-    except Exception as error:  # too many types to list, for example no network, no disk space or access denied
+    except Exception as error:  # too many types to list, for example no network or no disk space
         reason = " ".join(next(filter(None, (*problem, str(error), type(error).__name__))).split())
         more = " ..." if len(reason) > 300 else ""
         raise ValueError(
@@ -295,7 +295,7 @@ def _read_split(
 
 
 def _codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
-    """Return the code of each row's value, int32 [n], with -1 for null. Add codes for new values to `code_of`.
+    """Return the code of each row's value, int32 [n], or -1 for null. Add new values to `code_of`.
 
     Python code runs only once per distinct value, so 30 million rows take one second.
 
@@ -389,9 +389,9 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
 def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     """Return the label column.
 
-    The preference is, in this order: the chosen column, a column named label or fine_label, the only column with
-    class names, the only column named in OTHER_LABEL_COLUMNS, and the only column of integers, strings (including
-    dictionary-encoded strings) or booleans.
+    In order of preference, this is the chosen column, a column named label or fine_label, the only column
+    with class names, the only column named in OTHER_LABEL_COLUMNS, or the only column of integers, strings
+    (including dictionary-encoded strings) or booleans.
     """
     import pyarrow as pa
 
@@ -443,7 +443,7 @@ def chosen_column(
 
 
 def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
-    """Return the features in the schema's metadata (written by `datasets`) by column, or {} without features."""
+    """Return the features that `datasets` stores in the schema's metadata, by column, or {} if there are none."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = (metadata.get("info") or {}).get("features") or {}

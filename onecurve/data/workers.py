@@ -33,7 +33,7 @@ from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
 
 PREFETCHED = 4  # micro-batches per worker
-ADVICE = {  # advice for a broken image in training (True) or evaluation (False)
+ADVICE = {  # advice about a broken image in training (True) or evaluation (False)
     True: ". To train without it, add --on_bad_image skip",
     False: ". Evaluations include every image and skip none. Repair it at its source",
 }
@@ -50,7 +50,7 @@ class MicroBatch(NamedTuple):
 
 
 Item = TypeVar("Item")
-# Crops uint8 [b, size, size, 3]; errors by sample id; error of the batch; cause of the worker's first retry
+# Crops uint8 [b, size, size, 3], errors by sample id, error of the batch, cause of the worker's first retry
 Crops = tuple[Tensor, dict[int, str], str, str]
 
 
@@ -69,26 +69,28 @@ def decoded(
     crop: Crop = IMAGENET_CROP,
     crop_scale: tuple[float, ...] = CROP_SCALE,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of decoded and cropped images, size x size, in the order of the plan.
+    """Yield micro-batches of decoded images, cropped to size x size, in the order of the plan.
 
     Args:
-        open_images: Function that opens the images. Each worker calls it, so its pickle must be small.
+        open_images: Function that opens the images. Each worker receives a pickle of the function, which must
+            be small.
         labels: Labels of all samples, int64 [N].
-        plan: Epochs and sample ids of the micro-batches.
-        device: Device of the results.
-        train: Whether to use random resized crops instead of the crop for evaluation.
+        plan: Epoch and sample ids of each micro-batch.
+        device: Device of the micro-batches.
+        train: Whether to use random resized crops instead of the evaluation crop.
         size: Height and width of the crops in pixels.
         seed: Seed of the random crops and flips.
         workers: Number of processes that decode. 0 decodes in this process.
-        skip: Whether the next intact image of the micro-batch replaces a broken image.
+        skip: Whether to replace a broken image with the next intact image of the micro-batch.
         flip: Whether to mirror half of the images, chosen at random.
-        crop: Crop for evaluation. Random crops use its interpolation.
-        crop_scale: Smallest and largest area of a random crop, as fractions of the image's area.
+        crop: Crop for evaluation. Random crops use the same interpolation.
+        crop_scale: Minimum and maximum area of a random crop, as fractions of the image's area.
 
     Raises:
         ValueError: An image is broken and `skip` is False, or no image of a micro-batch can be decoded.
     """
-    # The loader reads ahead in the plan for its workers. This loop reads each item with its images.
+    # The loader reads ahead in one copy of the plan to supply its workers. The loop below reads the other
+    # copy, one item per finished micro-batch.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
         _Crops(open_images, train, size, seed, skip, crop, crop_scale),
@@ -128,7 +130,7 @@ def skipped() -> list[int]:
 
 
 def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
-    """Yield the loader's batches. Closing the generator ends the workers.
+    """Yield the loader's batches. Closing the generator ends the worker processes.
 
     Raises:
         ValueError: A worker was killed.
@@ -137,8 +139,8 @@ def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
         is_exit = "exited unexpectedly" in str(error)
-        # The worker announced a batch and died, and torch requested the batch before it detected the death.
-        # Errors that begin with "Caught" come from living workers.
+        # The batch is lost if a worker announced the batch and died, and torch requested the batch before
+        # detecting the death. Errors that begin with "Caught" come from workers that are alive.
         is_lost_batch = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
         if not (is_exit or is_lost_batch):
             raise
@@ -147,12 +149,12 @@ def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
 
 
 def in_flight(workers: int) -> int:
-    """Return the number of items of the plan that a DataLoader holds at once."""
+    """Return the number of plan items that a DataLoader processes at once."""
     return max(1, PREFETCHED * workers)
 
 
 class _Crops(Dataset):
-    """Crops of each item of the plan, computed by a worker. Its pickle is small, as images stay on disk."""
+    """Data set whose items are the crops of one micro-batch. Its pickle is small, because images stay on disk."""
 
     def __init__(
         self,
@@ -171,16 +173,16 @@ class _Crops(Dataset):
     def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
         """Return the crops of an item, or an error.
 
-        An error is a string, because torch would wrap an exception in a worker's traceback. Crops are sent
-        through shared memory, and everything else is small. A pipe transfers up to 4 KiB atomically, so a
-        killed worker never leaves a partial answer that the trainer would wait for.
+        Errors are returned as strings, because torch would wrap an exception in a worker's traceback. Crops
+        are sent through shared memory, so the rest of the answer is small. A pipe transfers up to 4 KiB
+        atomically, so a killed worker never leaves a partial answer for which the trainer would wait.
 
         Args:
             item: Epoch and sample ids, int64 [b].
 
         Returns:
-            Crops uint8 [b, size, size, 3], errors of broken images by sample id, the error of the item (""
-            without an error), and the cause of the worker's first retried read.
+            The crops, uint8 [b, size, size, 3]; the errors of broken images by sample id; the error of the
+            whole item, or ""; and the cause of the worker's first retried read.
         """
         epoch, ids = item
         self.images = self.images or self.open_images()
@@ -215,7 +217,7 @@ class _Crops(Dataset):
 
 
 def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
-    """Return the index of the image that each position shows, int64 [b].
+    """Return the index of the image to use at each position of the micro-batch, int64 [b].
 
     A broken image is replaced with the next intact image. The search wraps around at the end.
     """
@@ -224,18 +226,18 @@ def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
 
 
 def _share(crops: Tensor, ahead: int) -> str:
-    """Move crops to shared memory. Return the error, or "".
+    """Move crops to shared memory. Return the error message, or "" if there is no error.
 
-    Without this, the queue's thread would only print the error, and the trainer would wait forever.
+    Without this function, the queue's thread would only print the error, and the trainer would wait forever.
 
     Args:
         crops: Crops of one micro-batch.
-        ahead: Number of micro-batches that all workers of a process prefetch, for the message.
+        ahead: Total number of micro-batches that a process's workers prefetch, for the message.
     """
     try:
         crops.share_memory_()
     except RuntimeError as error:
-        # Texts of torch 2.15 and torch 2.11
+        # Error messages of torch 2.15 and torch 2.11
         if "No space left" not in str(error) and "allocate shared memory" not in str(error):
             raise
         return (
@@ -251,29 +253,29 @@ FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
-    """Return the multiprocessing context that starts workers through a fork server.
+    """Return the multiprocessing context of a fork server that starts the workers.
 
-    Forking this process would copy its sockets, and locks that threads of the process group, CUDA or
+    Forking this process would copy its sockets, and also locks that threads of the process group, CUDA or
     telemetry may hold at that moment. Spawning would import the script and torch once per worker and epoch.
-    The fork server imports once, runs none of our threads, and forks.
+    The fork server imports modules once, runs none of our threads, and forks each worker.
     """
     atexit.register(_kill_workers)
-    # A worker runs the script's top level again, because Python 3.11's server does not preload "__main__".
-    # This is fast once the server has imported the script's modules.
+    # Each worker runs the script's top-level code again, because Python 3.11's server does not preload
+    # "__main__". This is fast if the server has already imported the modules that the script uses.
     values = list(vars(sys.modules["__main__"]).values())
     names = [v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", None) for v in values]
     modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
     context = multiprocessing.get_context("forkserver")
-    # A library that can't be loaded would end the server.
+    # The server would exit if it preloaded a library that can't be loaded.
     codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
     context.set_forkserver_preload(["onecurve.data.workers", *codec, *modules])
-    # Python 3.11 does not pass sys.path to the server. Without it, the server can't import a script that was
-    # started from another folder.
+    # Python 3.11 does not pass sys.path to the server. Without PYTHONPATH, the server can't import a script
+    # that was started from another folder.
     python_path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # The server and its workers inherit the mask, so that a signal to the process group can't end a worker
-    # while it starts.
-    multiprocessing.resource_tracker.ensure_running()  # before the mask is set, because it unblocks signals
+    # The server and its workers inherit the signal mask, so that a signal to the process group can't end a
+    # worker that is still starting.
+    multiprocessing.resource_tracker.ensure_running()  # must precede the mask, because this call unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()
@@ -287,9 +289,9 @@ def _forkserver() -> multiprocessing.context.BaseContext:
 
 
 def _kill_workers() -> None:
-    """Kill workers that still run at exit, because the traceback of an error still refers to the batches.
+    """Kill workers that are still running at exit because an error's traceback still refers to the batches.
 
-    multiprocessing would send SIGTERM, which workers ignore, and wait forever.
+    Otherwise, multiprocessing would send SIGTERM, which workers ignore, and wait for them forever.
     """
     for process in multiprocessing.active_children():
         if process.daemon:
@@ -297,9 +299,10 @@ def _kill_workers() -> None:
 
 
 def _start_worker(_: int) -> None:
-    """Make a worker ignore signals to the process group, and exit when the trainer exits or is killed.
+    """Make a worker ignore signals to the process group, and exit after the trainer exits or is killed.
 
-    torch's watchdog only checks the worker's parent, which is the fork server and stays alive.
+    torch's watchdog does not help, because it only checks the worker's parent, the fork server, which stays
+    alive.
     """
     trainer = multiprocessing.parent_process()
     assert trainer is not None
@@ -308,7 +311,8 @@ def _start_worker(_: int) -> None:
         trainer.join()
         os._exit(1)
 
-    # Sending fails with too many open files or a full /tmp. The trainer detects that the worker has ended.
+    # Sending fails if too many files are open or /tmp is full. The worker then exits, and the trainer detects
+    # the exit.
     on_unsent(_end_unsent)
     for number in FOR_THE_TRAINER:
         signal.signal(number, signal.SIG_IGN)
@@ -324,17 +328,17 @@ def _end_unsent(error: Exception, _) -> None:
 
 
 class Preprocessing(NamedTuple):
-    """Conversion of a picture to the model's input."""
+    """Settings for converting a picture to the model's input."""
 
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    is_cropped: bool  # True uses `crop`; False resizes the whole picture
+    is_cropped: bool  # True applies `crop`; False resizes the whole picture
     crop: Crop = IMAGENET_CROP
 
 
 class Pictures(Dataset[tuple[int, Tensor | str]]):
-    """Model inputs of pictures, float32 [3, S, S], or the error of a picture that can't be read."""
+    """Data set of model inputs, float32 [3, S, S]. The item of an unreadable picture is an error message."""
 
     def __init__(self, files: Sequence[str], preprocessing: Preprocessing):
         self.files, self.preprocessing = files, preprocessing
@@ -355,17 +359,17 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
 
 
 class PictureBatch(NamedTuple):
-    """Model inputs of some pictures, and the errors of the remaining pictures."""
+    """Model inputs of the readable pictures in a batch, and error messages for the unreadable pictures."""
 
     ids: np.ndarray  # int64 [b]
     inputs: Tensor  # float32 [b, 3, S, S]
-    broken: list[tuple[int, str]]  # ids and errors
+    broken: list[tuple[int, str]]  # ids and error messages
 
 
 def picture_batches(
     pictures: Pictures, ids: Sequence[int], size: int, workers: int
 ) -> Iterator[PictureBatch]:
-    """Yield batches of up to `size` pictures in the order of ids, decoded by `workers` processes."""
+    """Yield batches of up to `size` pictures in the order of `ids`. `workers` processes decode the pictures."""
     batches = [list(ids[k : k + size]) for k in range(0, len(ids), size)]
     options: dict[str, Any] = {"worker_init_fn": _start_worker} if workers else {}
     loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)

@@ -1,4 +1,5 @@
-"""A function for each private name of another library that the project uses or replaces.
+"""Wrappers for private names of other libraries that the project uses or replaces.
 
-tests/test_upstream.py fails when a library no longer needs a function. Start reading in torch_.py.
+tests/test_upstream.py fails when a new version of a library makes a wrapper unnecessary. Start reading in
+torch_.py.
 """

@@ -7,8 +7,8 @@ from typing import Any
 def cache_package_lookups() -> None:
     """Look up each optional package once per process.
 
-    Otherwise, each optimizer step looks up LOMO's package twice (accelerate #2695). Each lookup makes Python
-    search all folders of its path, which takes 33 us.
+    Otherwise, each optimizer step looks up LOMO's package twice (accelerate #2695). Each lookup takes 33 us,
+    because Python searches all folders in sys.path.
     """
     import functools
 
@@ -18,10 +18,10 @@ def cache_package_lookups() -> None:
 
 
 def print_where(is_first: Callable[[], bool]) -> None:
-    """Let accelerator.print and trackers write only in processes in which is_first() returns True.
+    """Make accelerator.print and trackers write only in processes where is_first() returns True.
 
-    Otherwise, every process with LOCAL_RANK 0 writes. On a host whose processes see one GPU each, LOCAL_RANK
-    is 0 in all processes.
+    Otherwise, every process with LOCAL_RANK 0 writes. On a host where each process sees only one GPU,
+    LOCAL_RANK is 0 in all processes.
     """
     from accelerate import PartialState
 
@@ -29,10 +29,10 @@ def print_where(is_first: Callable[[], bool]) -> None:
 
 
 def skip_deepspeed_import() -> None:
-    """Report to Accelerate that DeepSpeed is not installed, in a job that does not use it.
+    """Make Accelerate treat DeepSpeed as not installed, for jobs that do not use DeepSpeed.
 
-    Otherwise, Accelerate imports DeepSpeed to check whether FSDP's model is a DeepSpeed engine, which takes 2
-    s in each process.
+    Otherwise, Accelerate imports DeepSpeed to check whether FSDP's model is a DeepSpeed engine. The import
+    takes 2 s in each process.
     """
     from accelerate.utils import other
 
@@ -40,9 +40,9 @@ def skip_deepspeed_import() -> None:
 
 
 def skip_dtensor_import() -> None:
-    """Report to Accelerate that no parameter is a DTensor, in a job without FSDP.
+    """Make Accelerate assume that no parameter is a DTensor, for jobs without FSDP.
 
-    Otherwise, prepare() imports DTensor in each process, which takes 1 s.
+    Otherwise, prepare() imports DTensor. The import takes 1 s in each process.
     """
     from accelerate import accelerator
 
@@ -50,9 +50,9 @@ def skip_dtensor_import() -> None:
 
 
 def scale_loss_on_cpu(accelerator: Any) -> None:
-    """Enable fp16 autocast and a loss scaler on the CPU. Accelerate enables them only on GPUs.
+    """Enable fp16 autocast and a loss scaler on the CPU. Accelerate enables these only on GPUs.
 
-    Otherwise, fp16 on a CPU would silently compute in fp32.
+    Otherwise, fp16 training on a CPU would silently compute in fp32.
     """
     import torch
 
@@ -60,7 +60,7 @@ def scale_loss_on_cpu(accelerator: Any) -> None:
 
 
 def set_backend(backend: str, distributed_type: Any) -> None:
-    """Make Accelerate use the given torch.distributed backend and type of job.
+    """Make Accelerate use the given torch.distributed backend and distributed type.
 
     On a host without a GPU, Accelerate would choose no backend, and each process would be a separate job.
     """
@@ -72,7 +72,7 @@ def set_backend(backend: str, distributed_type: Any) -> None:
 def set_device_to_cpu() -> None:
     """Make the CPU the device of each process.
 
-    Otherwise, Accelerate looks for the GPU with number LOCAL_RANK as soon as a group exists.
+    Otherwise, Accelerate selects the GPU with index LOCAL_RANK as soon as a process group exists.
     """
     import torch
     from accelerate import PartialState
@@ -86,7 +86,7 @@ def set_device_to_cpu() -> None:
 def launch_arguments(words: list[str]) -> tuple[Any, Any]:
     """Return the arguments of `accelerate launch WORDS` and the content of its config file.
 
-    The config file's values complete the arguments. The command has no public function that reads its config
+    The arguments include the config file's values. Accelerate has no public function that reads the config
     file without starting the job.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -96,10 +96,10 @@ def launch_arguments(words: list[str]) -> tuple[Any, Any]:
 
 
 def block_names(model: Any) -> tuple[str, ...]:
-    """Return the names of the classes that FSDP wraps one by one; () if the model names none.
+    """Return the names of the classes that FSDP wraps individually, or () if the model does not list any.
 
     Accelerate's wrap policy reads the attribute `_no_split_modules`, which is a convention of Transformers.
-    Without the attribute, each FSDP config would have to name the classes and would fail for every other
-    model.
+    Without the attribute, each FSDP config would have to list the classes of one model, and would fail for
+    all other models.
     """
     return tuple(getattr(model, "_no_split_modules", None) or ())

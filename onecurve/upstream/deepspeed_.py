@@ -1,7 +1,7 @@
 """Private names of DeepSpeed, and replaced behaviour. Seen in deepspeed 0.19.8.
 
-ZeRO's optimizers also have undocumented names without an underscore, such as bit16_groups and
-fp32_partitioned_groups_flat. onecurve/distributed/layout.py reads these.
+ZeRO's optimizers also have undocumented attributes without a leading underscore, such as bit16_groups and
+fp32_partitioned_groups_flat. onecurve/distributed/layout.py reads these attributes.
 """
 
 import importlib
@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Functions that compare ranks. A fake process group can't answer them.
+# Functions that compare values between ranks, which does not work in a fake process group.
 COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 
 
 def use_gloo() -> None:
-    """Make DeepSpeed exchange CPU tensors over gloo instead of through its shared-memory operator.
+    """Make DeepSpeed exchange CPU tensors over gloo instead of using its shared-memory operator.
 
-    DeepSpeed compiles the operator at first use. A killed build leaves a lock that blocks the next build
-    (pytorch #189245).
+    DeepSpeed compiles this operator on first use. A build that is killed leaves a lock behind, which blocks
+    the next build (pytorch #189245).
     """
     import deepspeed
 
@@ -28,7 +28,7 @@ def use_gloo() -> None:
 def allow_fp16_on_cpu() -> None:
     """Make DeepSpeed accept fp16 on every CPU.
 
-    Otherwise, DeepSpeed refuses CPUs where fp16 is slow, although torch supports fp16 on all CPUs.
+    Otherwise, DeepSpeed refuses fp16 on CPUs where it is slow, although torch supports fp16 on all CPUs.
     """
     import deepspeed
 
@@ -38,8 +38,8 @@ def allow_fp16_on_cpu() -> None:
 def import_muon() -> None:
     """Import DeepSpeed's Muon without compiling it.
 
-    DeepSpeed checks every optimizer for Muon. Muon's module calls torch.compile on import, which takes 5 s in
-    each process.
+    DeepSpeed imports Muon's module to check the type of every optimizer. The module calls torch.compile on
+    import, which takes 5 s in each process.
     """
     from deepspeed.runtime import compiler
 
@@ -64,17 +64,17 @@ def _is_shown(record: logging.LogRecord) -> bool:
 def allow_smallest_scale(zero: Any) -> None:
     """Let fp16's loss scale stay at its minimum.
 
-    Otherwise, ZeRO's optimizer raises an Exception there. Run instead reports a loss that is not finite in
-    one line.
+    Otherwise, ZeRO's optimizer raises an Exception at the minimum. In this project, Run reports a non-finite
+    loss in one line instead.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
 
 
 def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
-    """Call report() where ZeRO's optimizer would skip a step because a gradient is not finite.
+    """Call report() whenever ZeRO's optimizer would skip a step because a gradient is not finite.
 
-    Otherwise, DeepSpeed silently skips steps in bf16 and fp32 (DeepSpeed #8415). All processes detect this
-    together.
+    Otherwise, DeepSpeed silently skips such steps in bf16 and fp32 (DeepSpeed #8415). All processes detect
+    the overflow in the same step.
     """
     update_scale = zero._update_scale
 
@@ -87,10 +87,10 @@ def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
-    """Return this process's fragment of a parameter under ZeRO-1 and ZeRO-2; None if it holds no part.
+    """Return this process's fragment of a parameter under ZeRO-1 or ZeRO-2, or None if it holds none.
 
-    The fragment is (start in the parameter, length, start in the flat partition of masters). DeepSpeed's
-    public functions read and write only whole parameters.
+    The fragment is (start in the parameter, length, start in the flat partition of the master weights).
+    DeepSpeed's public functions read and write only whole parameters.
     """
     if (mapping := parameter._hp_mapping) is None:
         return None
@@ -99,17 +99,17 @@ def fragment(parameter: Any) -> tuple[int, int, int] | None:
 
 
 def partition_rank(zero: Any, parameter: Any) -> int:
-    """Return the index of this process's part among the equal parts of a ZeRO-3 parameter.
+    """Return the index of the equal part of a ZeRO-3 parameter that this process holds.
 
-    The index equals the rank, except in a config with secondary partitions.
+    The index equals the rank, unless the config uses secondary partitions.
     """
     return zero._get_param_partition_rank(parameter)
 
 
 def end_zero3_step(zero: Any, partitions: int) -> None:
-    """Repeat the end of a ZeRO-3 optimizer step, which copies the masters into the model.
+    """Copy the master weights into the model, like the end of a ZeRO-3 optimizer step.
 
-    DeepSpeed's safe_set_full_fp32_param does not update the weights of the next forward pass.
+    DeepSpeed's public safe_set_full_fp32_param does not update the weights that the next forward pass uses.
     """
     zero._partition_all_parameters()
     for i in range(partitions):
@@ -119,10 +119,10 @@ def end_zero3_step(zero: Any, partitions: int) -> None:
 
 
 def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
-    """Return fp16's loss scale and the steps since the last overflow; None without a dynamic scale.
+    """Return fp16's loss scale and the number of steps since the last overflow, or None if the scale is static.
 
-    DeepSpeed's checkpoints store these numbers as pickles. The project's checkpoints store the same two
-    numbers under every strategy.
+    DeepSpeed's checkpoints store the loss scaler as a pickle. The project's checkpoints store only these two
+    numbers, under every strategy.
     """
     if (scaler := _dynamic_scaler(zero)) is None:
         return None
@@ -144,9 +144,9 @@ def _dynamic_scaler(zero: Any) -> Any:
 def skip_comparisons() -> None:
     """Disable comparisons between ranks in all DeepSpeed modules.
 
-    plan.py's process has no other ranks, so no comparison could succeed.
+    plan.py simulates a job in a single process, where such comparisons can't succeed.
     """
-    import deepspeed.runtime.zero.partition_parameters  # load all users of these functions
+    import deepspeed.runtime.zero.partition_parameters  # imports all modules that use COMPARISONS
     import deepspeed.runtime.zero.stage3
 
     del deepspeed

@@ -1,4 +1,4 @@
-"""Private or replaced names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
+"""Private names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
 
 import sys
 import threading
@@ -9,8 +9,8 @@ from typing import Any
 def allow_large_texts() -> None:
     """Let Pillow read a PNG with a text or colour profile longer than 1 MiB.
 
-    Otherwise, Pillow refuses PNGs even if their images are small (Pillow #8363). The limit for all texts
-    together still applies.
+    Otherwise, Pillow refuses such a PNG even if the image itself is small (Pillow #8363). Pillow's limit for
+    the total length of all texts still applies.
     """
     from PIL import PngImagePlugin
 
@@ -18,10 +18,10 @@ def allow_large_texts() -> None:
 
 
 def use_hub_offline() -> None:
-    """Make huggingface_hub answer from its cache from now on.
+    """Make huggingface_hub use only its cache from now on.
 
-    huggingface_hub reads HF_HUB_OFFLINE only on import. Without this function, it tries five times for each
-    file of an unreachable hub.
+    huggingface_hub reads HF_HUB_OFFLINE only on import. Without this function, huggingface_hub tries to fetch
+    each file five times if the hub is unreachable.
     """
     from huggingface_hub import constants
 
@@ -29,19 +29,19 @@ def use_hub_offline() -> None:
 
 
 def is_tensorboard_writer(thread: threading.Thread | None) -> bool:
-    """Return True for the thread in which TensorBoard writes its file.
+    """Return True if the thread is TensorBoard's writer thread.
 
-    TensorBoard raises an error in this thread, and later again in the main thread. Unless the thread is
-    recognised, a full disk prints a second traceback.
+    When the disk is full, TensorBoard raises an error in this thread and later again in the main thread.
+    Recognising the thread avoids a second traceback.
     """
     return type(thread).__name__ == "_AsyncWriterThread"
 
 
 def import_evaluate(scratch: Path) -> Any:
-    """Import `evaluate` without transformers, and let it copy the modules that it loads to `scratch`.
+    """Import `evaluate` without transformers, and make `evaluate` copy the modules that it loads to `scratch`.
 
-    Otherwise, the copies go to a cache in the home folder, which may be read-only or contain another
-    process's incomplete copy. evaluate imports transformers for its pipelines, which takes 2 s.
+    Otherwise, `evaluate` writes the copies to a cache in the home folder, which may be read-only or contain
+    another process's incomplete copy. `evaluate` imports transformers for its pipelines, which takes 2 s.
     """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("transformers", None)

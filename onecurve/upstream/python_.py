@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def run_finalizers() -> None:
     """Run multiprocessing's finalizers, which os._exit skips.
 
-    Otherwise, Python's resource tracker warns about leaked semaphores of decoding processes.
+    Otherwise, Python's resource tracker warns about leaked semaphores of the DataLoader workers.
     """
     import multiprocessing.util
 
@@ -24,7 +24,7 @@ def on_unsent(report: Callable[[Exception, object], None]) -> None:
     """Call report(error, object) when a multiprocessing queue can't send an object.
 
     Otherwise, the queue's thread prints a traceback and drops the object, and the receiver waits forever
-    (pytorch #25691). CPython provides the method for this purpose, but typeshed lacks it.
+    (pytorch #25691). CPython provides the replaced method for this purpose, but typeshed does not declare it.
     """
     import multiprocessing.queues
 
@@ -34,7 +34,7 @@ def on_unsent(report: Callable[[Exception, object], None]) -> None:
 def main_threads_frame() -> FrameType | None:
     """Return the innermost frame of the main thread, as seen from another thread.
 
-    No public function shows where a thread hangs that does not return to Python.
+    No public function shows where a thread hangs while it is inside native code.
     """
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
@@ -42,6 +42,6 @@ def main_threads_frame() -> FrameType | None:
 def flag_names(parser: "argparse.ArgumentParser") -> Iterable[str]:
     """Return all flags of a parser, such as `--batch_size`.
 
-    argparse has no public list of flags. Without the list, an unknown flag would get no suggestion.
+    argparse has no public list of flags. The list is needed to suggest a similar flag when a flag is unknown.
     """
     return parser._option_string_actions

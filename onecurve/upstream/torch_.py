@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 class _Compiler(ModuleType):
     """Stand-in for torch._dynamo that imports the real module on first use.
 
-    The two functions that torch's optimizers call in each run do not count as use.
+    Calls of the two functions that torch's optimizers always use do not trigger the import.
     """
 
-    graph_break = staticmethod(lambda *_, **__: None)  # also does nothing in torch outside a compilation
+    graph_break = staticmethod(lambda *_, **__: None)  # torch's function does nothing outside a compilation either
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # inspect reads these names of every module
+        if name.startswith("__") and name != "__path__":  # inspect reads these attributes of every module
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -35,10 +35,10 @@ class _Compiler(ModuleType):
 
 
 def postpone_compiler() -> None:
-    """Let torch import its compiler, which takes seconds, only where something is compiled.
+    """Delay the import of torch's compiler, which takes seconds, until something is compiled.
 
-    Otherwise, an optimizer's first step imports torch._dynamo (pytorch #103952) for two functions that then
-    do nothing.
+    Otherwise, an optimizer's first step imports torch._dynamo (pytorch #103952) to call two functions that do
+    nothing outside a compilation.
     """
     import torch
 
@@ -50,7 +50,7 @@ def postpone_compiler() -> None:
 def allow_recompilations(limit: int) -> None:
     """Let Dynamo compile up to `limit` graphs per function.
 
-    Beyond its default limit of 8, a block would run uncompiled with only a warning.
+    Beyond Dynamo's default limit of 8, a block would run uncompiled, with only a warning.
     """
     import torch._dynamo
 
@@ -58,9 +58,9 @@ def allow_recompilations(limit: int) -> None:
 
 
 def draw_as_eager() -> None:
-    """Let compiled code draw the same random numbers as eager code.
+    """Make compiled code draw the same random numbers as eager code.
 
-    Otherwise, Inductor draws different numbers, so dropout differs from eager mode.
+    Otherwise, Inductor draws different random numbers, so dropout differs from eager mode.
     """
     import torch._inductor.config
 
@@ -70,7 +70,7 @@ def draw_as_eager() -> None:
 def has_cpp_compiler() -> bool:
     """Return True if Inductor finds a C++ compiler on this host.
 
-    Without this check, the first compiled step would fail with a traceback, after the job has started.
+    Without this check, a job would start and then fail with a traceback in its first compiled step.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -86,10 +86,10 @@ def has_cpp_compiler() -> bool:
 
 
 def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
-    """Move each tensor towards its target, with few kernels for all tensors.
+    """Interpolate each tensor linearly towards its target in place, with few kernels for all tensors.
 
-    torch 2.15 offers this in torch.foreach; torch 2.11 has only the private name. A loop would launch a
-    kernel per tensor.
+    torch 2.15 has a public function in torch.foreach, but torch 2.11 has only the private function. A loop
+    would launch one kernel per tensor.
     """
     import torch
 
@@ -97,21 +97,21 @@ def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
 
 
 def add_(tensors: "Tensors", number: float) -> None:
-    """Add a number to each tensor, with few kernels like lerp_()."""
+    """Add a number to each tensor in place. Like lerp_(), this launches few kernels."""
     import torch
 
     torch._foreach_add_(tensors, number)
 
 
 def multiply_(tensors: "Tensors", factor: "Tensor") -> None:
-    """Multiply each tensor by a factor on its device, with few kernels like lerp_()."""
+    """Multiply each tensor in place by a factor on the same device. Like lerp_(), this launches few kernels."""
     import torch
 
     torch._foreach_mul_(tensors, factor)
 
 
 def norms(tensors: "Tensors", order: float) -> tuple["Tensor", ...]:
-    """Return the norm of each tensor, with few kernels like lerp_()."""
+    """Return the norm of each tensor. Like lerp_(), this launches few kernels."""
     import torch
 
     return tuple(torch._foreach_norm(tensors, order))
@@ -120,7 +120,8 @@ def norms(tensors: "Tensors", order: float) -> tuple["Tensor", ...]:
 def has_bf16_instructions() -> bool:
     """Return True if this CPU computes in bf16 natively.
 
-    torch has no public function for this. Without it, rehearsals would train in bf16 where bf16 is emulated.
+    torch has no public function for this check. Without the check, rehearsals would train in bf16 on CPUs
+    that emulate bf16.
     """
     import torch
 
@@ -130,8 +131,8 @@ def has_bf16_instructions() -> bool:
 def batch_norm_class() -> Any:
     """Return the base class of torch's and timm's BatchNorm layers.
 
-    The class defines the forward method of the public classes, which numerics/batch_norm.py replaces. Their
-    only public base class is nn.Module.
+    This class defines the forward method that the public classes inherit and that numerics/batch_norm.py
+    replaces. The only public base class of the layers is nn.Module.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -144,16 +145,16 @@ def batch_norm_class() -> Any:
 def unscale_before_step(optimizer: Any) -> None:
     """Make the loss scaler divide the gradients before it calls the optimizer's step.
 
-    torch's fused optimizers would divide them in their kernel. Fused SGD then rounds differently from the
-    optimizer of a sharded model.
+    torch's fused optimizers would divide the gradients in their own kernel. Fused SGD would then round
+    differently from the optimizer of a sharded model.
     """
     optimizer._step_supports_amp_scaling = False
 
 
 def loss_scale(scaler: Any) -> tuple[float, int]:
-    """Return a torch.amp.GradScaler's scale, and the steps since its last overflow.
+    """Return the scale of a torch.amp.GradScaler and the number of steps since its last overflow.
 
-    The number of steps has only a private name, even in state_dict().
+    The number of steps has only a private key, even in state_dict().
     """
     state = scaler.state_dict()
     return state["scale"], state["_growth_tracker"]
@@ -170,7 +171,7 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
 def default_store() -> Any:
     """Return the store of the default process group.
 
-    Without it, ranks would need a second store with a separate port.
+    Without this function, ranks would need a second store with a separate port.
     """
     from torch.distributed import distributed_c10d
 
@@ -180,8 +181,9 @@ def default_store() -> Any:
 def set_default_group_timeout(timeout_s: int) -> None:
     """Set the default timeout of process groups that are created from now on.
 
-    DeepSpeed 0.19 clones the world group, and a DeviceMesh creates groups of its hosts (pytorch #119574).
-    Both use torch's defaults, 600 s for NCCL and 1,800 s for gloo, regardless of the first group's timeout.
+    DeepSpeed 0.19 clones the world group, and a DeviceMesh creates one group per host (pytorch #119574). The
+    new groups use torch's defaults (600 s for NCCL and 1,800 s for gloo), regardless of the first group's
+    timeout.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -191,8 +193,8 @@ def set_default_group_timeout(timeout_s: int) -> None:
 def flight_record() -> list[dict[str, Any]]:
     """Return the collectives in torch's flight recorders for gloo and NCCL.
 
-    torch's public settings only write them to a file at a timeout. Without this function, the report of a
-    hanging job can't name the collective that it waits for.
+    torch's public settings only write the collectives to a file after a timeout. Without this function, the
+    report of a hanging job can't name the collective that the job is waiting for.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -207,14 +209,14 @@ def flight_record() -> list[dict[str, Any]]:
 
 
 def leave_pool(device: int, pool: Any) -> None:
-    """End the allocator's part in a failed capture.
+    """Make the CUDA allocator leave the memory pool of a failed capture.
 
-    torch leaves the allocator in the state of a capture (pytorch #180395, #190348). Later tensors would then
-    be placed in the memory of a deleted graph.
+    Otherwise, the allocator remains in the state of a capture (pytorch #180395, #190348), and later tensors
+    are placed in the memory of a deleted graph.
     """
     import torch
 
-    with suppress(RuntimeError):  # it has already ended
+    with suppress(RuntimeError):  # the allocator has already left the pool
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
 
@@ -222,13 +224,13 @@ def leave_pool(device: int, pool: Any) -> None:
 def stop_timing(ddp: Any) -> None:
     """Make DDP stop timing its steps.
 
-    DDP times every hundredth step with events, which a capture does not allow.
+    DDP times every hundredth step with CUDA events, which are not allowed in a capture.
     """
     ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
 
 def reset_reducer(ddp: Any) -> None:
-    """Make DDP forget an unfinished backward pass, for example in a failed capture.
+    """Make DDP discard the state of an unfinished backward pass, for example in a failed capture.
 
     Otherwise, DDP's next forward pass raises an error about unreduced gradients.
     """
@@ -241,10 +243,10 @@ def can_reset_shards(model: Any) -> bool:
 
 
 def reset_shards(model: Any) -> None:
-    """Make FSDP2 forget the state that a failed capture left behind.
+    """Make FSDP2 discard the state that a failed capture left behind.
 
-    Otherwise, the next step waits for events of the capture, which no stream can do. The capture has computed
-    nothing, so waiting is unnecessary.
+    Otherwise, the next step waits for CUDA events of the capture, which is not possible in any stream. The
+    capture has computed nothing, so waiting is unnecessary.
     """
     context = model._get_fsdp_state()._comm_ctx
     context.all_gather_state = None

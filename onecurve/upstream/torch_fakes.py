@@ -1,7 +1,7 @@
-"""Private names of torch with which plan.py traces a step without devices. Seen in torch 2.11 and 2.15.0.
+"""Private names of torch that plan.py uses to trace a step without devices. Seen in torch 2.11 and 2.15.0.
 
-The trace uses torch's fake tensors, which have shapes but no contents. Each function here handles code that
-reads contents, or provides a private class that records a step.
+The trace uses torch's fake tensors, which have shapes but no contents. Each function in this module either
+handles code that reads contents or provides a private class that records a step.
 """
 
 from contextlib import AbstractContextManager
@@ -9,10 +9,9 @@ from typing import Any
 
 
 def fake_contents() -> AbstractContextManager[Any]:
-    """Return a mode with fake tensors whose contents read as 1.
+    """Return a mode in which reading the contents of a fake tensor returns 1.
 
-    torch's fake tensors raise an error when a number is read from them, for example for the norm of
-    gradients.
+    By default, a fake tensor raises an error when code reads a number from it, for example a gradient norm.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,7 +26,7 @@ def fake_contents() -> AbstractContextManager[Any]:
 
 
 def join_fake_group(processes: int) -> None:
-    """Make this process rank 0 of torch's fake process group, whose collectives return at once."""
+    """Join torch's fake process group as rank 0. Its collectives return immediately."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -35,7 +34,7 @@ def join_fake_group(processes: int) -> None:
 
 
 def skip_ddp_checks() -> None:
-    """Stop DDP's constructor from comparing and exchanging parameters, which would read contents."""
+    """Stop DDP's constructor from comparing and broadcasting parameters, which would read their contents."""
     from torch.nn.parallel import distributed
 
     distributed._verify_param_shape_across_processes = lambda *_, **__: True
@@ -45,7 +44,7 @@ def skip_ddp_checks() -> None:
 def read_ranks_of_meshes() -> None:
     """Let FSDP2 create its mesh outside the mode with fake tensors.
 
-    A mesh contains ranks, which are numbers that FSDP2 reads.
+    FSDP2 reads the ranks in the mesh, which is not possible in a fake tensor.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -60,10 +59,10 @@ def read_ranks_of_meshes() -> None:
 
 
 def hide_whole_shapes() -> None:
-    """Let DTensor ask operators for their results in a separate mode.
+    """Make DTensor compute the shapes of operator results in a separate mode.
 
-    DTensor asks with fake tensors of whole shapes. In the current mode, these tensors would count as this
-    process's memory.
+    DTensor computes these shapes with fake tensors of the full, unsharded shapes. In the current mode, these
+    tensors would count towards this process's memory.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -71,7 +70,7 @@ def hide_whole_shapes() -> None:
 
 
 def keep_first_buckets(ddp: Any) -> None:
-    """Make DDP keep the buckets of its first step, because creating new buckets reads contents."""
+    """Make DDP keep the buckets of its first step, because rebuilding buckets reads the contents of tensors."""
     ddp.reducer = _Reducer(ddp.reducer)
 
 
@@ -87,14 +86,14 @@ class _Reducer:
 
 
 def dispatch_mode() -> Any:
-    """Return the class of modes whose __torch_dispatch__ sees each operator. Only its package is private."""
+    """Return TorchDispatchMode, whose __torch_dispatch__ method sees each operator. Only its module is private."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the values in nested lists, tuples and dicts, in the order of torch's pytrees."""
+    """Return the leaves of nested lists, tuples and dicts, in the order of torch's pytrees."""
     from torch.utils._pytree import tree_leaves
 
     return tree_leaves(tree)
@@ -108,8 +107,9 @@ def memory_tracker() -> Any:
 
 
 def forget_peak(tracker: Any) -> None:
-    """Make a MemTracker restart its peak.
+    """Reset the peak of a MemTracker.
 
-    The public reset only forgets modules. A peak of larger images would otherwise persist.
+    The public reset method only discards modules, so the peak of an earlier trace with larger images would
+    persist.
     """
     tracker._peak_mem.clear()
