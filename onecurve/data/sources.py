@@ -138,7 +138,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
         Always 0.
 
     Raises:
-        ValueError: The weights do not exist, or a listing that ended in time shows that the data can't be used.
+        ValueError: The weights do not exist, or the listing has already shown that the data can't be used.
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")

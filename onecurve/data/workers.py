@@ -154,7 +154,7 @@ def in_flight(workers: int) -> int:
 
 
 class _Crops(Dataset):
-    """Data set whose items are the crops of one micro-batch. Its pickle is small, because images stay on disk."""
+    """Data set with one item per micro-batch. Its pickle is small, because the images stay on disk."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # The server and its workers inherit the signal mask, so that a signal to the process group can't end a
     # worker that is still starting.
-    multiprocessing.resource_tracker.ensure_running()  # must precede the mask, because this call unblocks signals
+    multiprocessing.resource_tracker.ensure_running()  # before the mask is set, because this call unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()
@@ -369,7 +369,7 @@ class PictureBatch(NamedTuple):
 def picture_batches(
     pictures: Pictures, ids: Sequence[int], size: int, workers: int
 ) -> Iterator[PictureBatch]:
-    """Yield batches of up to `size` pictures in the order of `ids`. `workers` processes decode the pictures."""
+    """Yield batches of up to `size` pictures in the order of `ids`, decoded in `workers` processes."""
     batches = [list(ids[k : k + size]) for k in range(0, len(ids), size)]
     options: dict[str, Any] = {"worker_init_fn": _start_worker} if workers else {}
     loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)

@@ -1,4 +1,4 @@
-"""Create the Accelerator under any launcher, on GPUs or in a rehearsal on the CPU."""
+"""Creation of the Accelerator under any launcher, on GPUs or in a CPU rehearsal."""
 
 import hashlib
 import os
@@ -81,9 +81,9 @@ if TYPE_CHECKING:
 
 
 class Launch(NamedTuple):
-    """Facts that a process knows before it joins the process group.
+    """Settings that a process determines before it joins the process group.
 
-    deepspeed is the content of the DeepSpeed JSON file, or None. In a rehearsal (is_rehearsal), CPU processes
+    `deepspeed` is the content of the DeepSpeed JSON file, or None. `is_rehearsal` is True if CPU processes
     stand in for GPUs.
     """
 
@@ -97,11 +97,11 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
 
     Args:
         job: The job's flags.
-        clip_norm: Gradient norm at which DeepSpeed's engine clips; 0 disables clipping.
+        clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
 
     Raises:
-        ValueError: The launcher's config has an unsupported answer, the batch does not divide, the host has
-            too few GPUs, or the processes disagree.
+        ValueError: The launcher's config contains an unsupported answer, the batch does not divide among the
+            processes, the host has too few GPUs, or the processes' settings differ.
     """
     launch = _read_launcher(job)
     check_devices()
@@ -113,7 +113,7 @@ def start(job: Job, clip_norm: float = 0.0) -> tuple[JobAccelerator, Batch]:
 
 
 def _read_launcher(job: Job) -> Launch:
-    """Read and check the launcher's settings without other ranks, and start watching for signals."""
+    """Read and check the launcher's settings without communication, and start watching for signals."""
     requested_precision = job.mixed_precision or typed_precision()
     deepspeed = check_launch_config(
         os.environ,
@@ -128,7 +128,7 @@ def _read_launcher(job: Job) -> Launch:
 
 
 def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]]:
-    """Configure torch, Accelerate and DeepSpeed before they are imported and the group is created.
+    """Configure torch, Accelerate and DeepSpeed before the imports and the creation of the process group.
 
     Returns:
         The compilation settings, and remarks about launcher settings that have no effect.
@@ -156,7 +156,7 @@ def _set_environment(job: Job, launch: Launch) -> tuple["Compilation", list[str]
 
 
 def _join_group(job: Job, launch: Launch, clip_norm: float, compilation: "Compilation") -> JobAccelerator:
-    """Join the process group, then choose the settings that depend on the device or the strategy."""
+    """Join the process group, and choose the settings that depend on the device or the strategy."""
     from onecurve.distributed.step_graph import chosen_step_graph
     from onecurve.models.attention import has_kernel
 
@@ -208,9 +208,9 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
     blocks |= vars(accelerator.precision)
     code = {"script and onecurve/": _code_hash(), **versions()}
     blocks |= {"deterministic": job.deterministic, "step_graph": accelerator.step_graph}
-    if job.deterministic:  # rounds differently from torch's attention
+    if job.deterministic:  # the kernel rounds differently from torch's attention
         blocks |= {"short_attention": accelerator.short_attention and kernel_version()}
-    if job.deterministic and accelerator.device.type == "cpu":  # sums in a gradient depend on the threads
+    if job.deterministic and accelerator.device.type == "cpu":  # thread counts affect gradient sums
         blocks |= {"threads": torch.get_num_threads()}
     agree(accelerator, {**code, "recipe": agreed_part(job), **blocks})
     if launch.is_rehearsal:
@@ -225,7 +225,7 @@ def _agree_on_start(job: Job, launch: Launch, accelerator: JobAccelerator, remar
 
 
 def _extras(accelerator: JobAccelerator, batch: Batch) -> str:
-    """Return the end of the start-up line, which lists the less common settings."""
+    """Return the end of the startup line, which lists the less common settings."""
     extras = f", compiled ({accelerator.compilation})" if accelerator.compilation else ""
     extras += ", half-precision weights" if accelerator.precision.half_precision == "weights" else ""
     extras += ", activation checkpointing" if accelerator.grad_checkpointing else ""
@@ -248,7 +248,7 @@ def make_accelerator(
         job: The job's flags.
         batch: The batch arithmetic.
         deepspeed: The content of the DeepSpeed JSON file, from check_launch_config(), or None.
-        clip_norm: Gradient norm at which DeepSpeed's engine clips; 0 disables clipping.
+        clip_norm: Maximum gradient norm for DeepSpeed's engine. 0 disables clipping.
     """
     accelerate_.print_where(is_hosts_first)
     engines_precision = enabled_precision(deepspeed)
@@ -262,7 +262,7 @@ def make_accelerator(
         ),
         kwargs_handlers=[
             InitProcessGroupKwargs(timeout=timedelta(seconds=job.timeout_s)),
-            # Make gradients views of DDP's buckets, which saves a copy and its memory.
+            # Gradients are views of DDP's buckets, which avoids a copy of the gradients.
             DistributedDataParallelKwargs(
                 gradient_as_bucket_view=True, comm_hook=DDPCommunicationHookType(job.grad_compression)
             ),
@@ -296,11 +296,11 @@ def make_accelerator(
 def prepare(
     accelerator: JobAccelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
-    """Wrap the model and the optimizer like accelerator.prepare, after sharing rank 0's initial weights.
+    """Share rank 0's initial weights, and wrap the model and the optimizer like accelerator.prepare.
 
-    The model's `_no_split_modules` names the block classes that FSDP wraps one by one. Activation
-    checkpointing uses the same blocks. So does compilation, unless the whole model is compiled as one graph.
-    BatchNorm layers get the running statistics of onecurve.numerics.batch_norm.
+    The model's `_no_split_modules` lists the block classes that FSDP wraps individually. Activation
+    checkpointing uses the same blocks. Compilation also uses these blocks, unless the whole model is compiled
+    as one graph. BatchNorm layers use the running statistics of onecurve.numerics.batch_norm.
     """
     share_initial_weights(accelerator, model)
     wrapped = wrap(accelerator, model, optimizer)
@@ -323,9 +323,10 @@ def _wrap(
 ) -> tuple[nn.Module, AcceleratedOptimizer]:
     """Wrap the model and the optimizer.
 
-    The order matters. Changes to modules come first, because the strategy wraps the modules as they are:
-    memory layout, BatchNorm, compiled blocks, activation checkpointing, autocast. The strategy comes next.
-    Steps that need its parameters or its wrapper come last: exact sums, running statistics, hooks and checks.
+    The order matters. First, this function changes modules (memory layout, BatchNorm, compiled blocks,
+    activation checkpointing, autocast), because the strategy wraps the modules in their current state. Next,
+    the strategy wraps the model. Last, the function sets up exact sums, running statistics, hooks and checks,
+    which need the wrapped model.
     """
     from onecurve.distributed.blocks import blocks_of, checkpoint_activations, compile_blocks
     from onecurve.models.attention import kernel_failure, prefer_cudnn, use_kernel
@@ -342,8 +343,8 @@ def _wrap(
         accelerator.short_attention = not failure and use_kernel(model)
     if not accelerator.deterministic:
         prefer_cudnn(model, accelerator.device)
-    # FSDP and ZeRO flatten parameters, which loses channels_last. With --deterministic, every strategy uses
-    # FSDP2's memory layout, because a convolution's order of summation depends on the layout.
+    # FSDP and ZeRO flatten parameters and thereby lose the channels_last format. With --deterministic, every
+    # strategy uses FSDP2's memory format, because a convolution's order of additions depends on the format.
     if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:
         model = model.to(memory_format=torch.channels_last)
     statistics = RunningStatistics(model)
@@ -356,13 +357,13 @@ def _wrap(
         compile_blocks(model, accelerator.compilation, is_whole, accelerator.gradient_accumulation_steps)
     if accelerator.grad_checkpointing:
         checkpoint_activations(model)
-    sharded = strategy(accelerator) not in ("single", "ddp")  # Accelerate applies autocast to both
+    sharded = strategy(accelerator) not in ("single", "ddp")  # Accelerate applies autocast to single and ddp
     if sharded and accelerator.precision.half_precision == "autocast":
         autocast_forward(accelerator, model)
     is_exact = accelerator.deterministic and accelerator.distributed_type != DistributedType.DEEPSPEED
     if is_exact and (accelerator.device.type == "cpu" or sharding(accelerator).get("offload_params")):
         use_foreach(optimizer)  # the optimizer steps on the CPU
-    elif is_exact and accelerator.scaler:  # fused SGD that also unscales rounds differently from FSDP2's
+    elif is_exact and accelerator.scaler:  # fused SGD rounds differently if it unscales
         torch_.unscale_before_step(optimizer)
     if is_exact and not sharded:  # ExactSum replaces DDP's exchange
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
@@ -382,7 +383,7 @@ def _wrap(
         else:
             refuse_skipped_steps(wrapped.optimizer)
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
-        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts buffers before it uses them
+        prepared.broadcast_buffers = False  # onecurve.run.evaluation broadcasts buffers
         refuse_missing_gradients(plain_module(prepared), wrapped.optimizer)
     prepared.train()
     accelerator.prepared = prepared
@@ -390,9 +391,9 @@ def _wrap(
 
 
 def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: float) -> None:
-    """Write the recipe's numbers into DeepSpeed's config, so that they apply under every strategy.
+    """Write the recipe's settings into DeepSpeed's config, so that all strategies use the same settings.
 
-    Without an explicit value, DeepSpeed would clip gradients at 1.0.
+    If the config contained no value, DeepSpeed would clip gradients at norm 1.0.
     """
     numbers = {
         "train_batch_size": batch.total,
@@ -409,12 +410,13 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
         if rank() == 0:
             log.info(remark)
     deepspeed_.hide_untested_optimizers()
-    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam and compile it.
+    # With offload, Accelerate would replace the script's optimizer with DeepSpeed's Adam, and compile that
+    # Adam.
     config.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _code_hash() -> str:
-    """Return a hash of the running script and onecurve/, to detect a host with an outdated copy."""
+    """Return a hash of the running script and onecurve/, which reveals hosts with outdated code."""
     script, *files = Path(sys.argv[0]).resolve(), *sorted((ROOT / "onecurve").rglob("*.py"))
     digest = hashlib.sha256(script.name.encode() + script.read_bytes())
     for file in files:

@@ -1,4 +1,4 @@
-"""Agreement between the processes of a job: equal settings, and work done once for all."""
+"""Agreement between a job's processes: checks for equal settings, and work that one process does for all."""
 
 import json
 import socket
@@ -17,18 +17,19 @@ from onecurve.system.env import local_rank
 from onecurve.system.phase import in_phase
 
 Work = Callable[[Callable[[], None]], Any]  # work(heartbeat)
-UNANSWERED_S = 240  # seconds to wait for a worker after a signal; one S3 request may take that long
+UNANSWERED_S = 240  # seconds to wait for a worker after a signal, because one S3 request may take this long
 
 
 def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
-    """Check that all processes have equal facts.
+    """Check that the facts are the same in all processes.
 
     Args:
         accelerator: The started Accelerator.
-        facts: Values that JSON can represent, by name.
+        facts: JSON-serialisable values, by name.
 
     Raises:
-        ValueError: The values of a fact differ. Every process raises it, with the ranks and values.
+        ValueError: A fact differs between processes. Every process raises the error, which lists ranks and
+            values.
     """
     local_facts = {name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()}
     gathered = gather_object([(socket.gethostname(), local_facts)])
@@ -46,25 +47,26 @@ def agree(accelerator: Accelerator, facts: dict[str, Any]) -> None:
 
 
 def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, per_host: bool = False) -> Any:
-    """Run work(heartbeat) in one process, and return its JSON result on all processes.
+    """Run work(heartbeat) in one process, and return the JSON result in all processes.
 
-    No process waits in a collective, so the work may take hours. A ValueError or OSError in the work raises
-    ValueError with its message on all processes. A signal to any process stops the work, and all processes
-    raise Preempted.
+    No process waits in a collective, so the work may take hours. If the work raises ValueError or OSError,
+    all processes raise ValueError with the same message. If any process receives a signal, the work stops and
+    all processes raise Preempted.
 
     Keys in the store:
 
-        once/<topic>/<rank>      [Reason, message or result] of this worker; all processes wait for it
-        once/<topic>/heartbeats  counter that every worker increments
-        once/<topic>/stop        set by a process that received a signal; workers poll it
+        once/<topic>/<rank>      [Reason, message or result] of this worker, which all processes wait for
+        once/<topic>/heartbeats  counter that every worker increments once/<topic>/stop        key that a
+        process sets after a signal, and that workers poll
 
-    Every process reads the outcomes of all workers, so either all return or all raise the same error.
+    Every process reads the outcomes of all workers, so either all processes return or all raise the same
+    error.
 
     Args:
         accelerator: The started Accelerator.
         topic: Unique name of this call, for example `data`.
         work: Function that calls heartbeat() regularly.
-        timeout_s: Seconds without a heartbeat after which the job ends.
+        timeout_s: Number of seconds without a heartbeat after which the job ends.
         per_host: Run the work in one process per host instead of the main process only.
     """
     if accelerator.num_processes == 1:
@@ -91,7 +93,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
             if channel.gone:
                 raise channel.gone
             if watch.wanted():
-                channel.post(f"{board}/stop", True)  # every process follows the workers' outcomes
+                channel.post(f"{board}/stop", True)  # all processes still wait for the workers' outcomes
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
                     raise Preempted  # the worker died; its launcher will stop this process
@@ -113,7 +115,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
 
 
 def _heartbeat(channel: Channel, board: str) -> Callable[[], None]:
-    """Return heartbeat(), which reports progress to all processes, at most once a second.
+    """Return a function heartbeat() that reports progress to all processes, at most once a second.
 
     heartbeat() raises Preempted after a stop signal to any process.
     """
@@ -139,7 +141,7 @@ def _stop_if_wanted() -> None:
 
 
 def _difference(value_json: str | None, other_json: str | None) -> str:
-    """Return the first value as text. If both values are JSON objects, include only differing entries."""
+    """Return the first value as text. If both values are JSON objects, include only the entries that differ."""
     value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
     if isinstance(value, dict) and isinstance(other, dict):
         return ", ".join(f"{key}={entry}" for key, entry in value.items() if other.get(key) != entry)

@@ -1,17 +1,17 @@
-"""Compilation (--compile) and activation checkpointing (--grad_checkpointing) of a model or its blocks.
+"""Compilation (--compile) and activation checkpointing (--grad_checkpointing) of models and their blocks.
 
-The `dynamo_config` of an accelerate config also selects compilation. On one process and under DDP, a CNN
-compiles to one training graph and one evaluation graph for each image size. Under DDP, torch splits the graph
-at bucket boundaries, so that the gradient exchange overlaps with the backward pass. All other cases compile
-block by block: other strategies, --deterministic and timm's models. Equal blocks share their graphs. A ViT
-with any number of blocks needs 2 graphs to train and 2 to evaluate: one for the first block, which has no
-drop path, and one for all other blocks. On an H200, ResNet-18 trains at 83,289 images/s as one graph and at
-63,042 images/s in eager mode (docs/gpu.md).
+The `dynamo_config` of an accelerate config also enables compilation. In a single process or under DDP, a CNN
+is compiled as a whole, with one training graph and one evaluation graph for each image size. Under DDP, torch
+splits the graph at bucket boundaries, so that the gradient exchange overlaps with the backward pass. With
+other strategies, with --deterministic and for timm's models, each block is compiled separately, and equal
+blocks share graphs. A ViT with any number of blocks needs two graphs for training and two for evaluation: one
+for the first block, which has no drop path, and one for all other blocks. On an H200, ResNet-18 trains at
+83,289 images/s as one graph and at 63,042 images/s in eager mode (docs/gpu.md).
 
-Activation checkpointing recomputes a block's activations in the backward pass, with the same random numbers,
-instead of keeping them. Between the forward and backward pass, a ViT-B/32 with 32 images of 224 pixels then
-holds 66 MiB instead of 911 MiB (fp32, counted on a CPU). At batch 512 on an H200, peak memory is 3.69 GiB
-instead of 10.48 GiB (bf16).
+Activation checkpointing does not store a block's activations. The backward pass recomputes the activations
+with the same random numbers. For a ViT-B/32 with 32 images of 224x224 pixels, activations occupy 66 MiB
+instead of 911 MiB between the forward and the backward pass (fp32, counted on a CPU). At batch 512 on an
+H200, peak memory is 3.69 GiB instead of 10.48 GiB (bf16).
 """
 
 import functools
@@ -30,13 +30,13 @@ from onecurve.system.processes import accelerate_config
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.torch_ import allow_recompilations, draw_as_eager, has_cpp_compiler
 
-# Most graphs of one block class: one for each width and stride, for training and evaluation. Beyond Dynamo's
-# default limit of 8, a block would silently run uncompiled.
+# Maximum number of graphs for one block class, which needs one graph for each width and stride, in training
+# and in evaluation. Beyond Dynamo's default limit of 8, a block would silently run uncompiled.
 RECOMPILE_LIMIT = 64
 
 
 def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterator[nn.Module]:
-    """Yield the outermost modules of the named classes; default: the model's `_no_split_modules`."""
+    """Yield the outermost modules of the named classes. The default is the model's `_no_split_modules`."""
     if names is None:
         names = block_names(model)
     for child in model.children():
@@ -47,10 +47,10 @@ def blocks_of(model: nn.Module, names: Collection[str] | None = None) -> Iterato
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Checkpoint the activations of each block, or the layers that timm's own method selects.
+    """Enable activation checkpointing for each block, or for the layers that timm's own method selects.
 
-    Parameters keep their names. Accelerate's method would draw different random numbers in the backward pass
-    and rename parameters.
+    Parameters keep their names. Accelerate's method would rename parameters, and draw different random
+    numbers in the backward pass.
 
     Raises:
         ValueError: The model has neither blocks nor timm's method.
@@ -81,7 +81,7 @@ def _recomputed(forward: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Compilation:
-    """Arguments of torch.compile. The backend `no` disables compilation."""
+    """Arguments of torch.compile. Backend `no` disables compilation."""
 
     backend: str = "no"
     mode: str = "default"
@@ -92,12 +92,12 @@ class Compilation:
         return self.backend != "no"
 
     def __str__(self) -> str:
-        """Return the value of --compile, or the backend's name for a backend other than Inductor."""
+        """Return the equivalent value of --compile, or the backend's name if the backend is not Inductor."""
         return self.mode if self.backend == "inductor" else self.backend
 
 
 def chosen_compilation(flag: str | None) -> Compilation:
-    """Return the compilation that --compile selects, or else the launcher's config.
+    """Return the compilation settings selected by --compile or, without the flag, by the launcher's config.
 
     Raises:
         ValueError: This host can't compile.
@@ -118,22 +118,23 @@ def compile_blocks(
 ) -> None:
     """Compile the forward method of each block, or of the whole model. Parameters keep their names.
 
-    timm's models always compile block by block, because their equal blocks share graphs. CUDA graphs of a
-    compiler backend work only for a whole model without gradient accumulation. With blocks, an evaluation
+    timm's models always compile block by block, because their equal blocks share graphs. A compiler backend's
+    CUDA graphs work only for a whole model without gradient accumulation. With separate blocks, an evaluation
     would overwrite a block's input, which is the previous block's output (pytorch #152887). With
-    accumulation, a micro-batch would overwrite the previous gradients. In these cases `max-autotune` falls
-    back to its mode without CUDA graphs. This function replaces forward() instead of calling block.compile(),
-    which would also trace the hooks of FSDP and DeepSpeed.
+    accumulation, each micro-batch would overwrite the previous micro-batch's gradients. In these cases,
+    `max-autotune` falls back to the mode without CUDA graphs. This function replaces forward() instead of
+    calling block.compile(), which would also trace the hooks of FSDP and DeepSpeed.
 
     Args:
         model: The model to compile, before the strategy wraps it.
         settings: The arguments of torch.compile.
-        is_whole: Compile one graph if possible. True if nothing needs blocks: no sharding, no activation
-            checkpointing, and no bits to match with a sharded model.
-        accumulations: Micro-batches per step on each process.
+        is_whole: Whether to compile the model as one graph if possible. This requires a model without
+            sharding and activation checkpointing, whose results need not be bitwise identical to a sharded
+            model's results.
+        accumulations: Number of micro-batches per step in each process.
 
     Raises:
-        ValueError: The mode needs CUDA graphs, which do not work here.
+        ValueError: The mode requires CUDA graphs, which do not work in this case.
     """
     allow_recompilations(RECOMPILE_LIMIT)
     draw_as_eager()
@@ -160,9 +161,9 @@ def compile_blocks(
 
 
 def _dynamo_arguments_from_config() -> dict[str, Any]:
-    """Return TorchDynamoPlugin's arguments from the accelerate config, for a DeepSpeed job.
+    """Return the arguments of TorchDynamoPlugin in the accelerate config of a DeepSpeed job.
 
-    For DeepSpeed, `accelerate launch` (1.15) does not pass these settings in environment variables.
+    For DeepSpeed, `accelerate launch` (1.15) does not pass these arguments in environment variables.
     """
     if not is_on("ACCELERATE_USE_DEEPSPEED") or "ACCELERATE_DYNAMO_BACKEND" in os.environ:
         return {}

@@ -1,4 +1,4 @@
-"""Messages between a job's processes, through torch's store or as collectives over gloo."""
+"""Messages between a job's processes, sent through torch's store or in collectives over gloo."""
 
 import hashlib
 import json
@@ -20,19 +20,19 @@ NONE = b"null"  # JSON
 
 
 class Reason(IntEnum):
-    """Reason why the processes of a job end together. The largest reason wins."""
+    """Reason why a job's processes end together. If there are several, the largest value wins."""
 
     NONE = 0
-    STOP = 1  # a signal, or the launcher exited: all processes save and raise Preempted
+    STOP = 1  # a signal arrived or the launcher exited; all processes save and raise Preempted
     PROBLEM = 2  # all processes raise ValueError with the same message
 
 
 class Channel:
-    """JSON messages in torch's store, for use by one thread.
+    """JSON messages in torch's store. Only one thread may use a channel.
 
-    A connection to the store serves one request at a time. A suspended store process does not answer. If the
-    store's process dies, `gone` holds the error, and the channel behaves as if this process were alone: it
-    returns no messages from other processes.
+    A connection to the store handles one request at a time, and a request blocks while the store's process is
+    suspended. If the store's process dies, `gone` contains the error. The channel then behaves as in a job
+    with a single process, and returns no messages from other processes.
     """
 
     def __init__(self, store: dist.Store | None = None) -> None:
@@ -42,7 +42,8 @@ class Channel:
     def clone(self) -> "Channel":
         """Return a channel for another thread.
 
-        Don't clone a channel to handle a failure: connecting to a dead store would block for a long time.
+        Don't clone a channel to handle a failure, because connecting to a dead store would block for a long
+        time.
         """
         return Channel(self.store.clone())
 
@@ -51,24 +52,24 @@ class Channel:
         self._ask(lambda: self.store.set(key, json.dumps(value)), None)
 
     def read(self, key: str) -> Any:
-        """Return the value, or None if the key does not exist yet."""
+        """Return the value of the key, or None if the key does not exist yet."""
         return json.loads(self._ask(lambda: self.store.get(key) if self.store.check([key]) else NONE, NONE))
 
     def wait(self, key: str) -> Any:
-        """Block until the key exists, and return its value. Raise RuntimeError after the store's timeout."""
+        """Wait until the key exists, and return its value. Raise RuntimeError after the store's timeout."""
         return json.loads(self.store.get(key))
 
     def first(self, key: str, value: Any) -> Any:
-        """Store the value unless the key exists. Return the value that the store then holds."""
+        """Store the value unless the key already exists. Return the stored value."""
         text = json.dumps(value)
         return json.loads(self._ask(lambda: self.store.compare_set(key, "", text), text.encode()))
 
     def count(self, key: str, more: int = 0) -> int:
-        """Add `more` to a counter, which starts at 0, and return the sum."""
+        """Add `more` to a counter that starts at 0, and return the new count."""
         return self._ask(lambda: self.store.add(key, more), more)
 
     def _ask(self, operation: Callable[[], Answer], default: Answer) -> Answer:
-        """Return the operation's result, or the default if the store is gone."""
+        """Return the operation's result, or the default if the store's process has died."""
         try:
             return operation()
         except RuntimeError as error:
@@ -77,9 +78,9 @@ class Channel:
 
 
 def first_to_report(message: str, channel: Channel | None = None) -> bool:
-    """Return True if no other process has reported this message.
+    """Return True if no other process has reported this message yet.
 
-    Most mistakes occur in all processes, but only one process should print them.
+    Most user errors occur in all processes, but only one process should print the message.
     """
     if not dist.is_initialized():
         return is_hosts_first()
@@ -87,7 +88,7 @@ def first_to_report(message: str, channel: Channel | None = None) -> bool:
 
 
 def let_main_close_first(accelerator: Accelerator, channel: Channel | None = None) -> None:
-    """In a failing job, wait up to 10 s until the main process has closed its files.
+    """Wait up to 10 s in a failing job until the main process has closed its files.
 
     The main process calls this function after it has closed its files. Other processes call it before they
     exit, because a launcher kills all processes as soon as one exits. The wait is limited because the main
@@ -103,9 +104,9 @@ def let_main_close_first(accelerator: Accelerator, channel: Channel | None = Non
 
 
 class Poll:
-    """Asynchronous maxima over all processes: each call returns the maxima from the previous call.
+    """Asynchronous maxima over all processes. Each call returns the maxima of the previous call.
 
-    Poll uses a separate gloo group next to the training's collectives, so no call waits for a GPU. The
+    Poll uses a gloo group that is separate from the training collectives, so no call waits for a GPU. The
     constructor is collective.
     """
 
@@ -119,9 +120,9 @@ class Poll:
         self.work: dist.Work | None = None
 
     def __call__(self, *values: int) -> list[int]:
-        """Start the next exchange, and return the maxima of the previous call's numbers. Collective.
+        """Start the next exchange, and return the maxima of the previous call's arguments. Collective.
 
-        The first call returns []. With one process, return the arguments.
+        The first call returns []. In a single process, each call returns its own arguments.
         """
         if self.group is None:
             return list(values)
@@ -130,7 +131,7 @@ class Poll:
         return maxima
 
     def finish(self) -> list[int]:
-        """Wait for the last call's maxima and return them; [] if no exchange is in flight."""
+        """Wait for the last call's maxima and return them, or return [] if no exchange is in progress."""
         if self.work is None:
             return []
         self.work.wait()
@@ -138,7 +139,7 @@ class Poll:
         return self.values.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's object, by rank. Collective. NCCL would need GPU memory for this."""
+        """Return the value of every process, in rank order. Collective. NCCL would need GPU memory for this."""
         if self.group is None:
             return [value]
         values = [None] * dist.get_world_size()
@@ -146,9 +147,9 @@ class Poll:
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """Return every process's object, by rank, on the main process; [] on other processes. Collective.
+        """Return all processes' values, in rank order, in the main process, and [] in other processes. Collective.
 
-        Use it for large objects: gather() would send all objects to all processes.
+        Use this method for large values, because gather() would send all values to all processes.
         """
         if self.group is None:
             return [value]
@@ -157,14 +158,13 @@ class Poll:
         return values or []
 
     def wait_for_main(self, is_main: bool, done: Callable[[float], bool]) -> None:
-        """Wait until done(1.0) returns True on the main process. Collective.
+        """Wait until done(1.0) returns True in the main process. Collective.
 
-        The main process answers every second, so that no process waits forever if the main process dies.
+        The main process sends an answer every second, so that other processes don't wait forever if it dies.
 
         Args:
-            is_main: True on the main process.
-            done: Function that waits up to the given number of seconds and returns True when the work is
-                done.
+            is_main: True in the main process.
+            done: Function that waits up to the given number of seconds, and returns True if the work is done.
         """
         while not any(self.gather(is_main and done(1.0))):
             pass

@@ -1,6 +1,6 @@
-"""A process's device: checks for unused GPUs, the choice of algorithms, and rehearsals on the CPU.
+"""Device setup of a process: checks for unused GPUs, choice of algorithms, and CPU rehearsals.
 
-In a rehearsal, several CPU processes communicate over gloo, with the config files meant for GPUs.
+In a rehearsal, several CPU processes communicate over gloo and use config files that are meant for GPUs.
 """
 
 import ctypes
@@ -40,13 +40,13 @@ def check_devices() -> None:
             f" --gpus), or choose another file of accelerate_configs/. {REHEARSE}"
         )
     else:
-        if gpus == 1 and "LOCAL_RANK" in os.environ:  # each process may see a different GPU
+        if gpus == 1 and "LOCAL_RANK" in os.environ:  # each process may see only its own GPU
             os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = str(local_rank()), "0"
         _check_gpu_support(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> None:
-    """Check that no other process uses this process's GPU, before NCCL fails. Collective.
+    """Check that no other process uses this process's GPU, because NCCL would fail. Collective.
 
     Args:
         channel: Channel to the other ranks.
@@ -55,7 +55,7 @@ def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> No
         gpu: Unique name of this process's GPU.
 
     Raises:
-        ValueError: Two processes have the same GPU.
+        ValueError: Two processes use the same GPU.
     """
     channel.post(f"gpu/{number}", gpu)
     gpus = [channel.wait(f"gpu/{rank}") for rank in range(processes)]
@@ -66,7 +66,7 @@ def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> No
 
 
 def _check_device_type() -> None:
-    """Raise ValueError on TPUs, XPUs, NPUs and AMD GPUs, where Accelerate would otherwise train."""
+    """Raise ValueError on TPUs, XPUs, NPUs and AMD GPUs, which Accelerate would use but the project does not support."""
     device = torch.accelerator.current_accelerator(check_available=True)
     device_type = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
     device_type = "ROCM" if device_type == "CUDA" and torch.version.hip else device_type
@@ -77,7 +77,7 @@ def _check_device_type() -> None:
 def _check_unused_gpus() -> None:
     """Raise ValueError if torch can't use this host's GPUs.
 
-    With an old driver, for example, training would silently run on the CPU.
+    Otherwise, training would silently run on the CPU, for example if the driver is too old.
     """
     if _gpus_are_hidden() or is_on("ACCELERATE_USE_CPU"):
         return
@@ -104,7 +104,7 @@ def _check_unused_gpus() -> None:
 
 
 def _gpus_are_hidden() -> bool:
-    """Return True if CUDA_VISIBLE_DEVICES is empty, -1 or a word such as Slurm's NoDevFiles."""
+    """Return True if CUDA_VISIBLE_DEVICES is empty, -1, or a word such as Slurm's NoDevFiles."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
 
@@ -119,7 +119,7 @@ def _cuda_error() -> str:
 
 
 def _check_gpu_support(device: int) -> None:
-    """Raise ValueError if torch has no kernels for this GPU, where the first kernel would fail."""
+    """Raise ValueError if torch contains no kernels for this GPU, because the first kernel would fail."""
     from onecurve.system.gpus import runs_on
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -135,20 +135,21 @@ def _check_gpu_support(device: int) -> None:
 def choose_algorithms(deterministic: bool) -> None:
     """Select the fastest algorithms, or deterministic ones. Call this before the first GPU operation.
 
-    Fastest: cuDNN benchmarks its algorithms once per convolution shape. Shapes rarely change.
+    The fastest algorithms: cuDNN benchmarks its algorithms once per convolution shape. Shapes rarely change.
 
-    Deterministic: every run on the same GPUs produces the same bits. An operation without a deterministic
-    algorithm raises RuntimeError. By default, a GPU adds values in the order in which its blocks finish
-    (atomic additions in the backward pass), cuBLAS may choose different algorithms from run to run, and fp32
-    convolutions round their inputs to TF32. On a CPU, the setting has no effect.
-    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    Deterministic algorithms: all runs on the same GPUs produce bitwise identical results. An operation
+    without a deterministic algorithm raises RuntimeError. By default, a GPU adds numbers in the order in
+    which its thread blocks finish (atomic additions in the backward pass), cuBLAS may choose different
+    algorithms in each run, and fp32 convolutions round their inputs to TF32. On a CPU, the setting has no
+    effect. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    torch.backends.cudnn.benchmark = not deterministic  # chooses by the speed in this run
+    torch.backends.cudnn.benchmark = not deterministic  # the choice depends on timings, which differ between runs
     if not deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
-    # mypy does not know this property. Nothing here reads uninitialised memory, and filling it takes time.
+    # mypy does not know this property. Filling uninitialised memory takes time, and the project never reads
+    # such memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = False
@@ -156,9 +157,9 @@ def choose_algorithms(deterministic: bool) -> None:
 
 
 def rehearse_on_cpu(backend: str = "gloo") -> None:
-    """Let Accelerate run DDP, FSDP2 and DeepSpeed on CPU processes, with config files meant for GPUs.
+    """Let Accelerate run DDP, FSDP2 and DeepSpeed in CPU processes, with config files meant for GPUs.
 
-    This replaces the only two methods of Accelerate that look for a GPU.
+    This function replaces the only two methods of Accelerate that look for a GPU.
     """
     if is_on("ACCELERATE_USE_DEEPSPEED"):
         deepspeed_.use_gloo()
@@ -171,15 +172,16 @@ def rehearse_on_cpu(backend: str = "gloo") -> None:
 def use_all_cores(deterministic: bool = False) -> None:
     """Divide a host's cores among its processes.
 
-    torchrun and accelerate set OMP_NUM_THREADS=1, which suits GPUs. deepspeed gives all cores to each
-    process. For a single process, accelerate counts all cores of the machine, including cores that the
-    process may not use. torch does the same in a container with a CPU quota. Two threads on one core are 35
-    times slower than one thread (CNN-A). With plain `python`, a value set by hand is kept, so that one
-    process can round like each of several processes.
+    torchrun and accelerate set OMP_NUM_THREADS=1, which suits GPU training. deepspeed assigns all cores to
+    each process. For a single process, accelerate counts all cores of the machine, including cores that the
+    process may not use. In a container with a CPU quota, torch makes the same mistake. Two threads on one
+    core are 35 times slower than one thread (CNN-A). If the script is started with plain `python`, this
+    function keeps the user's OMP_NUM_THREADS, so that a single process can reproduce the rounding of a
+    process in a larger job.
 
     Args:
-        deterministic: Use one thread, or the user's own OMP_NUM_THREADS, because the order of additions in
-            kernels depends on the number of threads.
+        deterministic: Whether to use one thread, or the number of threads in the user's OMP_NUM_THREADS,
+            because kernels' order of additions depends on the number of threads.
     """
     if deterministic:
         torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))
@@ -191,7 +193,7 @@ def use_all_cores(deterministic: bool = False) -> None:
 
 
 def _users_environment() -> Mapping[str, str]:
-    """Return the environment in which the user started the job: the launcher's, or this process's."""
+    """Return the environment in which the user started the job, which is the launcher's or this process's."""
     try:
         return psutil.Process(os.getppid()).environ() if launched() else os.environ
     except psutil.Error:  # the launcher has just exited, or its environment is hidden
@@ -199,11 +201,11 @@ def _users_environment() -> Mapping[str, str]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed activations in the next step instead of returning them to the kernel.
+    """Make glibc reuse the memory of freed activations in the next step instead of returning it to the kernel.
 
     For CNN-A at batch 256 on one thread, a step takes 57 ms of CPU time instead of 82 ms, and causes no page
     faults instead of 14,000.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate up to 1 GiB from the heap
+    libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate blocks of up to 1 GiB from the heap
     libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never trim the heap

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from onecurve.distributed.layout import layout_of
 from onecurve.upstream.torch_ import lerp_
 
-EXCHANGED_BYTES = 64 * 2**20  # temporary memory for swapping two tensors
+EXCHANGED_BYTES = 64 * 2**20  # size of the temporary memory that is used to swap two tensors
 
 
 class EMA:
-    """Exponential moving average of the fp32 weights; each process averages its local shard.
+    """Exponential moving average of the fp32 weights. Each process averages its local shard.
 
-    The weights are the master weights under ZeRO, the local shards under FSDP2, and the parameters otherwise.
-    The decay is min(decay, (1 + step) / (10 + step)), as in TensorFlow, so early averages cover fewer steps.
+    The averaged tensors are the master weights under ZeRO, the local shards under FSDP2, and the parameters
+    under other strategies. As in TensorFlow, the decay is min(decay, (1 + step) / (10 + step)), so early
+    averages cover fewer steps.
     """
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, decay: float):
@@ -33,7 +34,7 @@ class EMA:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averaged weights in the model within the context. Collective, also on exit."""
+        """Use the averaged weights in the model within the context. Entry and exit are collective."""
         _exchange(self.averages, self.layout.local)
         try:
             self.layout.sync()

@@ -119,7 +119,7 @@ def end_zero3_step(zero: Any, partitions: int) -> None:
 
 
 def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
-    """Return fp16's loss scale and the number of steps since the last overflow, or None if the scale is static.
+    """Return fp16's loss scale and the steps since the last overflow, or None without a dynamic scale.
 
     DeepSpeed's checkpoints store the loss scaler as a pickle. The project's checkpoints store only these two
     numbers, under every strategy.

@@ -1,4 +1,4 @@
-"""Private names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
+"""Private and replaced names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
 
 import sys
 import threading
@@ -38,7 +38,7 @@ def is_tensorboard_writer(thread: threading.Thread | None) -> bool:
 
 
 def import_evaluate(scratch: Path) -> Any:
-    """Import `evaluate` without transformers, and make `evaluate` copy the modules that it loads to `scratch`.
+    """Import `evaluate` without transformers, and make it copy the modules that it loads to `scratch`.
 
     Otherwise, `evaluate` writes the copies to a cache in the home folder, which may be read-only or contain
     another process's incomplete copy. `evaluate` imports transformers for its pipelines, which takes 2 s.

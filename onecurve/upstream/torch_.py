@@ -22,7 +22,7 @@ class _Compiler(ModuleType):
     Calls of the two functions that torch's optimizers always use do not trigger the import.
     """
 
-    graph_break = staticmethod(lambda *_, **__: None)  # torch's function does nothing outside a compilation either
+    graph_break = staticmethod(lambda *_, **__: None)  # torch's function also does nothing outside a compilation
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +104,7 @@ def add_(tensors: "Tensors", number: float) -> None:
 
 
 def multiply_(tensors: "Tensors", factor: "Tensor") -> None:
-    """Multiply each tensor in place by a factor on the same device. Like lerp_(), this launches few kernels."""
+    """Multiply each tensor in place by a factor on its device. Like lerp_(), this launches few kernels."""
     import torch
 
     torch._foreach_mul_(tensors, factor)

@@ -70,7 +70,7 @@ def hide_whole_shapes() -> None:
 
 
 def keep_first_buckets(ddp: Any) -> None:
-    """Make DDP keep the buckets of its first step, because rebuilding buckets reads the contents of tensors."""
+    """Make DDP keep the buckets of its first step, because rebuilding them reads the contents of tensors."""
     ddp.reducer = _Reducer(ddp.reducer)
 
 
@@ -86,7 +86,7 @@ class _Reducer:
 
 
 def dispatch_mode() -> Any:
-    """Return TorchDispatchMode, whose __torch_dispatch__ method sees each operator. Only its module is private."""
+    """Return TorchDispatchMode, which intercepts each operator. The class is public, but its module is private."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
