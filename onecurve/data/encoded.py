@@ -30,9 +30,9 @@ def save_images(
 
     Only the offsets are kept in memory. The function writes these files:
 
-    <split>_items.bin    the concatenated bytes or paths of all images <split>_offsets.npy  int64 [N + 1], the
-    start of each item and the end of the last item <split>_items.json   "root" (folder of the image files, or
-    null) and "parts" (list of [table, rows])
+    <split>_items.bin    the concatenated bytes or paths of all images
+    <split>_offsets.npy  int64 [N + 1], the start of each item and the end of the last item
+    <split>_items.json   "root" (folder of the image files, or null) and "parts" (list of [table, rows])
     """
     offsets = array("q", [0])
     with open(folder / f"{split}_items.bin", "wb") as out:

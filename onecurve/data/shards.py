@@ -1,9 +1,9 @@
 """Prepared data in shards: tar files, an index of the images, and a manifest that is written last.
 
-    manifest.json      the classes, and each split's shards and index with their SHA-256 <split>_index.npy
-    int64 [N, 4], ascending: shard, offset and length of the image's bytes, label <split>_names.txt  image
-    names in index order (onecurve/data/names.py); absent in earlier versions <split>-00000.tar  the bytes of
-    each image, followed by its label in <key>.cls
+    manifest.json      the classes, and each split's shards and index with their SHA-256
+    <split>_index.npy  int64 [N, 4], ascending: shard, offset and length of the image's bytes, label
+    <split>_names.txt  image names in index order (onecurve/data/names.py); absent in earlier versions
+    <split>-00000.tar  the bytes of each image, followed by its label in <key>.cls
 
 A manifest of kind "in_place" refers to existing shards, on this host or in one S3 bucket. A manifest of kind
 "index", which only version 1.0 wrote, refers to archives on this host that may be sorted by class.

@@ -443,7 +443,7 @@ def chosen_column(
 
 
 def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
-    """Return the features in the schema's metadata (stored by `datasets`) by column, or {} if there are none."""
+    """Return the features in the schema's metadata (from `datasets`) by column, or {} if there are none."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = (metadata.get("info") or {}).get("features") or {}

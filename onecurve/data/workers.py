@@ -275,7 +275,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     # The server and its workers inherit the signal mask, so that a signal to the process group can't end a
     # worker that is still starting.
-    multiprocessing.resource_tracker.ensure_running()  # before the mask is set, because this call unblocks signals
+    multiprocessing.resource_tracker.ensure_running()  # unblocks signals, so it must precede the mask
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()

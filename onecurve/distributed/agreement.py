@@ -56,8 +56,8 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
     Keys in the store:
 
         once/<topic>/<rank>      [Reason, message or result] of this worker, which all processes wait for
-        once/<topic>/heartbeats  counter that every worker increments once/<topic>/stop        key that a
-        process sets after a signal, and that workers poll
+        once/<topic>/heartbeats  counter that every worker increments
+        once/<topic>/stop        key that a process sets after a signal, and that workers poll
 
     Every process reads the outcomes of all workers, so either all processes return or all raise the same
     error.
@@ -141,7 +141,7 @@ def _stop_if_wanted() -> None:
 
 
 def _difference(value_json: str | None, other_json: str | None) -> str:
-    """Return the first value as text. If both values are JSON objects, include only the entries that differ."""
+    """Return the first value as text. For two JSON objects, include only the entries that differ."""
     value, other = json.loads(value_json or "null"), json.loads(other_json or "null")
     if isinstance(value, dict) and isinstance(other, dict):
         return ", ".join(f"{key}={entry}" for key, entry in value.items() if other.get(key) != entry)

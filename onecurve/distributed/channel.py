@@ -139,7 +139,7 @@ class Poll:
         return self.values.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, in rank order. Collective. NCCL would need GPU memory for this."""
+        """Return all processes' values in rank order. Collective. NCCL would need GPU memory for this."""
         if self.group is None:
             return [value]
         values = [None] * dist.get_world_size()
@@ -147,7 +147,7 @@ class Poll:
         return values
 
     def collect(self, value: Any) -> list[Any]:
-        """Return all processes' values, in rank order, in the main process, and [] in other processes. Collective.
+        """Return all processes' values in rank order in the main process, and [] elsewhere. Collective.
 
         Use this method for large values, because gather() would send all values to all processes.
         """

@@ -66,7 +66,7 @@ def check_own_gpu(channel: Channel, number: int, processes: int, gpu: str) -> No
 
 
 def _check_device_type() -> None:
-    """Raise ValueError on TPUs, XPUs, NPUs and AMD GPUs, which Accelerate would use but the project does not support."""
+    """Raise ValueError on TPUs, XPUs, NPUs and AMD GPUs, which Accelerate would otherwise use."""
     device = torch.accelerator.current_accelerator(check_available=True)
     device_type = "XLA" if is_torch_xla_available() else device.type.upper() if device else "CPU"
     device_type = "ROCM" if device_type == "CUDA" and torch.version.hip else device_type
@@ -143,7 +143,7 @@ def choose_algorithms(deterministic: bool) -> None:
     algorithms in each run, and fp32 convolutions round their inputs to TF32. On a CPU, the setting has no
     effect. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    torch.backends.cudnn.benchmark = not deterministic  # the choice depends on timings, which differ between runs
+    torch.backends.cudnn.benchmark = not deterministic  # timings decide, and differ between runs
     if not deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
@@ -201,7 +201,7 @@ def _users_environment() -> Mapping[str, str]:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse the memory of freed activations in the next step instead of returning it to the kernel.
+    """Make glibc reuse the memory of freed activations instead of returning this memory to the kernel.
 
     For CNN-A at batch 256 on one thread, a step takes 57 ms of CPU time instead of 82 ms, and causes no page
     faults instead of 14,000.

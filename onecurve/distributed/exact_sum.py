@@ -1,14 +1,14 @@
 """Exact sums of gradients, which make --deterministic training independent of the number of processes.
 
-A sum of fp32 numbers depends on the order of the additions, and so on how the work is distributed. Here, each
-micro-batch's gradient is rounded to multiples of 1 / UNIT and accumulated in float64. Its 53 bits represent
-every sum of these multiples below LIMIT exactly. This holds within a process and between processes, for
-buckets and for shards. Only the final sum is rounded to fp32, once. float64 is used instead of int64 because
-FSDP2 can be configured to reduce in float64, and both have the same size. A step with a single micro-batch
-skips all of this, because its gradient has only one order of summation.
+A sum of fp32 numbers depends on the order of the additions, and therefore on the distribution of work among
+processes. To avoid this, each micro-batch's gradient is rounded to multiples of 1 / UNIT and accumulated in
+float64. The 53 bits of a float64 represent every sum of such multiples below LIMIT exactly. Additions are
+therefore exact within and between processes, for buckets and for shards. Only the final sum is rounded to
+fp32. float64 has the same size as int64, but FSDP2 can only be configured to reduce in float64. A step with a
+single micro-batch needs no exact sum, because there is nothing to add.
 
-benchmarks/README.md describes the gradients of three models that determined UNIT. Demmel and Nguyen instead
-derive the grid from the largest number (Parallel Reproducible Summation, IEEE TC 2015).
+benchmarks/README.md describes the gradients of three models from which UNIT was chosen. Demmel and Nguyen
+instead derive the unit from the largest summand (Parallel Reproducible Summation, IEEE TC 2015).
 """
 
 import math
@@ -26,23 +26,23 @@ from onecurve.distributed.layout import to_local
 from onecurve.distributed.strategy import sharding, strategy
 from onecurve.upstream.torch_ import multiply_, norms, unscale_before_step
 
-UNIT = 2.0**40  # Adam's epsilon, 1e-8, is 11,000 units
-LIMIT = 2.0**52 / UNIT  # largest sum of magnitudes over a step's micro-batches; fp32 comparisons round
+UNIT = 2.0**40  # units per 1.0; Adam's epsilon, 1e-8, equals 11,000 units
+LIMIT = 2.0**52 / UNIT  # maximum sum of magnitudes over a step's micro-batches; fp32 comparisons round
 LOSS_UNIT = 2.0**28
-BUCKET = 2**22  # numbers in one exchange; 32 MiB
-CACHED = 2**16  # numbers that a CPU processes at a time; 512 KiB
+BUCKET = 2**22  # gradient elements per exchange; 32 MiB
+CACHED = 2**16  # gradient elements that a CPU processes at a time; 512 KiB
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Return the float64 sum of the values, rounded to multiples of 1 / LOSS_UNIT. Exact below 2**25."""
+    """Return the float64 sum of values rounded to multiples of 1 / LOSS_UNIT. Sums below 2**25 are exact."""
     return (values.double() * LOSS_UNIT).round_().sum() / LOSS_UNIT
 
 
 def use_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer step tensor by tensor instead of with a fused kernel.
+    """Make the optimizer use its foreach implementation instead of a fused kernel.
 
-    On a CPU, fused kernels round a tensor's last elements differently, and a shard ends with different
-    elements.
+    On a CPU, fused kernels round the last elements of a tensor differently, and the last elements of a shard
+    are not the last elements of the whole tensor.
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -53,40 +53,41 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
 class Bucket:
     """Parameters whose gradients are summed and exchanged together, as one flat tensor.
 
-    `total` holds the sums, in units, followed by one number per parameter. That number is above 0 if the
-    parameter had a gradient in this step on any process. Without a gradient, .grad becomes None, as in torch.
+    `total` contains the gradient sums in units, followed by one count per parameter. The count is above 0 if
+    the parameter had a gradient in this step in any process. Otherwise, the parameter's .grad becomes None,
+    as usual in torch.
     """
 
     def __init__(self, parameters: list[nn.Parameter], numbers: list[int], device: torch.device):
-        self.parameters, self.numbers = parameters, numbers  # numbers: indices in the model
+        self.parameters, self.numbers = parameters, numbers  # numbers: indices of the parameters in the model
         self.sizes = [p.numel() for p in parameters]
         self.total = torch.zeros(sum(self.sizes) + len(parameters), dtype=torch.float64, device=device)
         self.sums, self.gradient_counts = self.total.split([sum(self.sizes), len(parameters)])
-        self.work: Any = None  # the exchange
-        self.arrived: set[int] = set()  # parameters with a gradient in this micro-batch that is not yet added
-        self.seen: set[int] = set()  # parameters with a gradient in this step, on this process
-        self.is_added = False  # True once this micro-batch is added
+        self.work: Any = None  # handle of the running exchange
+        self.arrived: set[int] = set()  # parameters whose gradient of this micro-batch is not yet added
+        self.seen: set[int] = set()  # parameters with a gradient in this step in this process
+        self.is_added = False  # True if this micro-batch's gradients are added
 
     def take(self, flat: Tensor) -> None:
-        """Move a micro-batch's gradients to `flat`, in the memory layout of their parameters."""
+        """Move a micro-batch's gradients to `flat`. Elements are in the memory order of the parameters."""
         pairs = zip(self.parameters, self.sizes, strict=True)
         torch.cat([flat.new_zeros(n) if p.grad is None else _flat(p.grad) for p, n in pairs], out=flat)
         for p in self.parameters:
             p.grad = None
 
     def end_micro_batch(self) -> None:
-        """Mark this micro-batch as added."""
+        """Record that this micro-batch's gradients are added."""
         self.seen |= self.arrived
         self.arrived.clear()
         self.is_added = True
 
     def forget(self) -> None:
-        """Discard the state of the current step, finished or not, and begin the next step."""
+        """Discard the state of the current step, whether finished or not, and begin the next step."""
         self.work, self.seen, self.is_added = None, set(), False
         self.arrived.clear()
 
     def exchange(self) -> None:
-        """Start the exchange of the sums between the processes."""
+        """Start to exchange the sums between processes."""
         if not self.seen:
             self.sums.zero_()
         self.gradient_counts.fill_(1)
@@ -99,10 +100,10 @@ class Bucket:
         missing = self._missing()
         if self.work:
             self.work.wait()
-            if missing:  # the host waits for the device only in this case
+            if missing:  # only in this case, the host waits for the device
                 counts = self.gradient_counts.tolist()
                 missing = {i for i in missing if not counts[i]}
-        parts = self.sums.float().div_(unit).split(self.sizes)  # division by a power of two is exact
+        parts = self.sums.float().div_(unit).split(self.sizes)  # the division by a power of two is exact
         for i, (p, part) in enumerate(zip(self.parameters, parts, strict=True)):
             p.grad = None if i in missing else part.as_strided(p.shape, p.stride())
         self.work, self.seen = None, set()
@@ -114,9 +115,9 @@ class Bucket:
 class ExactSum:
     """Implementation of JobAccelerator.backward and clip_grad_norm_ that replaces DDP's gradient exchange.
 
-    Create it after prepare(), with the plain model. backward() divides each loss by the number of
-    micro-batches in a step of the whole job. Dividing by accumulations first and then by processes would
-    round differently.
+    Create this object after prepare(), and pass the plain model. backward() divides each loss by the number
+    of micro-batches in a step of the whole job. Two divisions, first by the number of accumulations and then
+    by the number of processes, would round differently.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module):
@@ -125,16 +126,16 @@ class ExactSum:
         self.names, self.numbers = list(trained), sum(p.numel() for p in trained.values())
         self.micro_batches = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
-        self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET  # a GPU needs few kernel launches
-        self.unit: float | Tensor = UNIT  # with fp16, divided by the loss scale, a power of two
-        # Largest magnitudes in this step on this process. NaN stays NaN.
+        self.chunk = CACHED if device.type == "cpu" else 2 * BUCKET  # large on a GPU, to launch few kernels
+        self.unit: float | Tensor = UNIT  # with fp16, UNIT divided by the loss scale (a power of two)
+        # Maximum gradient magnitude of each parameter in this step in this process. NaN is preserved.
         self.largest = torch.zeros(len(trained), device=device)
-        self.norms = [self.zero] * len(trained)  # largest magnitudes of a micro-batch
-        self.steps = torch.zeros((), device=device)  # steps since the last check()
-        self.failed = torch.full_like(self.largest, math.inf)  # first step in which a gradient did not fit
+        self.norms = [self.zero] * len(trained)  # maximum magnitudes in the current micro-batch
+        self.steps = torch.zeros((), device=device)  # number of steps since the last check()
+        self.failed = torch.full_like(self.largest, math.inf)  # first step with a gradient that was too large
         self.buckets: list[Bucket] = []
-        self.exchanged = 0  # buckets exchanged in this step
-        self.arrived: set[int] = set()  # under FSDP2: parameters with a gradient in this step
+        self.exchanged = 0  # number of buckets exchanged in this step
+        self.arrived: set[int] = set()  # parameters with a gradient in this step, under FSDP2
         self.digest = 0  # hash of `arrived` over all steps
         if strategy(accelerator) == "fsdp":
             self._follow_shards(model)
@@ -142,7 +143,7 @@ class ExactSum:
             self._follow(list(trained.values()))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Add a micro-batch's gradients. After a step's last micro-batch, exchange and set the sums."""
+        """Add a micro-batch's gradients. After a step's last micro-batch, exchange sums and set .grad."""
         loss, scaler = loss / self.micro_batches, self.accelerator.scaler
         if scaler is not None:
             loss, scale = scaler.scale([loss, self.one])
@@ -154,10 +155,10 @@ class ExactSum:
 
     @torch.no_grad()
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Scale the gradients to the norm max_norm if their norm is larger. Return their original norm."""
+        """Scale the gradients to norm max_norm if their norm is larger. Return the norm before scaling."""
         assert norm_type == 2
         self.accelerator.unscale_gradients()
-        # Some processes hold no shard of a small parameter, or of a whole small model.
+        # A process may hold no elements of a small parameter, or even of a small model.
         grads = [to_local(p.grad) for p in parameters if p.grad is not None]
         grads = [gradient for gradient in grads if gradient.numel()] or [self.one.new_zeros(1)]
         norm = self._norm(grads)
@@ -166,7 +167,7 @@ class ExactSum:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Restore the host's counters after the block, in which the capture of a step may fail."""
+        """Reset the host's counters after a block that captures a step, even if the capture fails."""
         digest = self.digest
         try:
             yield
@@ -177,13 +178,13 @@ class ExactSum:
                 bucket.forget()
 
     def check(self, step: int) -> None:
-        """Check the gradients of the steps since the last call. Collective; waits for the device.
+        """Check the gradients of all steps since the last call. Collective. Waits for the device.
 
         Args:
-            step: The last step.
+            step: Number of the last step.
 
         Raises:
-            FloatingPointError: A gradient was not finite or too large. All processes raise it.
+            FloatingPointError: A gradient was too large or not finite. All processes raise the error.
             ValueError: FSDP2 added gradients of different parameters.
         """
         failed = self.failed.clone()
@@ -204,7 +205,7 @@ class ExactSum:
     def _check_shards(self, step: int) -> None:
         """Raise ValueError if FSDP2 added gradients of different parameters.
 
-        FSDP2 exchanges whichever gradients a process has.
+        This can happen because FSDP2 exchanges whichever gradients a process has computed.
         """
         digests = torch.tensor([self.digest, -self.digest], device=self.accelerator.device)
         self._reduce(digests, dist.ReduceOp.MIN)
@@ -216,7 +217,7 @@ class ExactSum:
             )
 
     def _follow(self, parameters: list[nn.Parameter]) -> None:
-        """Put the parameters into buckets, last layers first, which is the order of the backward pass."""
+        """Assign the parameters to buckets, last layers first, because the backward pass has this order."""
         last_first = list(reversed(range(len(parameters))))
         for group in _grouped([parameters[i].numel() for i in last_first], BUCKET):
             numbers = [last_first[i] for i in group]
@@ -225,10 +226,10 @@ class ExactSum:
             for index, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, index))
         longest = max(len(bucket.sums) for bucket in self.buckets)
-        self.flat = torch.empty(longest, device=self.accelerator.device)  # a bucket's gradients
+        self.flat = torch.empty(longest, device=self.accelerator.device)  # buffer for a bucket's gradients
 
     def _on_gradient(self, bucket: Bucket, index: int, p: nn.Parameter) -> None:
-        """Add a bucket once all its gradients have arrived, and exchange complete buckets in order."""
+        """Add a bucket's gradients once all have arrived, and exchange completed buckets in order."""
         bucket.arrived.add(index)
         if len(bucket.arrived) == len(bucket.parameters):
             self._add(bucket)
@@ -237,7 +238,7 @@ class ExactSum:
                     self._exchange_next()
 
     def _add(self, bucket: Bucket) -> None:
-        """Add a micro-batch's gradients, with few operations on many numbers each."""
+        """Add a bucket's gradients of one micro-batch, with few operations on long tensors."""
         units = self.flat[: len(bucket.sums)]
         bucket.take(units)
         largest = norms(units.split(bucket.sizes), math.inf)
@@ -250,19 +251,19 @@ class ExactSum:
         bucket.end_micro_batch()
 
     def _exchange_next(self) -> None:
-        """Start the exchange of the next bucket. The order is the same on all processes."""
+        """Start the exchange of the next bucket. The order of buckets is the same in all processes."""
         self.buckets[self.exchanged].exchange()
         self.exchanged += 1
 
     def _follow_shards(self, model: nn.Module) -> None:
-        """Make FSDP2 sum the rounded gradients without averaging."""
+        """Make FSDP2 sum the rounded gradients instead of averaging them."""
         numbers = {name: i for i, name in enumerate(self.names)}
         modules: dict[str, Any] = dict(model.named_modules())
         for prefix, module in modules.items():
             if hasattr(module, "unshard"):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-                module.unshard()  # the gathered parameters remain the same objects
+                module.unshard()  # later calls gather into the same parameter objects
                 for name, p in module.named_parameters(prefix):
                     if name in numbers and not hasattr(p, "to_local"):
                         p.register_hook(partial(self._rounded, numbers.pop(name)))
@@ -270,29 +271,29 @@ class ExactSum:
         assert not numbers, f"not sharded: {numbers}"
 
     def _rounded(self, i: int, gradient: Tensor) -> Tensor:
-        """Return the gradient of parameter i, rounded to multiples of 1 / UNIT."""
+        """Return the gradient of parameter i rounded to multiples of 1 / UNIT."""
         self.arrived.add(i)
         self.norms[i] = torch.linalg.vector_norm(gradient, math.inf)
         return self._in_units(gradient).div_(self.unit)
 
     def _in_units(self, gradient: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the gradient as a whole number of units, which fp32 represents exactly."""
+        """Return the gradient in whole units, which fp32 represents exactly."""
         return torch.mul(gradient, self.unit, out=out).round_()
 
     @torch.no_grad()
     def _end_micro_batch(self) -> None:
         for bucket in self.buckets:
-            if bucket.arrived:  # not all of its parameters had a gradient
+            if bucket.arrived:  # buckets in which some parameters had no gradient
                 self._add(bucket)
             bucket.is_added = False
-        # In place, like everything that the next step reads, because a step may be a CUDA graph
+        # Updates are in place, because a step may be a CUDA graph, which reads fixed addresses.
         torch.maximum(self.largest, torch.stack(self.norms), out=self.largest)
         self.norms = [self.zero] * len(self.names)
 
     @torch.no_grad()
     def _end_step(self) -> None:
         if self.accelerator.num_processes > 1:
-            while self.exchanged < len(self.buckets):  # buckets with missing gradients
+            while self.exchanged < len(self.buckets):  # exchange buckets with missing gradients
                 self._exchange_next()
         for bucket in self.buckets:
             bucket.finish(self.unit)
@@ -301,7 +302,7 @@ class ExactSum:
         self.arrived.clear()
         fits = self.largest * self.unit <= LIMIT * UNIT / self.micro_batches
         if self.accelerator.scaler is not None:
-            fits |= ~self.largest.isfinite()  # the scaler skips these steps
+            fits |= ~self.largest.isfinite()  # the scaler skips steps with such gradients
         self.steps += 1
         torch.minimum(self.failed, torch.where(fits, math.inf, self.steps), out=self.failed)
         self.largest.zero_()
@@ -309,7 +310,8 @@ class ExactSum:
     def _norm(self, grads: list[Tensor]) -> Tensor:
         """Return the 2-norm.
 
-        Squares are scaled to at most 1 and rounded to two grids. The sum over each grid is exact.
+        Each squared element, scaled to at most 1, is rounded to a multiple of a coarse unit plus a multiple
+        of a fine unit. Multiples of the same unit are added exactly.
         """
         largest = torch.stack(norms(grads, math.inf)).max()
         largest = largest.double().to(self.accelerator.device)
@@ -319,12 +321,12 @@ class ExactSum:
         unit = 2.0 ** (53 - (self.numbers * replicas).bit_length())
         parts = [part for gradient in grads for part in _flat(gradient).split(self.chunk)]
         zero, sums = torch.zeros(3, dtype=torch.float64, device=grads[0].device).split([1, 2])
-        divisor = largest.to(sums.device).view(1)  # with a dimension, so that the quotient is in float64
+        divisor = largest.to(sums.device).view(1)  # a 1-D tensor, so that the quotient is float64
         for group in _grouped([len(part) for part in parts], min(self.chunk, BUCKET)):
             values = torch.cat([parts[i] for i in group])
             high, low = both = sums.new_empty(2, len(values))
             torch.div(values, divisor, out=low)
-            torch.addcmul(zero, low, low, value=unit, out=low)  # unit * the square
+            torch.addcmul(zero, low, low, value=unit, out=low)  # unit * square
             torch.trunc(low, out=high)
             low.frac_().mul_(unit).round_()
             sums += both.sum(1)
@@ -333,21 +335,21 @@ class ExactSum:
         return largest * ((sums[0] / unit + sums[1] / unit**2) / replicas).sqrt()
 
     def _reduce(self, values: Tensor, operation: Any) -> None:
-        """Combine the processes' values in place.
+        """Reduce tensors between processes in place.
 
-        Under DDP, each process already has whole gradients, so only minima are exchanged.
+        Under DDP, each process already holds the whole gradients, so only minima need an exchange.
         """
         if self.accelerator.num_processes > 1 and (not self.buckets or operation == dist.ReduceOp.MIN):
             dist.all_reduce(values, operation)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a 1D view of a dense tensor's numbers, in memory order."""
+    """Return a 1-D view of a dense tensor's elements in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _grouped(sizes: list[int], enough: int) -> list[list[int]]:
-    """Split the indices of `sizes` into consecutive groups whose sizes add up to `enough` or more."""
+    """Split the indices of `sizes` into consecutive groups. Each group's sizes add up to `enough` or more."""
     groups: list[list[int]] = []
     total = enough
     for i, size in enumerate(sizes):

@@ -1,10 +1,10 @@
-"""Report of a hanging job: evidence from each rank, and a table that names the rank that others wait for.
+"""Report of a hanging job, with evidence from each rank and a table that shows which rank is blocking.
 
-NCCL's watchdog aborts a process without a Python message. So when a collective has waited for most of the
-timeout, a rank first collects evidence from all ranks. A suspended rank does not answer. If the store's
+NCCL's watchdog aborts a process without a Python error message. Therefore, a rank collects evidence from all
+ranks when a collective has waited for most of the timeout. A suspended rank does not answer. If the store's
 process is suspended, the store does not answer either.
 
-launch.py also builds the table, so this file imports torch only where it needs torch.
+launch.py also builds the table, so this module does not import torch at the top level.
 """
 
 import contextlib
@@ -30,16 +30,19 @@ from onecurve.upstream.torch_ import flight_record
 if TYPE_CHECKING:
     from onecurve.distributed.channel import Channel
 
-Evidence = dict[str, Any]  # a rank's report, from evidence()
-KEPT = 256  # collectives to record; reading torch's default of 2,000 takes 35 ms or more
-REPLAY, GRAPH = "replay", "graph"  # used as a collective and its group in the evidence
+Evidence = dict[str, Any]  # a rank's report, created by evidence()
+KEPT = 256  # number of recorded collectives; reading torch's default number of 2,000 takes 35 ms or more
+REPLAY, GRAPH = "replay", "graph"  # names used for a replay's operation and group in the evidence
 COLUMNS = ("rank", "host", "phase", "step", "where", "last collective", "last sign of life")
-REPORTING = ("hang.py", "watch.py")  # files of the report itself, skipped in the stack
-ANSWER_S = 1.0  # seconds for the other ranks to answer
+REPORTING = ("hang.py", "watch.py")  # files that create the report, which are skipped in stacks
+ANSWER_S = 1.0  # seconds to wait for answers from other ranks
 
 
 def record_collectives() -> None:
-    """Make torch record few collectives and write no pickles at a timeout. Call before the first group."""
+    """Configure torch to record few collectives and write no pickles after a timeout.
+
+    Call this function before the first process group is created.
+    """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))
     for name in ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
@@ -47,10 +50,10 @@ def record_collectives() -> None:
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return the collectives in torch's flight recorder and the tracked replay, oldest first.
+    """Return the collectives in torch's flight recorder, and the tracked replay, oldest first.
 
-    Each entry has the keys op, group, number, age_s and is_done. `number` counts within the group; a rank
-    with a smaller last number is behind. torch does not record collectives inside a CUDA graph.
+    Each entry has the keys op, group, number, age_s and is_done. `number` is counted per process group, so a
+    rank with a smaller last number is behind. torch does not record collectives inside a CUDA graph.
     """
     entries = flight_record()
     unique = {(e["profiling_name"], e["process_group"][0], e["record_id"]): e for e in entries}
@@ -69,7 +72,7 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def _replay() -> list[dict[str, Any]]:
-    """Return the tracked replay as a list with one entry, in the form of a collective; [] without one."""
+    """Return the tracked replay as a one-entry list, in the format of a collective, or [] without one."""
     if (replay := now.replay) is None:
         return []
     entry = {"op": REPLAY, "group": GRAPH, "number": replay.launched, "age_s": time.time() - replay.since}
@@ -77,7 +80,7 @@ def _replay() -> list[dict[str, Any]]:
 
 
 def evidence(rank: int, hosts: list[str]) -> Evidence:
-    """Return this process's evidence for JSON: files, lines and functions, but no values."""
+    """Return this process's evidence for JSON. It contains files, lines and functions, but no variables."""
     recorded = collectives()
     return {
         "rank": rank,
@@ -96,7 +99,7 @@ def evidence(rank: int, hosts: list[str]) -> Evidence:
 
 
 def _where(frame: FrameType | None) -> str:
-    """Return the innermost stack line in the project or in the script's folder."""
+    """Return the innermost stack frame inside the project or the script's folder as text."""
     roots = (ROOT, Path(sys.argv[0]).resolve().parent)
     while frame:
         file = Path(frame.f_code.co_filename).absolute()
@@ -108,7 +111,7 @@ def _where(frame: FrameType | None) -> str:
 
 
 def stacks() -> str:
-    """Return the stacks of all threads of this process."""
+    """Return the stack traces of all threads in this process."""
     with contextlib.suppress(OSError), tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -117,11 +120,11 @@ def stacks() -> str:
 
 
 def hang_table(reports: Sequence[Evidence]) -> list[str]:
-    """Return a line that names the rank that others wait for, and the lines of a table with a row per rank.
+    """Return a line that names the blocking rank, followed by the lines of a table with one row per rank.
 
     Args:
-        reports: The evidence of the ranks that answered; other ranks are silent. At least one report has
-            `hosts`, the host of each rank.
+        reports: The evidence of the ranks that answered. All other ranks are silent. At least one report
+            contains `hosts`, the host of each rank.
     """
     rows = {row["rank"]: row for row in reports}
     hosts = max((row.get("hosts", []) for row in reports), key=len)
@@ -139,7 +142,7 @@ def hang_table(reports: Sequence[Evidence]) -> list[str]:
 
 
 def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
-    """Return a phrase that names the ranks that other ranks wait for.
+    """Return a phrase that names the blocking ranks.
 
     Args:
         rows: The evidence of the ranks that answered, by rank.
@@ -156,7 +159,7 @@ def awaited(rows: dict[int, Evidence], hosts: Sequence[str]) -> str:
         for wait in waits.values()
         for rank, row in rows.items()
         if row["sequence"].get(wait["group"], wait["number"]) < wait["number"]
-        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch ahead by different amounts
+        and not (wait["group"] == GRAPH and rank in waits)  # hosts launch different numbers of replays ahead
     }
     if blocking_ranks := sorted(behind) or sorted(rows.keys() - waits.keys()):
         positions = {f"{rows[rank]['phase']} at {rows[rank]['where']}" for rank in blocking_ranks}
@@ -185,7 +188,7 @@ def _last(row: Evidence) -> str:
 
 
 def _last_seen(reports: Sequence[Evidence]) -> dict[int, str]:
-    """Return the time since the last heartbeat of each silent rank, as text."""
+    """Return how long ago each silent rank's last heartbeat was, as text."""
     ages: dict[int, float] = {}
     for row in reports:
         for rank, age_s in row.get("silent_s", {}).items():
@@ -194,18 +197,18 @@ def _last_seen(reports: Sequence[Evidence]) -> dict[int, str]:
 
 
 class HangReport:
-    """Report of a hanging job: this rank's evidence, and other ranks' answers through the store.
+    """Exchange of evidence about a hanging job between this rank and other ranks through the store.
 
     Args:
-        job: Name that changes after a restart.
+        job: Name of the job, which changes after a restart.
         rank: This process's rank.
         hosts: The host of each rank.
-        channel: Channel reserved for make(), which uses it in a thread.
+        channel: Channel that only make() uses, in a separate thread.
     """
 
     def __init__(self, job: str, rank: int, hosts: list[str], channel: "Channel"):
         self._rank, self._hosts, self._channel = rank, hosts, channel
-        self._question, self._alive = f"{job}/hang", f"{job}/alive"  # keys in the store
+        self._question, self._alive = f"{job}/hang", f"{job}/alive"  # prefixes of keys in the store
         self._stacks_folder = Path(tempfile.gettempdir()) / f"hang-{job[:8]}"
         self._lock = threading.Lock()
         self._evidence: Evidence | None = None
@@ -223,7 +226,7 @@ class HangReport:
             channel.post(f"{self._question}/{self._rank}", self._report_evidence())
 
     def make(self) -> None:
-        """Report this rank's evidence, ask other ranks, and show the table. Only the first call acts."""
+        """Report this rank's evidence, request other ranks' evidence, and show the table. Act only once."""
         with self._lock:
             if self.is_made:
                 return
@@ -231,16 +234,16 @@ class HangReport:
         rows = {self._rank: self._report_evidence()}
         asking = start_daemon(lambda: self._ask(rows))
         is_first = True
-        with contextlib.suppress(TimeoutError):  # the store does not answer
+        with contextlib.suppress(TimeoutError):  # raised if the store does not answer
             is_first = asking.result(2 * ANSWER_S)
-        report("hang", **rows[self._rank])  # second report, with the last heartbeats of silent ranks
+        report("hang", **rows[self._rank])  # the second report includes the last heartbeats of silent ranks
         if EVENTS_FILE not in os.environ and is_first:
             lines = hang_table(list(rows.values()))
             lines.append(f"stacks of all threads: {self._stacks_folder}, on each host")
             log.warning("\n".join(lines))
 
     def _ask(self, rows: dict[int, Evidence]) -> bool:
-        """Add other ranks' evidence, and return False if another rank asked first."""
+        """Add other ranks' evidence to `rows`. Return False if another rank requested evidence first."""
         channel = self._channel
         is_first = channel.first(self._question, self._rank) == self._rank
         deadline = time.monotonic() + ANSWER_S
@@ -255,7 +258,7 @@ class HangReport:
         return is_first
 
     def _report_evidence(self) -> Evidence:
-        """Return this rank's evidence. First send it to launch.py, or write the stacks to a file, once."""
+        """Return this rank's evidence. The first call sends it to launch.py or writes stacks to a file."""
         with self._lock:
             if self._evidence is None:
                 self._evidence, text = evidence(self._rank, self._hosts), stacks()

@@ -1,4 +1,4 @@
-"""Initial weights: every rank starts with rank 0's weights."""
+"""Sharing of rank 0's initial weights with all ranks."""
 
 import hashlib
 
@@ -12,10 +12,10 @@ from onecurve.distributed.agreement import agree
 
 @torch.no_grad()
 def share_initial_weights(accelerator: Accelerator, model: nn.Module) -> None:
-    """Give every rank rank 0's weights.
+    """Copy rank 0's initial weights to all ranks.
 
-    All ranks draw their weights from the same seed, but CPUs with different instruction sets round
-    differently. Equal weights are not sent.
+    All ranks draw their weights with the same seed, but CPUs with different instruction sets round
+    differently. If the weights are already equal, no weights are sent.
 
     Raises:
         ValueError: Names, shapes or types of parameters differ between ranks.

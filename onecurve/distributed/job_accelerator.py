@@ -1,4 +1,4 @@
-"""JobAccelerator: Accelerate's Accelerator with the choices of a job."""
+"""JobAccelerator, a subclass of Accelerate's Accelerator that stores a job's settings."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class JobAccelerator(Accelerator):
-    """Accelerator with the choices of a job. make_accelerator() creates it; start() and wrap() complete it.
+    """Accelerator that stores a job's settings. make_accelerator(), start() and wrap() set the attributes.
 
     Attributes:
         precision: Number formats used in training.
-        compilation: Arguments of torch.compile; None before start() has chosen them.
+        compilation: Arguments of torch.compile, which start() chooses. None before that.
         step_graph: True if each step runs as a CUDA graph.
-        step_stream: CUDA stream of the step graphs; None on a CPU.
+        step_stream: CUDA stream of the step graphs. None on a CPU.
         deterministic: Value of --deterministic.
-        grad_checkpointing: True if activations are recomputed, by the flag or by FSDP's config.
-        exact_sum: Adder of the gradients with --deterministic; created by wrap().
-        short_attention: True if the device supports the kernel of models/attention.py; after wrap(), True if
-            the model also uses the kernel.
-        prepared: The wrapped model; None before wrap().
+        grad_checkpointing: True if the flag or FSDP's config enables activation checkpointing.
+        exact_sum: Object that adds gradients exactly with --deterministic. wrap() creates it.
+        short_attention: True if the device supports the kernel of models/attention.py. After wrap(), True
+            only if the model also uses this kernel.
+        prepared: The wrapped model. None before wrap().
     """
 
     precision: Precision
@@ -45,12 +45,12 @@ class JobAccelerator(Accelerator):
     prepared: nn.Module | None = None
 
     def print(self, *values: Any, **_: Any) -> None:
-        """Log a line on the first process of each host."""
+        """Log a line in the first process of each host."""
         if is_hosts_first():
             log.info(" ".join(map(str, values)))
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute a micro-batch's gradients, and exchange the sums after the last micro-batch of a step."""
+        """Compute a micro-batch's gradients. After a step's last micro-batch, exchange the sums."""
         if self.exact_sum:
             self.exact_sum.backward(loss, **kwargs)
         else:
@@ -59,10 +59,10 @@ class JobAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Scale the gradients to the norm max_norm if their norm is larger, and return their norm.
+        """Scale the gradients to norm max_norm if their norm is larger. Return the norm before scaling.
 
-        Under DeepSpeed, return None, because the engine has already clipped in backward(). Accelerate 1.15
-        would copy the unused norm to the host.
+        Under DeepSpeed, this method returns None, because the engine has already clipped the gradients in
+        backward(). Accelerate 1.15 would copy the unused norm to the host.
         """
         if self.exact_sum:
             return self.exact_sum.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,7 +1,7 @@
-"""Checks of the launcher's config: an answer is either used or refused before the job starts.
+"""Checks that the job supports every answer in the launcher's config before the job starts.
 
 Accelerate's launcher passes the answers of `accelerate config` to each process in environment variables.
-supported.yaml lists the answers and the supported values, and the supported keys of a DeepSpeed JSON file.
+supported.yaml lists the supported values of each answer, and the supported keys of a DeepSpeed JSON file.
 """
 
 import importlib.util
@@ -19,19 +19,20 @@ from onecurve.system.files import parse_json
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
 
-# Variables in which MPI launchers store the number of processes
+# Environment variables in which MPI launchers store the number of processes
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# Keys of an accelerate config that must be set in the DeepSpeed JSON instead, if the config names one
+# Keys of an accelerate config that must be set in the DeepSpeed JSON file instead if the config names such a
+# file
 IN_JSON = (
     *("mixed_precision", "zero_stage", "gradient_clipping", "gradient_accumulation_steps"),
     *("offload_optimizer_device", "offload_param_device", "zero3_save_16bit_model"),
 )
-SCRIPTS_OWN = ("optimizer", "scheduler")  # sections of a DeepSpeed JSON
+SCRIPTS_OWN = ("optimizer", "scheduler")  # sections of a DeepSpeed JSON that the script decides
 
 
 @cache
 def supported() -> dict[str, dict[str, Any]]:
-    """Return the tables of supported.yaml."""
+    """Return the content of supported.yaml."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("supported.yaml").read_text())
@@ -47,16 +48,16 @@ def check_launch_config(
     """Check the launcher's answers.
 
     Args:
-        env: Environment variables, which hold the launcher's answers.
+        env: Environment variables, which contain the launcher's answers.
         processes: Number of processes in the job.
         deepspeed_config: Value of --deepspeed_config.
         precision: Value of --mixed_precision, which overrides the launcher's answer.
 
     Returns:
-        The content of the DeepSpeed JSON file, or None without one.
+        The content of the DeepSpeed JSON file, or None without such a file.
 
     Raises:
-        ValueError: An answer is not supported. The message names the first one.
+        ValueError: An answer is not supported. The message names the first unsupported answer.
     """
     env = {"FSDP_VERSION": "1", **env}  # Accelerate's default
     for switch, answers in supported()["answers"].items():
@@ -92,10 +93,10 @@ def refuse(answer: str, advice: str) -> NoReturn:
 
 
 def _check_processes(env: Mapping[str, str]) -> None:
-    """Refuse environments in which processes would train alone, or in which only one process starts.
+    """Raise ValueError if the processes would form separate jobs, or if only one process would start.
 
-    These are MPI, `multi-CPU` (which starts a single process without MPI) and WORLD_SIZE without LOCAL_RANK.
-    Without LOCAL_RANK, Accelerate treats each process as a separate job.
+    The refused environments are MPI, `multi-CPU` (which starts a single process without MPI), and WORLD_SIZE
+    without LOCAL_RANK. If LOCAL_RANK is missing, Accelerate treats each process as a separate job.
     """
     if int(env.get("LOCAL_RANK", "-1")) >= 0:
         return
@@ -152,12 +153,12 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
     """Return the content of a DeepSpeed JSON file.
 
     Args:
-        name: The flag or key that names the file.
+        name: The flag or config key that refers to the file.
         file: Path of the file.
         precision: Value of --mixed_precision.
 
     Raises:
-        ValueError: The file is not valid, or has unsupported keys. The message names them.
+        ValueError: The file is invalid or contains unsupported keys. The message lists the keys.
     """
     try:
         config = parse_json(Path(file).read_bytes(), f"{name} {file}")
@@ -192,7 +193,7 @@ def _read_deepspeed(name: str, file: str, precision: str | None = None) -> dict[
 
 
 def _unsupported(section: dict[str, Any], name: str) -> Iterator[str]:
-    """Yield the unsupported keys of a section, each with advice."""
+    """Yield each unsupported key of a section, followed by advice."""
     known = " ".join(supported()["deepspeed"][name]).split()
     for key, value in section.items():
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
@@ -203,7 +204,7 @@ def _unsupported(section: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _is_auto(section: Any) -> bool:
-    """Return True if an optimizer or scheduler of a DeepSpeed JSON leaves all numbers to the script."""
+    """Return True if an optimizer or scheduler section leaves all settings to the script ("auto")."""
     section = section if isinstance(section, dict) else {}
     values = (section.get("params") or {}).values()
     is_other_type = section.get("type", "AdamW") not in ("Adam", "AdamW", "WarmupLR", "WarmupDecayLR")
@@ -211,7 +212,7 @@ def _is_auto(section: Any) -> bool:
 
 
 def settle_auto(config: dict[str, Any]) -> list[str]:
-    """Replace the remaining "auto" values of a DeepSpeed JSON in place. Return remarks about them."""
+    """Replace the remaining "auto" values of a DeepSpeed JSON in place. Return remarks about these values."""
     remarks = []
     if removed := [key for key in SCRIPTS_OWN if config.pop(key, None)]:
         remarks.append(f"DeepSpeed's {' and '.join(removed)}, all \"auto\": using the script's own")
@@ -246,16 +247,16 @@ def _check_precisions(config: dict[str, Any], file: str, precision: str | None) 
 
 
 def enabled_precision(config: dict[str, Any] | None) -> str | None:
-    """Return the precision that the DeepSpeed JSON selects: bf16, fp16, or `no` if it disables bf16.
+    """Return the precision in the DeepSpeed JSON, which is bf16, fp16, or `no` if the JSON disables bf16.
 
-    None leaves the choice to the flag and the device.
+    None means that the flag and the device determine the precision.
     """
     enabled = _precisions(config or {})
     return next((dtype for dtype, is_on in enabled.items() if is_on), "no" if "bf16" in enabled else None)
 
 
 def _precisions(config: dict[str, Any]) -> dict[str, bool]:
-    """Return the `enabled` values of bf16 and fp16, without missing and "auto" values."""
+    """Return the `enabled` values of sections bf16 and fp16. Missing and "auto" values are omitted."""
     sections = {dtype: config.get(dtype) for dtype in ("bf16", "fp16")}
     return {
         dtype: section["enabled"]
@@ -265,11 +266,11 @@ def _precisions(config: dict[str, Any]) -> dict[str, bool]:
 
 
 def disable_meaningless(rehearsal: bool) -> list[str]:
-    """Disable answers that have no effect here. Return a remark about each."""
+    """Disable answers that have no effect in this job. Return a remark about each disabled answer."""
     meaningless = {"fsdp_cpu_ram_efficient_loading": "it only affects models that Transformers loads"}
     if rehearsal:
         meaningless["fsdp_offload_params"] = "in a rehearsal, parameters are on the CPU anyway"
-    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # empty by default; use the model's own blocks
+    if os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") == "":  # default; selects the model's blocks
         del os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"]
     remarks = []
     for key, why in meaningless.items():
@@ -280,7 +281,7 @@ def disable_meaningless(rehearsal: bool) -> list[str]:
 
 
 def check_wrapped_classes(model: Any) -> None:
-    """Raise ValueError if the config names a class for FSDP to wrap that the model does not contain."""
+    """Raise ValueError if the config lists a class for FSDP to wrap that does not occur in the model."""
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP", "")
     if not names or not is_on("ACCELERATE_USE_FSDP"):
         return

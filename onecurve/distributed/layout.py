@@ -1,16 +1,16 @@
-"""Map each rank's local tensors to the full tensors, for every strategy.
+"""Mapping between each rank's local tensors and the whole tensors, for every strategy.
 
-Six terms describe a parameter, or optimizer state of its shape:
+The following terms describe a parameter, or optimizer state with the parameter's shape:
 
-    whole    the full tensor; flattened where pieces are cut from it
-    local    the tensor that the optimizer updates in place on this rank: a parameter on one process and
-             under DDP, a shard under FSDP2, a flat partition of the fp32 masters under ZeRO. An EMA's
-             averages have the same shapes
-    key      the object under which the optimizer's `state` stores a local tensor: an nn.Parameter or DTensor
-    members  the parameters in a local tensor: one, or many in a flat partition
-    piece    the part of the flat, whole tensor on this rank (all, some or none), with its start in the whole
-             tensor and its offset in the local one
-    own      the elements of the piece, a view of the local tensor
+    whole    the complete tensor, which is flattened before it is divided into pieces
+    local    the tensor that the optimizer updates in place on this rank: a parameter (one process or DDP), a
+             shard (FSDP2), or a flat partition of the fp32 master weights (ZeRO). An EMA's averages have the
+             same shapes
+    key      the nn.Parameter or DTensor that is the key of a local tensor's entry in the optimizer's `state`
+    members  the parameters in a local tensor: one parameter, or many parameters in a flat partition
+    piece    the range of the flattened whole tensor that is on this rank, with its start in the whole tensor
+             and its offset in the local tensor. A piece may be empty, or be the whole tensor
+    own      the elements of the piece, as a view of the local tensor
 
     whole, flat  0 1 2 3 4 5 6 7 8 9      on rank 1 of 2: piece (start 5, length 5, offset 2),
     local        . . 5 6 7 8 9 . .        own 5 6 7 8 9; the dots belong to other members
@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 
 from onecurve.upstream import deepspeed_
 
-Local = Sequence[Tensor | None]  # one per local tensor; None without this state
-Arrange = Callable[[list[Tensor]], list[Tensor]]  # converts a group of parameters to one process's part
+Local = Sequence[Tensor | None]  # one entry per local tensor; None if the tensor lacks this state
+Arrange = Callable[[list[Tensor]], list[Tensor]]  # maps a group of whole parameters to one process's part
 
 
 class Piece(NamedTuple):
-    """Range of a flat, whole tensor that a process holds."""
+    """Range of a flattened whole tensor that is on this process."""
 
     start: int  # index in the whole tensor
     length: int
@@ -40,23 +40,23 @@ class Piece(NamedTuple):
 
 
 class Layout:
-    """Layout of one process and of DDP, where every process holds all tensors.
+    """Layout for a single process and DDP, where every process holds all tensors.
 
-    Create it before the first forward pass. Later, FSDP2's modules may expose gathered copies of their
-    parameters.
+    Create the layout before the first forward pass, because FSDP2's modules may later expose gathered copies
+    of their parameters.
     """
 
-    parts = ""  # name of the tensors that the optimizer updates instead of whole parameters
+    parts = ""  # name of the parts that the optimizer updates, or "" if it updates whole parameters
     is_flat = False
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer):
         self.module, self.optimizer = plain_module(model), optimizer.optimizer
-        # nn.Parameters; FSDP and ZeRO add attributes to them
+        # The values are nn.Parameters, typed Any because FSDP and ZeRO add attributes.
         everything: dict[str, Any] = dict(self.module.named_parameters())
         self.parameters = {name: p for name, p in everything.items() if p.requires_grad}
         self.frozen = {name: p for name, p in everything.items() if not p.requires_grad}
         self.local = [to_local(key.detach()) for key in self._keys()]  # fp32, in the order of self.states()
-        self.inner = self._inner()  # the optimizer that the script created
+        self.inner = self._inner()  # optimizer that the script created
         self.pieces = {name: self._piece(p) for name, p in everything.items()}
         self.constants = copy.deepcopy([group_values(group) for group in self.inner.param_groups])
 
@@ -67,13 +67,13 @@ class Layout:
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers, such as BatchNorm's statistics, by name.
 
-        Buffers may differ between ranks; rank 0's buffers are authoritative.
+        Buffers may differ between ranks. Rank 0's buffers are authoritative.
         """
         parameters = {**self.parameters, **self.frozen}
         parameter_ids = {id(p) for p in parameters.values()}
         everything = self.module.state_dict(keep_vars=True)
-        # After a forward pass, FSDP2 may expose a gathered parameter instead of the known object (pytorch
-        # #144289), so names are compared as well.
+        # After a forward pass, FSDP2 may expose a gathered parameter instead of the original object (pytorch
+        # #144289), so this code also compares names.
         return {
             name: tensor.detach()
             for name, tensor in everything.items()
@@ -85,7 +85,7 @@ class Layout:
         return {name: self._shape(p) for name, p in self.frozen.items()}
 
     def own(self, local: Local) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this process's piece) of each trained parameter that has this state."""
+        """Yield the name and this process's piece of each trained parameter that has this state."""
         for tensor, members in zip(local, self.members(), strict=True):
             if tensor is None:
                 continue
@@ -94,30 +94,30 @@ class Layout:
                 yield name, tensor[offset : offset + length] if self.is_flat else tensor
 
     def own_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, this process's piece) of each frozen parameter."""
+        """Yield the name and this process's piece of each frozen parameter."""
         for name, p in self.frozen.items():
             yield name, to_local(p.detach())
 
     def fill(self, own: Iterable[tuple[str, Tensor]], whole: Callable[[str], Tensor]) -> None:
-        """Fill this process's pieces from whole tensors. All processes must use the same order.
+        """Fill this process's pieces from whole tensors. All processes must use the same order of names.
 
         Args:
             own: Names and pieces, from own() or own_frozen().
-            whole: Function that returns the whole tensor of a name, on the device.
+            whole: Function that maps a name to the whole tensor on the device.
         """
         for name, mine in own:
             start, length, _ = self.pieces[name]
             mine.copy_(whole(name).flatten()[start : start + length].view(mine.shape))
 
     def sync(self) -> None:
-        """Make values written to self.local visible to the next forward pass. Collective."""
+        """Make changes of self.local visible to the next forward pass. Collective."""
 
     def groups(self) -> list[list[str]]:
         """Return the names of the trained parameters in each of the optimizer's groups."""
         return self._names_of([group["params"] for group in self.inner.param_groups])
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the optimizer's state of each local tensor; empty before the first step."""
+        """Return the optimizer's state of each local tensor. The states are empty before the first step."""
         return [owner(self.inner).state.get(key, {}) for key in self._keys()]
 
     def shaped_state(self) -> dict[str, Local]:
@@ -133,7 +133,7 @@ class Layout:
         }
 
     def other_state(self) -> dict[str, dict[str, Any]]:
-        """Return all other state: parameter -> name -> scalar or whole tensor. Collective."""
+        """Return all other state as {parameter: {name: scalar or whole tensor}}. Collective."""
         names = self.shaped_state().keys()
         return {
             parameter: {
@@ -146,11 +146,11 @@ class Layout:
         }
 
     def changed_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter group values that the optimizer itself changed, such as a step count."""
+        """Return the parameter group settings that the optimizer itself has changed, such as a step count."""
         return changed(self.inner.param_groups, self.constants)
 
     def make_state(self, name: str, dtypes: dict[str, torch.dtype]) -> Local:
-        """Create zero state with the shapes of the local tensors, for the given parameters and types."""
+        """Create zeros in the shapes of the local tensors. `dtypes` maps names of parameters to types."""
         states: list[Tensor | None] = []
         for key, members in zip(self._keys(), self.members(), strict=True):
             dtype = next((dtypes[member] for member in members if member in dtypes), None)
@@ -159,16 +159,16 @@ class Layout:
         return states
 
     def put_state(self, parameter: str, name: str, value: Any) -> None:
-        """Set a scalar, or a tensor that already has the strategy's layout."""
+        """Set a parameter's state to a scalar, or to a tensor that already has the strategy's layout."""
         keys = {m: key for key, ms in zip(self._keys(), self.members(), strict=True) for m in ms}
         self._put(keys[parameter], name, value)
 
     def arrangements(self) -> list[Arrange]:
-        """Return functions that convert a group of parameters to one process's part; [] without shards."""
+        """Return functions that map a group of parameters to one process's part, or [] without shards."""
         return []
 
     def steps_at_once(self) -> bool:
-        """Return True if a training step is a single call of the optimizer's step()."""
+        """Return True if each training step calls the optimizer's step() exactly once."""
         return True
 
     def _put(self, key: Tensor, name: str, value: Any) -> Any:
@@ -198,12 +198,12 @@ class Layout:
 
 
 class _Sharded(Layout):
-    """Layout of FSDP2, where parameters and moments are DTensors."""
+    """Layout for FSDP2, where parameters and moments are DTensors."""
 
     parts = "FSDP2's shards"
 
     def _piece(self, parameter: Any) -> Piece:
-        """Return whole rows: one of the equal chunks along the sharded mesh dimension."""
+        """Return this process's chunk of rows along the sharded mesh dimension. Chunks have equal sizes."""
         if not hasattr(parameter, "placements"):
             return super()._piece(parameter)
         (dimension,) = (i for i, placement in enumerate(parameter.placements) if placement.is_shard(0))
@@ -221,12 +221,12 @@ class _Sharded(Layout):
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
-            if isinstance(module, FSDPModule):  # an evaluation leaves gathered copies
+            if isinstance(module, FSDPModule):  # after an evaluation, gathered copies exist
                 module.reshard()
 
 
 class _Zero(Layout):
-    """Layout of ZeRO-1 and ZeRO-2: flat partitions of the fp32 masters."""
+    """Layout for ZeRO-1 and ZeRO-2, with flat partitions of the fp32 master weights."""
 
     parts = "ZeRO's flat partitions"
     is_flat = True
@@ -256,7 +256,7 @@ class _Zero(Layout):
 
 
 class _Zero3(_Zero):
-    """Layout of ZeRO-3: equal parts of each parameter, one per process. The last part is padded."""
+    """Layout for ZeRO-3, with one equal part of each parameter per process. The last part is padded."""
 
     def _shape(self, parameter: Any) -> tuple[int, ...]:
         return tuple(parameter.ds_shape)
@@ -280,7 +280,7 @@ class _Zero3(_Zero):
     def _piece(self, parameter: Any) -> Piece:
         part = parameter.ds_tensor.ds_numel
         start = min(parameter.ds_numel, part * deepspeed_.partition_rank(self.optimizer, parameter))
-        offset = 0  # a frozen parameter has a separate tensor
+        offset = 0  # a frozen parameter is not in a partition
         if parameter.requires_grad:
             _, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
         return Piece(start, min(part, parameter.ds_numel - start), offset)
@@ -303,33 +303,33 @@ def layout_of(model: nn.Module, optimizer: AcceleratedOptimizer) -> Layout:
 
 
 def owner(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that holds the state.
+    """Return the optimizer that stores the state.
 
-    A wrapper such as Lookahead keeps the state in an inner optimizer.
+    A wrapper such as Lookahead stores the state in an inner optimizer.
     """
     inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     return owner(inside[0]) if len(inside) == 1 and not optimizer.state else optimizer
 
 
 def shaped(state: dict[str, Any], key: Tensor) -> dict[str, Tensor]:
-    """Return the state that has the shape of its parameter.
+    """Return the state tensors that have the same shape as their parameter.
 
-    A scalar parameter's state is excluded, because its shape is ambiguous.
+    The state of a scalar parameter is excluded, because its shape is ambiguous.
     """
     return {name: value for name, value in state.items() if key.ndim and _has_shape(value, key)}
 
 
 def group_values(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's values that a checkpoint stores.
+    """Return the settings of a parameter group that a checkpoint stores.
 
-    These exclude the parameters, the learning rate, which the script sets, and `capturable`, which only a
-    step graph on a GPU needs and other devices reject.
+    A checkpoint stores neither the parameters nor the learning rate, which the script sets. It also omits
+    `capturable`, which only step graphs on a GPU need, and which other devices reject.
     """
     return {name: value for name, value in group.items() if name not in ("params", "lr", "capturable")}
 
 
 def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return each group's values that differ from the earlier values."""
+    """Return the settings of each parameter group that differ from the earlier settings."""
     return [
         {
             name: value
@@ -341,14 +341,14 @@ def changed(groups: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP's or DeepSpeed's wrapper. Accelerate's function would import DeepSpeed."""
+    """Return the model inside DDP's or DeepSpeed's wrapper. Accelerate's own function imports DeepSpeed."""
     while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
         model = model.get_submodule("module")
     return model
 
 
 def to_local(value: Any) -> Any:
-    """Return the local tensor of a DTensor; return any other value unchanged."""
+    """Return the local tensor of a DTensor. Return any other value unchanged."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -370,7 +370,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _flat_half(tensors: list[Tensor], half: int) -> list[Tensor]:
-    """Return one of two processes' flat partitions. The second one is padded."""
+    """Return the flat partition of one of two processes. The second partition is padded."""
     if not tensors:
         return []
     flat = torch.cat([t.flatten() for t in tensors])

@@ -1,8 +1,8 @@
-"""Mixed precision with autocast, computed in the same way under every strategy.
+"""Mixed precision with autocast that computes in the same way under every strategy.
 
 Weights, the residual stream and the gradient reduction use fp32. Matrix products and convolutions use half
-precision. Two configurations differ, because all weights and activations are in half precision: fp16 under
-ZeRO, where DeepSpeed scales the loss only in its own fp16 mode, and bf16 enabled in a DeepSpeed JSON.
+precision. In two configurations, all weights and activations use half precision. One is fp16 under ZeRO,
+because DeepSpeed scales the loss only in its own fp16 mode. The other is a DeepSpeed JSON that enables bf16.
 """
 
 import os
@@ -29,27 +29,27 @@ class Precision:
 
     mixed_precision: str  # no, bf16 or fp16
     half_precision: str  # none, autocast, or weights (all tensors in half precision)
-    gradient_reduction: str  # between processes: fp32, bf16 or fp16
+    gradient_reduction: str  # format of the exchange between processes: fp32, bf16 or fp16
 
 
 def settle_precision(
     accelerator: Accelerator, mixed_precision: str, is_engines: bool, compression: str
 ) -> Precision:
-    """Configure FSDP2 and ZeRO to compute like one process. Call this before wrap(), which adds autocast.
+    """Make FSDP2 and ZeRO compute like a single process. Call this before wrap(), which adds autocast.
 
     Args:
         accelerator: The Accelerator, which this function changes.
         mixed_precision: no, bf16 or fp16.
-        is_engines: True if a DeepSpeed JSON selects mixed_precision, which means DeepSpeed's own mode.
-        compression: Number format of the gradients that DDP exchanges, or no. A single process, to which an
-            elastic job may shrink, accepts it but exchanges nothing.
+        is_engines: True if a DeepSpeed JSON selects mixed_precision and thereby DeepSpeed's own mode.
+        compression: Number format of the gradients that DDP exchanges, or no. A single process also accepts a
+            format, because an elastic job may shrink to one process, but exchanges no gradients.
 
     Raises:
         ValueError: The strategy does not support the compression.
     """
     half_precision, reduction = "none" if mixed_precision == "no" else "autocast", "fp32"
     if accelerator.distributed_type == DistributedType.FSDP:
-        # Accelerate's policy would use half precision for weights, activations and the reduction
+        # Accelerate's policy would use half precision for weights, activations and the gradient reduction.
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -59,7 +59,8 @@ def settle_precision(
         elif mixed_precision == "bf16":
             config["bf16"] = {"enabled": False}
         if config.get("bf16", {}).get("enabled"):
-            # True would wait for the device, and silently skip steps with gradients that are not finite.
+            # With True, DeepSpeed would wait for the device, and silently skip steps with non-finite
+            # gradients.
             config["bf16"].setdefault("check_grad_overflow", False)
     name = strategy(accelerator)
     if compression != "no" and name not in ("single", "ddp"):
@@ -72,29 +73,29 @@ def settle_precision(
 
 
 def autocast_forward(accelerator: Accelerator, model: nn.Module) -> None:
-    """Run the model's forward pass under autocast and return fp32 outputs, as Accelerate does for DDP."""
+    """Make the model's forward pass use autocast and return fp32 outputs, like Accelerate does for DDP."""
     half = HALF.get(accelerator.precision.mixed_precision)
     autocast = torch.autocast(accelerator.device.type, half, enabled=half is not None)
     model.forward = convert_outputs_to_fp32(autocast(model.forward))
 
 
 def input_dtype(accelerator: Accelerator) -> torch.dtype | None:
-    """Return the type of the images that a model on a GPU reads: bf16, fp16, or None for fp32.
+    """Return the dtype of a GPU model's input images, which is bf16 or fp16, or None for fp32.
 
-    On a CPU, images stay in fp32 up to the model, because a resumed run must round as before.
+    On a CPU, the result is None, so that a resumed run rounds like the original run.
     """
     return HALF.get(accelerator.precision.mixed_precision) if accelerator.device.type == "cuda" else None
 
 
 def chosen_precision(flag: str | None) -> str:
-    """Return the flag's value, else the launcher's setting, else bf16 on devices with native bf16."""
+    """Return the precision selected by the flag, else by the launcher, else by the device's bf16 support."""
     launcher_setting, remark = os.environ.get("ACCELERATE_MIXED_PRECISION"), ""
     launch_flag = typed_precision() if launcher_setting == "no" and not flag else ""
     fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     if launch_flag == "no":
         flag = launch_flag
     elif launcher_setting == "no" and is_on("ACCELERATE_USE_DEEPSPEED") and "mixed_precision" not in fields:
-        # accelerate launch (1.15) passes "no" if a DeepSpeed config leaves precision to the JSON's "auto".
+        # accelerate launch (1.15) passes "no" if the precision in the DeepSpeed JSON is "auto".
         launcher_setting = None
         if launch_flag is None and has_native_bf16():
             remark = (
@@ -121,10 +122,10 @@ def chosen_precision(flag: str | None) -> str:
 
 
 def typed_precision() -> str | None:
-    """Return --mixed_precision from the command line of `accelerate launch`, or "" without the flag.
+    """Return --mixed_precision in the command line of `accelerate launch`, or "" without the flag.
 
-    The launcher's environment does not distinguish an explicit no from the default, but its command line
-    does. Return None if another program is the parent.
+    Unlike the environment variables of the launcher, the command line distinguishes an explicit `no` from the
+    default. The function returns None if the parent process is not `accelerate launch`.
     """
     parent = parents()[0]
     if not parent.launcher().startswith("accelerate"):
@@ -134,18 +135,18 @@ def typed_precision() -> str | None:
 
 
 def on_gpu() -> bool:
-    """Return True if the job trains on GPUs. use_cpu in the launcher's config (cpu.yaml) disables GPUs."""
+    """Return True if the job trains on GPUs. The launcher's use_cpu (cpu.yaml) disables GPUs."""
     return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def has_native_bf16() -> bool:
-    """Return True if the job's device computes in bf16 natively."""
+    """Return True if the job's device supports bf16 natively."""
     if on_gpu():
         return torch.cuda.get_device_capability() >= (8, 0)
     return has_bf16_instructions()
 
 
 def cast_inputs(mixed_precision: str) -> Callable:
-    """Return a hook that casts a module's inputs to half precision; DeepSpeed casts only the weights."""
+    """Return a hook that casts a module's inputs to half precision. DeepSpeed casts only the weights."""
     dtype = HALF[mixed_precision]
     return lambda module, inputs: tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)

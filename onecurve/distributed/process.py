@@ -1,4 +1,4 @@
-"""Start and end of a job's process: entry point of a train script, one-line errors, exit statuses."""
+"""Start and end of a job's process, with train scripts' entry point, one-line errors and exit statuses."""
 
 import contextlib
 import functools
@@ -34,13 +34,13 @@ Main = Callable[[R, Accelerator, Batch], None]
 def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
     """Decorate a train script's main(recipe, accelerator, batch).
 
-    The decorated function reads the recipe from the flags, starts the Accelerator, trains and ends the
-    process.
+    The decorated function reads the recipe from the flags, starts the Accelerator, runs the training and ends
+    the process.
     """
 
     def decorate(main: Main[R]) -> Callable[[], None]:
         def train() -> None:
-            now.enter(STARTING)  # all imports of the script are done
+            now.enter(STARTING)  # the script's imports are complete
             recipe = from_flags(recipe_class).resolved()
             accelerator, batch = start(recipe, clip_norm=recipe.clip_norm)
             main(recipe, accelerator, batch)
@@ -55,10 +55,10 @@ def entry(recipe_class: type[R]) -> Callable[[Main[R]], Callable[[], None]]:
 
 
 def run_process(main: Callable[[], None]) -> NoReturn:
-    """Call main() and end the process with an exit status. Raise SystemExit in another program's process.
+    """Call main() and end the process with an exit status. Inside another program, raise SystemExit instead.
 
-    The exit status is 1 after a mistake (printed in one line) or another error (with a traceback), 130 after
-    Ctrl-C, and 75 after a preemption.
+    The exit status is 1 after an error, 130 after Ctrl-C, and 75 after a preemption. User errors are printed
+    in one line, and other errors with a traceback.
     """
     status, owns_process = 0, _is_own_process()
     settle_environment()
@@ -79,7 +79,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         if isinstance(error.code, str):
             tell_launchers(message_text(error.code))
         raise
-    except Exception as error:  # must not reach the interpreter, which would run queued downloads
+    except Exception as error:  # stops here, because the interpreter's exit would run queued downloads
         status = 1
         watch.begin_exit()
         watch.report_failure(error)
@@ -90,8 +90,8 @@ def run_process(main: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
         elif is_mistake and first_to_report(message):
             log.warning(f"error: {message}")
-        # A launcher kills all processes as soon as one exits. Give other ranks time to print their errors, or
-        # to read this error from rank 0's store.
+        # A launcher kills all processes as soon as one exits. The delay allows other ranks to print their
+        # errors, or to read this error from rank 0's store.
         if world_size() > 1:
             time.sleep(1 if rank() == 0 else 2 if dist.is_initialized() else 5)
     watch.begin_exit()
@@ -107,7 +107,7 @@ def run_process(main: Callable[[], None]) -> NoReturn:
         sys.exit(status)
     run_finalizers()
     # sys.exit() would run thread destructors, in which about one in a hundred gloo processes aborts (pytorch
-    # #179291). An upload to an unresponsive store would also delay the exit.
+    # #179291). It would also wait for uploads to an unresponsive store.
     os._exit(status)
 
 
@@ -118,7 +118,7 @@ def _is_own_process() -> bool:
 
 
 class _Output(io.FileIO):
-    """File that drops data it can't write, because training must not fail in a print."""
+    """File that drops data that can't be written, because training must not fail in a print statement."""
 
     def write(self, data: Any, /) -> int:
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def _ignoring_write_errors(stream: TextIO) -> TextIO:
     stream.flush()
     output = _Output(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        output if stream.write_through else io.BufferedWriter(output),  # python -u has no buffer
+        output if stream.write_through else io.BufferedWriter(output),  # unbuffered with python -u
         encoding=stream.encoding,
         errors="backslashreplace",
         line_buffering=stream.line_buffering,

@@ -1,4 +1,4 @@
-"""Rendezvous of a job's processes: the network interface, the agent's store, and an elastic job's batch."""
+"""Rendezvous of a job's processes, with network interface, torchrun's store, and elastic batch sizes."""
 
 import contextlib
 import os
@@ -29,14 +29,15 @@ SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def name_interface() -> None:
-    """Set GLOO_SOCKET_IFNAME unless it is set: loopback on one host, else the route to the master.
+    """Set GLOO_SOCKET_IFNAME, if unset, to the loopback interface (one host) or the route to the master.
 
-    gloo would otherwise listen at the address of the host's name. On a single host, other machines may reach
-    that address, and objects between ranks are pickles. On several Debian hosts, the address is 127.0.1.1.
-    gloo carries the messages about signals next to NCCL, and all traffic in a rehearsal.
+    Otherwise, gloo listens at the address to which the host's name resolves. Other machines may be able to
+    reach this address, which is a risk because ranks exchange objects as pickles. On Debian, the address is
+    127.0.1.1, which does not work for several hosts. gloo transfers the messages about signals in NCCL jobs,
+    and all data in rehearsals.
 
     Raises:
-        ValueError: GLOO_SOCKET_IFNAME or NCCL's variable names an interface that does not exist.
+        ValueError: GLOO_SOCKET_IFNAME or NCCL's variable refers to an interface that does not exist.
     """
     if world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return
@@ -45,22 +46,23 @@ def name_interface() -> None:
     is_one_host = world_size() == processes_per_host()
     with contextlib.suppress(ValueError):
         name, address = interface_to("127.0.0.1" if is_one_host else os.environ["MASTER_ADDR"])
-        # The master's name may resolve to a loopback address there. Without the variable, gloo finds another.
+        # On the master itself, the master's name may resolve to a loopback address. In this case, the
+        # variable stays unset, and gloo chooses an interface.
         if is_one_host or not address.startswith("127."):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def backend() -> str:
-    """Return the backend of the process group: nccl between GPUs, else gloo."""
+    """Return the backend of the process group, which is nccl for GPUs and gloo otherwise."""
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def join_agents_store(timeout_s: int) -> None:
-    """Create the process group in the store of torchrun's agent, under a prefix for this attempt.
+    """Create the process group in the store of torchrun's agent, with a key prefix for this attempt.
 
-    torch 2.15 keeps this store across restarts, with the addresses of dead processes (pytorch #167302). Each
-    agent counts restarts separately, and the counts may differ (#135712). So rank 0 names the attempt, and
-    hands the name to each rank in a handshake.
+    torch 2.15 keeps this store across restarts, including the addresses of dead processes (pytorch #167302).
+    Each agent counts restarts separately, and the counts may differ (#135712). Therefore, rank 0 chooses a
+    name for the attempt, and passes the name to each rank in a handshake.
     """
     if world_size() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -68,13 +70,13 @@ def join_agents_store(timeout_s: int) -> None:
     store, number, processes = next(dist.rendezvous("env://", timeout=timeout))
     name = _name_attempt(store, processes) if number == 0 else _learn_attempt(store, number, timeout_s)
     store = dist.PrefixStore(name, store)
-    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo sums norms of offloaded shards
+    offloads = is_on("FSDP_OFFLOAD_PARAMS") and backend() == "nccl"  # gloo sums offloaded shards' norms
     backends = "cuda:nccl,cpu:gloo" if offloads else backend()
     dist.init_process_group(backends, store=store, rank=number, world_size=processes, timeout=timeout)
 
 
 def _name_attempt(store: dist.Store, processes: int) -> str:
-    """Set a new name as rank 0, and answer each rank that has read it."""
+    """Publish a new name as rank 0, and answer each rank that has read the name."""
     name = uuid.uuid4().hex
     store.set("attempt", name)
     for number in range(1, processes):
@@ -83,9 +85,9 @@ def _name_attempt(store: dist.Store, processes: int) -> str:
 
 
 def _learn_attempt(store: dist.Store, number: int, timeout_s: int) -> str:
-    """Return the attempt's name as any other rank, once rank 0 answers.
+    """Return the attempt's name on a rank other than 0, after rank 0 has answered.
 
-    The name of an earlier attempt gets no answer.
+    Rank 0 does not answer to the name of an earlier attempt.
     """
     token, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -112,7 +114,7 @@ def check_processes() -> None:
 
 
 def hosts() -> int:
-    """Return the number of hosts, as torchrun's or DeepSpeed's launcher reports it.
+    """Return the number of hosts that torchrun's or DeepSpeed's launcher reports.
 
     Hosts may have different numbers of processes.
     """
@@ -121,31 +123,34 @@ def hosts() -> int:
 
 
 def most_hosts() -> int:
-    """Return an elastic job's largest number of hosts, including absent hosts; the number of hosts otherwise.
+    """Return an elastic job's maximum number of hosts, or the number of hosts of any other job.
 
-    The number comes from launch.py's LAUNCH_MOST_HOSTS, or from torchrun's --nnodes=MIN:MAX.
+    The maximum includes absent hosts. It is set by launch.py's LAUNCH_MOST_HOSTS or torchrun's
+    --nnodes=MIN:MAX.
     """
-    hosts_text = os.environ.get(MOST_HOSTS)  # from the first round; constant when further hosts join
+    hosts_text = os.environ.get(MOST_HOSTS)  # set in the first round; constant when more hosts join
     return int(hosts_text) if hosts_text else max(hosts(), int(_torchruns_most() or 0))
 
 
 def most_processes() -> int:
     """Return the number of processes on most_hosts() hosts.
 
-    Hosts have equal numbers of processes where some may be absent.
+    In jobs where hosts may be absent, all hosts have the same number of processes.
     """
     return most_hosts() * world_size() // hosts()
 
 
 def elastic_batch(job: Job) -> Batch:
-    """Return the batch arithmetic, with the same micro-batch for any number of hosts.
+    """Return the batch arithmetic. The micro-batch size is the same for any number of hosts.
 
-    The micro-batch is --per_device_batch_size, or else the share of one process when all hosts are present.
-    With fewer hosts, each process accumulates more micro-batches. If this number of hosts does not divide the
-    batch, torchrun's round waits job.timeout_s seconds for another number.
+    The micro-batch size is --per_device_batch_size or, without the flag, one process's share of the batch
+    when all hosts are present. With fewer hosts, each process accumulates more micro-batches. If the batch
+    does not divide among the current hosts, this function waits job.timeout_s seconds for a host to join or
+    leave.
 
     Raises:
-        ValueError: The batch does not divide. The message names the numbers of hosts that can train.
+        ValueError: The batch does not divide among the hosts. The message lists the numbers of hosts that can
+            train.
     """
     processes, most = world_size(), most_processes()
     per_device = job.per_device_batch_size
@@ -173,20 +178,20 @@ def elastic_batch(job: Job) -> Batch:
 
 
 def _report_batch(job: Job, per_device: int) -> None:
-    """Report the micro-batch to launch.py.
+    """Report the micro-batch size to launch.py.
 
-    All rounds keep the micro-batch, and it determines how many hosts can train.
+    The micro-batch size is the same in all rounds, and determines which numbers of hosts can train.
     """
     if rank() == 0:
         report("batch", batch_size=job.batch_size, per_device=per_device)
 
 
 def replacement_problem() -> str | None:
-    """Return why no other host can join this torchrun job later, or None if hosts can join.
+    """Return the reason why no other host can join this torchrun job later, or None if hosts can join.
 
-    torch 2.15 shares the agent's store. In a later round, new agents do not learn rank 0's address, wait for
-    60 s and fail (torch.distributed.elastic.rendezvous.dynamic_rendezvous). Jobs on a single host return
-    None.
+    torch 2.15 shares the agent's store. In a later round, new agents do not receive rank 0's address, and
+    fail after 60 s (torch.distributed.elastic.rendezvous.dynamic_rendezvous). For a job on a single host, the
+    result is None.
     """
     is_torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none"
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -198,7 +203,7 @@ def replacement_problem() -> str | None:
 
 
 def _torchruns_most() -> str | None:
-    """Return MAX of torchrun's --nnodes=MIN:MAX from the agent's command line, as text; None without it."""
+    """Return MAX of torchrun's --nnodes=MIN:MAX in the agent's command line as text, or None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     match = re.fullmatch(r"\d+:(\d+)", parents()[0].flag("nnodes") or os.environ.get("PET_NNODES", ""))

@@ -1,14 +1,14 @@
-"""Optimizer steps as CUDA graphs: the host launches one graph per step instead of every kernel.
+"""Optimizer steps as CUDA graphs. The host launches one graph instead of every kernel of a step.
 
 With gradient accumulation, a step consists of up to three graphs: one for the first micro-batch, one for the
 middle micro-batches, and one for the last micro-batch, which includes the gradient exchange and the optimizer
-step. On several processes, the graphs contain collectives, so all ranks must replay the same graphs in the
-same order. The input shape and the number of the micro-batch determine the graph to replay. Ranks use a
-capture only if it succeeded on all ranks.
+step. In a job with several processes, the graphs contain collectives, so all ranks must replay the same
+graphs in the same order. The input shape and the position of the micro-batch in the step determine which
+graph is replayed. Ranks use captured graphs only if the capture succeeded on all ranks.
 
-Replays read and write the memory addresses that the capture recorded. So everything that changes between
-steps is a tensor at a fixed address: inputs, labels and learning rates. torch passes the seed to a graph
-before each replay. State that one step leaves for the next step is changed in place, never replaced.
+Replays read and write the memory addresses that the capture recorded. Therefore, everything that changes
+between steps (inputs, labels and learning rates) is a tensor at a fixed address. torch passes the random seed
+to a graph before each replay. State that persists between steps is updated in place and never replaced.
 """
 
 import gc
@@ -34,22 +34,23 @@ from onecurve.distributed.watch import watch
 from onecurve.system.phase import CAPTURE, WARM_UP, Replay, now, spending
 from onecurve.upstream import torch_
 
-# Steps of each shape before its capture. They compile, tune cuDNN and create the optimizer's state. DDP
-# rebuilds its buckets after the first step, and times the first ten steps.
+# Number of steps that run before the capture of each input shape. During these steps, torch compiles code,
+# tunes cuDNN and creates the optimizer's state. DDP rebuilds its buckets after the first step, and times the
+# first ten steps.
 WARM_UP_STEPS = {"single": 3, "ddp": 11, "fsdp": 3}
-SPARE = 0.5  # memory to leave for evaluations, as a fraction of the memory that the graphs reserve
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # read learning rates on the device
+SPARE = 0.5  # minimum free memory for evaluations, as a fraction of the memory that the graphs reserve
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # can read learning rates on the device
 
 Step = Callable[[Tensor, Tensor], Tensor]  # (inputs, labels) -> loss; includes the optimizer's step
 
 
 def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
-    """Return True if steps become CUDA graphs.
+    """Return True if steps run as CUDA graphs.
 
     Args:
         accelerator: The started Accelerator.
-        flag: Value of --step_graph. None uses graphs on a GPU wherever possible, and prints why they are not
-            possible.
+        flag: Value of --step_graph. None uses graphs on a GPU if possible, and otherwise prints why graphs
+            are not possible.
 
     Raises:
         ValueError: The flag is set, but graphs are not possible.
@@ -64,7 +65,7 @@ def chosen_step_graph(accelerator: JobAccelerator, flag: bool | None) -> bool:
 
 
 def obstacle(accelerator: JobAccelerator) -> str:
-    """Return why a step can't be a CUDA graph; an empty string if it can."""
+    """Return the reason why a step can't be a CUDA graph, or an empty string if it can."""
     shards, ddp = sharding(accelerator), accelerator.ddp_handler
     if strategy(accelerator).startswith("zero"):
         return "ZeRO chooses the gradients to exchange on the host"
@@ -86,9 +87,9 @@ def obstacle(accelerator: JobAccelerator) -> str:
 
 
 def keep_segments_out_of_nccl() -> None:
-    """Keep NCCL from registering a graph's memory in expandable segments (pytorch #158029).
+    """Stop NCCL from registering a graph's memory if it is in expandable segments (pytorch #158029).
 
-    Call this before the process group is created.
+    Call this function before the process group is created.
     """
     settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
     if any("expandable_segments:True" in setting for setting in settings):
@@ -96,11 +97,12 @@ def keep_segments_out_of_nccl() -> None:
 
 
 def step_graph(accelerator: JobAccelerator, optimizer: AcceleratedOptimizer) -> Callable[[Step], Step]:
-    """Decorate the step of one micro-batch: return a StepGraph if the flags and the device allow it.
+    """Return a decorator that replaces a micro-batch's step with a StepGraph, if graphs are enabled.
 
-    Call this after Run.begin. The step must launch the same kernels each time. The only numbers that it may
-    read on the host are learning rates. Fused SGD, Adam and AdamW read learning rates on the device, with the
-    same bits. With any other optimizer, the step is returned unchanged.
+    Call this function after Run.begin. The step must launch the same kernels in every call, and may read no
+    numbers on the host except learning rates. Fused SGD, Adam and AdamW can read learning rates on the
+    device, with bitwise identical results. With any other optimizer, the decorator returns the step
+    unchanged.
     """
     inner = optimizer.optimizer
     if accelerator.step_graph and not _reads_on_device(accelerator, inner):
@@ -117,7 +119,7 @@ def _reads_on_device(accelerator: JobAccelerator, optimizer: torch.optim.Optimiz
 
 
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer count steps on the device, and move step counts from a checkpoint there."""
+    """Make the optimizer count steps on the device, and move step counts from a checkpoint to the device."""
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -129,10 +131,10 @@ def make_capturable(optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def on_step_stream(accelerator: JobAccelerator) -> Iterator[None]:
-    """Run the block on the capture stream, in order with the work on the current stream.
+    """Run the block on the capture stream, synchronised with the current stream on entry and exit.
 
-    Autograd and DDP remember the stream on which a gradient's accumulator was created. So a model must also
-    be wrapped on this stream (Megatron-LM #6021).
+    Autograd and DDP use the stream on which a gradient's accumulator was created. Therefore, the model must
+    also be wrapped on the capture stream (Megatron-LM #6021).
     """
     stream = accelerator.step_stream
     if stream is None:
@@ -158,7 +160,7 @@ _live: "WeakSet[StepGraph]" = WeakSet()
 
 @dataclass
 class GraphPart:
-    """One graph of a step, and its loss."""
+    """One graph of a step, and the loss that it computes."""
 
     replay: Callable[[], None] | None = None
     loss: Tensor | None = None
@@ -166,10 +168,10 @@ class GraphPart:
 
 @dataclass
 class Shape:
-    """Tensors that the graphs of one input shape read.
+    """Graphs for one input shape, and the tensors that they read.
 
-    `parts` are the graphs of the first, middle and last micro-batch, as far as a step has them. The list is
-    empty before the capture.
+    `parts` contains the graphs of the first, middle and last micro-batch. A step with fewer than three
+    micro-batches has fewer graphs. The list is empty before the capture.
     """
 
     inputs: Tensor
@@ -179,23 +181,24 @@ class Shape:
 
 
 class StepGraph:
-    """A step that is called during the warm-up of each shape, then captured, and then replayed.
+    """Step that runs normally during the warm-up of each input shape, is then captured, and then replayed.
 
-    If any rank fails to capture the step, all ranks call the original step from then on. On a CPU, every step
-    is called, with the same buffers. The constructor is collective.
+    If the capture fails on any rank, all ranks call the original step from then on. On a CPU, every step
+    calls the original step, with the same buffers as on a GPU. The constructor is collective.
     """
 
     def __init__(self, accelerator: JobAccelerator, optimizer: AcceleratedOptimizer, step: Step):
         self.accelerator, self.step, self.groups = accelerator, step, optimizer.param_groups
         self.on_gpu = accelerator.device.type == "cuda"
-        # A fused optimizer on a GPU requires fp32; float64 is as precise as a Python float
+        # On a GPU, fused optimizers require fp32 learning rates. Otherwise, float64 is as precise as a Python
+        # float.
         dtype = torch.float32 if self.on_gpu else torch.float64
         self.rates = [torch.zeros((), dtype=dtype, device=accelerator.device) for _ in self.groups]
         if self.on_gpu:
             make_capturable(optimizer.optimizer)
         self.micro_batches = accelerator.gradient_accumulation_steps
         self.warm_up_steps = WARM_UP_STEPS[strategy(accelerator)]
-        self.shape: Shape | None = None  # the current shape; --train_sizes uses each size once
+        self.shape: Shape | None = None  # current shape; with --train_sizes, each size is used once
         self.replays = 0
         self.poll = Poll(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared)
@@ -237,7 +240,7 @@ class StepGraph:
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
         """Create the buffers of a new shape, and capture the step after the warm-up."""
         if self.shape is None or self.shape.inputs.shape != inputs.shape:
-            self.free()  # graphs hold memory
+            self.free()  # free the memory of the graphs
             self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
         self.shape.steps += 1
         if self.shape.steps > self.warm_up_steps and not self.shape.parts:
@@ -247,7 +250,7 @@ class StepGraph:
     def _run(self, shape: Shape, part: GraphPart) -> None:
         """Call the step with learning rates on the device.
 
-        The loss is detached, because its autograd graph would otherwise survive into the capture.
+        The loss is detached, because otherwise its autograd graph would still exist during the capture.
         """
         numbers = [group["lr"] for group in self.groups]
         for group, rate in zip(self.groups, self.rates, strict=True):
@@ -260,9 +263,9 @@ class StepGraph:
                 group["lr"] = number
 
     def _replay(self, part: GraphPart) -> None:
-        """Replay a graph and count it as one micro-batch in Accelerate.
+        """Replay a graph, and make Accelerate count the replay as one micro-batch.
 
-        The watch detects a replay that does not end.
+        The watch detects replays that do not end.
         """
         self._reshard()
         self.replays += 1
@@ -277,7 +280,7 @@ class StepGraph:
         self.accelerator.step = step + 1
 
     def _capture_step(self, shape: Shape) -> None:
-        """Capture the step's graphs. If a rank fails, disable graphs on all ranks. Collective."""
+        """Capture the step's graphs. If any rank fails, disable graphs on all ranks. Collective."""
         step, exact_sum = self.accelerator.step, self.accelerator.exact_sum
         parts, problem, pool = [], "", torch.cuda.graph_pool_handle() if self.on_gpu else None
         self._reshard()
@@ -300,10 +303,11 @@ class StepGraph:
         shape.parts = parts
 
     def capture(self, run: Callable[[], None], pool: Any) -> Callable[[], None]:
-        """Record the kernels that run() launches, without running them. Return a function that replays them.
+        """Record the kernels that run() launches without executing them. Return a function that replays them.
 
-        A failed capture raises its error and restores the process's state. torch itself would leave the
-        stream, the generator and the allocator in the state of a capture (pytorch #180395, #190348).
+        If the capture fails, this method restores the process's state and raises the error. torch alone would
+        leave the stream, the random generator and the allocator in the state of a capture (pytorch #180395,
+        #190348).
         """
         if not self.on_gpu:
             return run
@@ -312,7 +316,8 @@ class StepGraph:
         generator = torch.cuda.default_generators[device]
         state = generator.clone_state()
         try:
-            # Threads that write checkpoints or take samples may call CUDA at the same time.
+            # "thread_local" allows threads that write checkpoints or measure usage to call CUDA during the
+            # capture.
             stream_of_steps = self.accelerator.step_stream
             with torch.cuda.graph(graph, pool, stream_of_steps, capture_error_mode="thread_local"):
                 run()
@@ -324,10 +329,10 @@ class StepGraph:
         return graph.replay
 
     def _give_up(self, problems: list[str]) -> None:
-        """Disable graphs, and drop the capture's gradients, which were never computed. Collective.
+        """Disable graphs, and discard the gradients of the capture, which were never computed. Collective.
 
         Args:
-            problems: The error of each rank; empty where the capture succeeded.
+            problems: The error message of each rank, or "" for ranks where the capture succeeded.
         """
         self.accelerator.step_graph = False
         self.free()
@@ -347,14 +352,14 @@ class StepGraph:
             _reset_shards(self.model)
 
     def _note_forward(self, *_) -> None:
-        """Remember that a forward pass without a graph may have gathered parameters."""
+        """Record that a forward pass outside a graph may have gathered parameters."""
         self.is_gathered = True
 
     def _reshard(self) -> None:
-        """Reshard FSDP2 parameters that a forward pass without backward pass left gathered.
+        """Reshard FSDP2 parameters that are still gathered after a forward pass without a backward pass.
 
-        After an evaluation, for example, a capture would otherwise omit their all-gather, and the next
-        evaluation would use outdated parameters.
+        Otherwise, a capture after an evaluation, for example, would not record the all-gather of these
+        parameters, and the next evaluation would use outdated parameters.
         """
         if self.is_gathered:
             for module in self.model.modules():
@@ -364,7 +369,7 @@ class StepGraph:
 
 
 def _reset_shards(model: Any) -> None:
-    """Reset FSDP2's state after a failed capture. Raise ValueError if this torch can't."""
+    """Reset FSDP2's state after a failed capture. Raise ValueError if this version of torch can't do so."""
     if not torch_.can_reset_shards(model):
         raise ValueError(
             f"torch {torch.__version__} can't continue under FSDP2 after a failed capture. Start again with"
@@ -375,7 +380,7 @@ def _reset_shards(model: Any) -> None:
 
 def _reason(error: Exception) -> str:
     """Return the first line of the error that made a capture fail."""
-    cause = error.__context__ or error  # torch's own error about the broken capture hides the cause
+    cause = error.__context__ or error  # torch's error about the invalid capture hides the cause
     return str(cause).partition("\n")[0] or type(cause).__name__
 
 
@@ -387,8 +392,8 @@ def _done_event() -> Callable[[], bool]:
 
 
 def _reserved() -> int:
-    """Return the reserved device memory in bytes, after emptying the cache."""
-    torch.cuda.empty_cache()  # as a capture does
+    """Empty the allocator's cache, and return the reserved device memory in bytes."""
+    torch.cuda.empty_cache()  # because a capture also empties the cache
     return torch.cuda.memory_reserved()
 
 

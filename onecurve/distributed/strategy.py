@@ -1,7 +1,7 @@
-"""Strategy of a started job: its name, sharding and precision, and checks that make strategies train alike.
+"""Strategy of a started job (name, sharding, precision), and checks that make strategies train alike.
 
-Each strategy would silently skip some gradients: DDP missing ones, ZeRO infinite ones. The checks raise an
-error instead.
+Without the checks, DDP would silently ignore missing gradients, and ZeRO would silently skip steps with
+infinite gradients. The checks raise an error instead.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def strategy(accelerator: Accelerator) -> str:
 
 
 def sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """Return FSDP's or ZeRO's sharding settings, by their config keys; empty if nothing is sharded."""
+    """Return FSDP's or ZeRO's sharding settings by config key. The result is empty if nothing is sharded."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         plain = {name: value for name, value in config.items() if not isinstance(value, dict)}
@@ -63,8 +63,8 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
     """Return the versions of the packages that affect results or communication.
 
     Args:
-        accelerator: The Accelerator of a wrapped model. Include the attention kernel's version if the model
-            uses onecurve.models.attention_kernels.
+        accelerator: The Accelerator of a wrapped model. If the model uses onecurve.models.attention_kernels,
+            the result includes the version of the attention kernel.
     """
     installed = {"python": platform.python_version()}
     for name in ("torch", "accelerate", "deepspeed", "timm", "numpy"):
@@ -78,14 +78,14 @@ def versions(accelerator: Accelerator | None = None) -> dict[str, str]:
 
 
 def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer's first step raise ValueError if a trained parameter has no gradient.
+    """Make the optimizer's first step raise ValueError if a trained parameter lacks a gradient.
 
-    If a gradient is missing, DDP averages no gradient of its bucket (pytorch #128949). DDP reports this only
-    at the next forward pass, after a step with different gradients on each process.
+    If a gradient is missing, DDP does not average any gradient in the same bucket (pytorch #128949). DDP
+    reports this only in the next forward pass, after a step with different gradients in each process.
     """
 
     def check(stepping: torch.optim.Optimizer, *_) -> None:
-        if stepping is not optimizer:  # a copy, in the trial before training
+        if stepping is not optimizer:  # a copy of the optimizer, which steps in the trial before training
             return
         hook.remove()
         if missing := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
@@ -95,10 +95,10 @@ def refuse_missing_gradients(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def refuse_skipped_steps(zero: Any) -> None:
-    """Make DeepSpeed's optimizer raise FloatingPointError where it would skip a step.
+    """Make DeepSpeed's optimizer raise FloatingPointError instead of skipping a step.
 
-    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect this
-    together.
+    Without loss scaling, DeepSpeed skips a step if a gradient is not finite. All processes detect this in the
+    same step.
     """
 
     def refuse() -> None:
@@ -109,10 +109,11 @@ def refuse_skipped_steps(zero: Any) -> None:
 
 
 def keep_strides(model: nn.Module) -> None:
-    """Make FSDP2 pass inputs to its modules with the same strides as in one process.
+    """Make FSDP2 pass inputs to its modules with the same strides as in a single process.
 
     FSDP2's pre-forward hook turns inputs into views. A view of a single channels_last image has different
-    strides. Convolutions then treat it as contiguous (pytorch #78611) and add in a different order.
+    strides. Convolutions treat such a view as contiguous (pytorch #78611) and add products in a different
+    order.
     """
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -135,7 +136,7 @@ def _strided(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class _Strided(torch.autograd.Function):
-    """The same tensor with other strides. The gradient keeps its strides, which as_strided would change."""
+    """Identity function that changes the strides of a tensor but (unlike as_strided) not of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -147,13 +148,13 @@ class _Strided(torch.autograd.Function):
 
 
 def unused_parameters(error: BaseException | None, parameters: list[str]) -> list[str]:
-    """Return the parameters that DDP names in its error about missing gradients in a later step."""
+    """Return the parameters that DDP lists in its error about missing gradients in a later step."""
     match = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
     return [parameters[int(i)] for i in match[1].split()] if match else []
 
 
 def without_gradient(names: list[str]) -> str:
-    """Return the message about trained parameters without a gradient."""
+    """Return the error message about trained parameters without a gradient."""
     return (
         f"under DDP every trained parameter needs a gradient in each step, and {', '.join(names)} had none."
         " Set requires_grad to False for unused parameters, or train with FSDP or ZeRO."

@@ -1,22 +1,23 @@
-"""Watch a process from its start: signals, its launcher, other ranks, and hanging collectives.
+"""Watch over a process that notices signals, the launcher's end, failed ranks and hanging collectives.
 
-After SIGTERM, SIGUSR1 or SIGHUP to any process, all processes save together and exit. SIGHUP arrives when a
-terminal closes or an ssh connection drops. A process that was started with SIGHUP ignored, for example by
-nohup, continues. Launchers forward SIGTERM to their processes; torchrun and accelerate also forward SIGHUP.
-When a launcher is killed, the kernel sends SIGTERM to its child processes. In processes further down, the
-watch notices this within a second.
+After any process receives SIGTERM, SIGUSR1 or SIGHUP, all processes save together and exit. SIGHUP arrives
+when a terminal closes or an ssh connection drops. A process that was started with SIGHUP ignored, for example
+by nohup, continues. Launchers forward SIGTERM to their processes. torchrun and accelerate also forward
+SIGHUP. When a launcher is killed, the kernel sends SIGTERM to the launcher's child processes. In indirect
+descendants, the watch notices the launcher's end within a second.
 
-A failing rank ends all other ranks. Under gloo, a collective fails when one of its processes ends. Under
-NCCL, other ranks keep waiting: their main threads block in a device synchronisation until torchrun kills them
-30 s later. So a failing rank writes its message to the store, and the other ranks exit with this message.
+The failure of one rank ends all other ranks. Under gloo, a collective fails when a participating process
+ends. Under NCCL, other ranks continue to wait, because their main threads block in a device synchronisation
+until torchrun kills the processes 30 s later. Therefore, a failing rank writes its error message to the
+store, and the other ranks exit with this message.
 
-The store does not answer while its process is suspended. Therefore separate threads query the store, and
-signals are always noticed. The watch reports a collective that waits too long (onecurve/distributed/hang.py).
+The store does not answer while its process is suspended. Separate threads query the store, so the watch
+always notices signals. The watch also reports collectives that wait too long (onecurve/distributed/hang.py).
 
-No library monitors collectives inside a CUDA graph. For a replay, the report contains the step, the replay
-and its waiting time, and the watch itself ends the process after the timeout.
+No library monitors collectives inside a CUDA graph. If a replay of a graph hangs, the report contains the
+step, the number of the replay and the waiting time, and the watch ends the process after the timeout.
 
-The rest of the project uses a single object, `watch`, and sets none of its fields.
+The rest of the project uses a single object, `watch`, and does not set its attributes.
 """
 
 import contextlib
@@ -45,102 +46,102 @@ from onecurve.system.phase import now
 from onecurve.system.text import message_text
 from onecurve.system.threads import start_daemon
 
-MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line without a traceback
+MISTAKES = (ValueError, FloatingPointError, OSError)  # printed in one line, without a traceback
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_ENDED = "its launcher has ended"
 POLL_S = 0.5
-GRACE_S = 1.0  # time for the main thread to fail first, as it does under gloo
-CLOSING_S = 12.0  # time for the main process to close its files, possibly with a checkpoint in flight
-ASK_AT = 0.7  # fraction of the timeout after which a waiting collective is reported
-DYING_S = 0.5  # time between a dying process's closed connections and its end
-HEARTBEATS = 5  # heartbeats per timeout
-REPLAY_S = 5.0  # time after the timeout before a stuck replay ends the process
+GRACE_S = 1.0  # seconds for the main thread to fail first, which it does under gloo
+CLOSING_S = 12.0  # seconds for the main process to close its files and finish a checkpoint
+ASK_AT = 0.7  # fraction of the timeout after which the watch reports a waiting collective
+DYING_S = 0.5  # seconds between the closing of a dying process's connections and the end of the process
+HEARTBEATS = 5  # number of heartbeats per timeout
+REPLAY_S = 5.0  # seconds after the timeout until the watch ends a process with a stuck replay
 
-Close = Callable[[str], None]  # closes the run's files with the message of a failure
+Close = Callable[[str], None]  # closes the run's files and records the error message of a failure
 
 
 class Preempted(Exception):
-    """All processes have agreed to save and exit."""
+    """Signal that all processes have agreed to save and exit."""
 
 
 class Watch:
-    """Watch of this process. Its thread ends the process when the main thread can't.
+    """Watch over this process, with a thread that ends the process if the main thread can't.
 
-    The main thread calls ready() once a signal may wait for the end of a step, wanted() after each step, and
+    The main thread calls ready() when signals may wait for the end of a step, wanted() after each step, and
     agreed() when all processes stop.
     """
 
     def __init__(self) -> None:
         self._timeout_s = 300.0
-        self._is_ready = (
-            False  # if True, a signal waits for the end of the step; else it ends the process at once
-        )
+        self._is_ready = False  # if False, a signal ends the process at once; if True, after the current step
         self._is_signalled = False
         self._is_agreed = False
         self._checked_at = 0.0  # time.monotonic() of the last check for a signal
         self._reason = ""  # name of the noticed signal, or LAUNCHER_ENDED
-        self._ranks: _Ranks | None = None  # set in a started job of several processes
+        self._ranks: _Ranks | None = None  # set after the start of a job with several processes
         self._close: Close = lambda _: None
         self._has_failed = False
 
     @property
     def timeout_s(self) -> float:
-        """Seconds after which a process without progress is stuck (--timeout_s)."""
+        """Number of seconds without progress after which a process counts as stuck (--timeout_s)."""
         return self._timeout_s
 
     def start(self, timeout_s: float) -> None:
-        """Start the thread. It ends a process that is still in the same step timeout_s after a signal."""
+        """Start the thread. It ends the process if the current step is not over timeout_s after a signal."""
         self._timeout_s = timeout_s
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        # The interpreter delays handlers while the main thread is inside torch. The thread reacts at once.
+        # The interpreter delays signal handlers while the main thread is inside torch. The wakeup file
+        # descriptor lets the thread react at once.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             if number != signal.SIGHUP or not processes.is_under_nohup():
                 signal.signal(number, self._note_signal)
         above: list[psutil.Process] = []
-        if launched():  # the end of a launcher ends this process, but not the end of a shell
+        if launched():  # this process ends with its launcher, but not with a shell
             processes.end_with_parent()
             self._reason = LAUNCHER_ENDED if processes.is_orphan() else ""
             above = processes.launchers()
         threading.Thread(target=self._run, args=(reader, above), daemon=True).start()
 
     def ready(self, accelerator: Accelerator) -> None:
-        """Let signals wait for the end of a step from now on, and watch other ranks. Collective."""
+        """From now on, let signals wait for the end of a step, and watch other ranks. Collective."""
         self._is_ready = True
         if accelerator.num_processes > 1:
             self._ranks = _Ranks(accelerator, self._timeout_s, lambda message: self._close(message))
             start_daemon(self._ranks.poll)
 
     def wanted(self) -> bool:
-        """Return True after a stop signal. Each call also records that a step has ended."""
+        """Return True if the process must stop. Each call also records that a step has ended."""
         self._checked_at = time.monotonic()
         return self._is_signalled or bool(self._reason)
 
     def agreed(self) -> str:
-        """Stop limiting the time to exit: all processes have agreed to stop, and the last save may take long.
+        """Remove the time limit for the exit, because the last save may take long. All processes have agreed.
 
-        Return why this process was told to stop, or an empty string if another process was told.
+        Returns:
+            The reason why this process must stop, or "" if only another process received a signal.
         """
         self._is_agreed = True
         return self._reason
 
     def on_failure(self, close: Close) -> None:
-        """Set a function that runs with the message before another rank's failure ends this process."""
+        """Set the function that receives the message when another rank's failure ends this process."""
         self._close = close
 
     def begin_exit(self) -> None:
-        """Reserve the end of this process for the main thread, so that another rank's failure can't end it.
+        """Reserve the exit for the main thread, so that another rank's failure can't end this process.
 
-        If the watch is already ending the process, this call never returns.
+        This call never returns if the watch is already ending the process.
         """
         if self._ranks:
             self._ranks.begin_exit()
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to other ranks and to launch.py. Return the error that explains it.
+        """Report this rank's error to other ranks and to launch.py. Return the error's cause.
 
-        Only the first call reports.
+        Only the first call sends a report. The cause may be another rank's error.
         """
         if self._has_failed:
             return error
@@ -152,19 +153,19 @@ class Watch:
         return error
 
     def report_hang(self) -> None:
-        """Report this process's evidence and ask other ranks for evidence, because this process ends soon."""
+        """Report this process's evidence and request other ranks' evidence before this process ends."""
         if self._ranks:
             self._ranks.hang.make()
 
     def _note_signal(self, *_: object) -> None:
-        """Record a signal. Uses no lock, because a second signal may interrupt this handler."""
+        """Record a signal. This handler uses no lock, because a second signal may interrupt it."""
         self._is_signalled = True
 
     def _run(self, reader: int, above: list[psutil.Process]) -> None:
-        """Notice signals at once, the end of a launcher, and hanging collectives.
+        """Watch for signals, the launcher's end and hanging collectives. Signals are noticed immediately.
 
-        End this process if no step ends after a signal: the main thread may wait forever for a dead process,
-        a disk or a file server.
+        This method ends the process if no step ends after a signal, because the main thread may wait forever
+        for a dead process, a disk or a file server.
         """
         stopped_at = 0.0
         while True:
@@ -188,7 +189,7 @@ class Watch:
                 self._end_stuck()
 
     def _end_stuck(self) -> NoReturn:
-        """End this process, which has not finished its step long after a signal."""
+        """End this process, because its step has not ended within the timeout after a signal."""
         self.report_hang()
         has_no_launcher = self._reason == LAUNCHER_ENDED
         cause = "The launcher has ended" if has_no_launcher else f"Received {self._reason}"
@@ -200,7 +201,7 @@ class Watch:
 
 
 class _Ranks:
-    """The job's other ranks, observed through the store and, on the same host, through /proc."""
+    """Other ranks of the job, which are observed through the store and, on the same host, through /proc."""
 
     def __init__(self, accelerator: Accelerator, timeout_s: float, close: Close):
         self.accelerator, self.rank, self.timeout_s = accelerator, accelerator.process_index, timeout_s
@@ -208,24 +209,24 @@ class _Ranks:
         hosts_first = self.rank - local_rank()
         identity = socket.gethostname(), hosts_first, os.getpid(), processes.start_ticks(os.getpid())
         identities = gather_object([[uuid.uuid4().hex, *identity]])
-        self.siblings = {  # pids and start times of this host's other ranks
+        self.siblings = {  # pid and start time of each other rank on this host
             rank: (pid, ticks)
             for rank, (_, _, first, pid, ticks) in enumerate(identities)
             if first == hosts_first and processes.is_running(pid, ticks) and rank != self.rank
         }
-        job = identities[0][0]  # changes after a restart
+        job = identities[0][0]  # unique name, which changes after a restart
         self.failure, self.interrupt, self.exit = f"{job}/failure", f"{job}/interrupt", f"{job}/exit"
-        # Channels for poll(), for failures in the main thread, and for the hang report
+        # One channel each for poll(), for failures in the main thread, and for the hang report
         self.polling, self.failing, asking = (Channel().clone() for _ in range(3))
         self.hang = HangReport(job, self.rank, [host for _, host, *_ in identities], asking)
-        self.ending = threading.RLock()  # held by the thread that ends this process
+        self.ending = threading.RLock()  # lock held by the thread that ends this process
         self.exiting = False
         self.looked_at = 0.0
 
     def poll(self) -> None:
-        """Send heartbeats and answer questions from other ranks until the main thread ends this process.
+        """Send heartbeats and answer requests from other ranks until the main thread ends this process.
 
-        End this process if another rank fails.
+        This method ends the process if another rank fails.
         """
         channel, heartbeat_at = self.polling, 0.0
         while not self.exiting:
@@ -241,12 +242,12 @@ class _Ranks:
             time.sleep(POLL_S)
 
     def end(self, message: str) -> None:
-        """End this process because another rank failed, unless the main thread is already ending it."""
+        """End this process because another rank failed, unless the main thread is already doing so."""
         time.sleep(GRACE_S)
         if not self.ending.acquire(blocking=False):
             return
         self.exiting = True
-        timer = threading.Timer(CLOSING_S, os._exit, (1,))  # close() may wait for a disk or the store
+        timer = threading.Timer(CLOSING_S, os._exit, (1,))  # in case close() waits for a disk or the store
         timer.daemon = True
         timer.start()
         with contextlib.suppress(Exception):
@@ -261,7 +262,7 @@ class _Ranks:
         os._exit(1)
 
     def dead_sibling(self, channel: Channel) -> str | None:
-        """Return a message about a process of this host that died silently; None if all are alive."""
+        """Return a message about a process on this host that died without a report, or None."""
         for rank, (pid, ticks) in self.siblings.items():
             if not processes.is_running(pid, ticks) and not channel.read(f"{self.exit}/{rank}"):
                 return (
@@ -271,22 +272,23 @@ class _Ranks:
         return None
 
     def cause_elsewhere(self) -> str | None:
-        """Return a message about another rank that explains a failed collective here, or None."""
+        """Return a message about another rank's failure that explains a failed collective, or None."""
         return self.failing.read(self.interrupt) or self.dead_sibling(self.failing)
 
     def begin_exit(self) -> None:
-        """Let the main thread end this process, and tell other ranks that the exit is regular."""
+        """Let the main thread end this process, and tell other ranks that the exit is intentional."""
         self.ending.acquire()
         if not self.exiting:
             self.exiting = True
             self.failing.post(f"{self.exit}/{self.rank}", True)
 
     def report_failure(self, error: BaseException) -> BaseException:
-        """Report this rank's error to other ranks. Return the error that explains it.
+        """Report this rank's error to other ranks. Return its cause, which may be another rank's error.
 
-        Only the first failure of a job reaches launch.py. Its message replaces errors that follow from it on
-        other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each rank ends separately. It
-        explains another rank's error only if SIGINT was sent to a single rank.
+        Only the first failure of a job is reported to launch.py. The message of this failure replaces
+        consequential errors on other ranks, such as a reset connection. Ctrl-C reaches all ranks, and each
+        rank ends independently. Ctrl-C is the cause of another rank's error only if SIGINT was sent to a
+        single rank.
         """
         where = f"rank {self.rank} (host {socket.gethostname()})"
         if not isinstance(error, Exception):
@@ -309,7 +311,7 @@ class _Ranks:
         return error if is_mistake or first == message else ValueError(first)
 
     def look_for_hang(self) -> None:
-        """Look for a collective or replay that has waited too long. Uses no store, which may hang."""
+        """Look for collectives and replays that wait too long, without using the store, which may hang."""
         if self.exiting:
             return
         at = time.monotonic()
@@ -320,13 +322,13 @@ class _Ranks:
             start_daemon(self.end_replay)
 
     def report_long_wait(self) -> None:
-        """Make the hang report if a collective has waited for most of the timeout."""
+        """Create the hang report if a collective has waited for most of the timeout."""
         ages_s = [c["age_s"] for c in collectives() if not c["is_done"]]
         if max(ages_s, default=0.0) > ASK_AT * self.timeout_s and not self.exiting:
             self.hang.make()
 
     def end_replay(self) -> None:
-        """End this process because a replay does not end."""
+        """End this process because a graph replay does not end."""
         if replay := now.replay:
             self.end(
                 f"replay {replay.number} of the step's graph, at step {now.step}, has waited for another rank"
@@ -335,7 +337,7 @@ class _Ranks:
 
 
 def _described(error: Exception) -> str:
-    """Return the error's message, preceded by its class unless it is a mistake."""
+    """Return the error's message, preceded by the class name unless the error is one of MISTAKES."""
     text = message_text(error)
     return text if isinstance(error, MISTAKES) else f"{type(error).__name__}: {text}"
 

@@ -22,7 +22,7 @@ class _Compiler(ModuleType):
     Calls of the two functions that torch's optimizers always use do not trigger the import.
     """
 
-    graph_break = staticmethod(lambda *_, **__: None)  # torch's function also does nothing outside a compilation
+    graph_break = staticmethod(lambda *_, **__: None)  # like torch's function outside a compilation
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, name: str) -> Any:

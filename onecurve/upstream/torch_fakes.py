@@ -86,7 +86,7 @@ class _Reducer:
 
 
 def dispatch_mode() -> Any:
-    """Return TorchDispatchMode, which intercepts each operator. The class is public, but its module is private."""
+    """Return TorchDispatchMode, which intercepts each operator. Only the module of this class is private."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
