@@ -38,7 +38,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
 FORMAT = 1  # part of the content key; increase it when the content of a cache folder changes
 DECODING = 8  # part of the folder key; increase it when pixels, names or the content of meta.json change
-HASH_LIMIT_BYTES = 4 * 2**30  # above this total, only blocks of each file are hashed
+HASH_LIMIT_BYTES = 4 * 2**30  # above this total size, only some blocks of each file are hashed
 BLOCK_BYTES = 4096  # size of the block that is hashed in each PART_BYTES of a file
 PART_BYTES = 16 * 2**20
 DECODED_BYTES = 8 * 2**30  # larger data stays encoded; constant, so that all machines decide alike
@@ -50,7 +50,7 @@ CHUNK_PIXELS = 2**22  # pixels per decoded chunk; takes about 50 ms, which delay
 
 
 class Prepared(NamedTuple):
-    """Result of preparing data."""
+    """Location of the prepared data, and a note about ignored files."""
 
     folder: str  # path of the folder in the cache
     left_out: str  # files that were not read, with the reasons
@@ -122,7 +122,7 @@ def _keys(source: Source) -> tuple[str, str]:
         str(source.root or source.shards or "") + (f" {DECODING}" if source.files else "") + source.fold
     )
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
-    with ThreadPoolExecutor(allowed_cores()) as pool:  # SHA-256 and reading release the GIL
+    with ThreadPoolExecutor(allowed_cores()) as pool:  # hashing and reading release the GIL
         hashes = list(pool.map(_hash_of_blocks if is_large else lambda f: sha256_of(f[1]), source.files))
     if is_large:
         location += f" {[stat.st_mtime_ns for stat in stats]}"
@@ -170,7 +170,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
     already have created this folder. In that case, the existing folder is kept.
     """
     work = folder.parent / ".preparing"
-    discard(work)  # left by a process that was killed
+    discard(work)  # may be left over from a killed process
     work.mkdir()
     try:
         classes = source.write(work, beat)
@@ -225,7 +225,7 @@ def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
 
 
 def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
-    """Check images that stay encoded by decoding them once.
+    """Decode images that stay encoded once, to check them.
 
     Write the errors of undecodable images to the file BROKEN. Return a warning if parts of images are
     missing.
@@ -267,7 +267,7 @@ class Chunk(NamedTuple):
 
 
 class _OddSize(Exception):
-    """Signal that an image differs in size from the sampled ones, so that the data set stays encoded."""
+    """Signal that an image and the sampled images differ in size, so that all images stay encoded."""
 
 
 def _decode_all(
@@ -286,7 +286,7 @@ def _decode_all(
         True if the images were decoded. If False, no file has changed.
 
     Raises:
-        ValueError: Images can't be decoded. The message lists them.
+        ValueError: Some images can't be decoded. The message lists these images.
     """
     count = sum(map(len, encoded.values()))
     if shape is None or count * math.prod(shape) > DECODED_BYTES:
@@ -372,7 +372,7 @@ def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[Valu
 
 
 def _undecodable(errors: Sequence[object], count: int, file: Path, advice: str = "") -> str:
-    """Return the message for images that can't be decoded, with the first NAMED errors.
+    """Return the error message for undecodable images, with the first NAMED errors.
 
     Args:
         errors: All errors.
@@ -405,7 +405,7 @@ def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
 
 
 def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Create a memory-mapped uint8 array and reserve its space.
+    """Create a memory-mapped uint8 array, and reserve its disk space.
 
     Without the reservation, a full disk would cause SIGBUS later. With it, this function raises OSError.
     """

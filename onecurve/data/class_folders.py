@@ -37,7 +37,7 @@ class LeftOut:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}  # first path of each reason
+        self.first: dict[str, str] = {}  # first path for each reason
         self.empty_folders: list[str] = []
 
     def add(self, reason: str, path: str) -> None:
@@ -90,7 +90,9 @@ def split_folders(root: Path) -> dict[str, str]:
 
 
 def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
-    """List `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`, or only `<class>/`.
+    """List the images in `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`.
+
+    Data without split folders contains only `<class>/`.
 
     A test/ folder is ignored if it contains no class folders, because its images then have no labels. A test/
     folder next to val/ is also ignored if it shares no class with train/. Class folders without images are
@@ -331,7 +333,7 @@ def _raise(error: OSError) -> NoReturn:
 
 
 def find_pictures(words: Sequence[str]) -> list[str]:
-    """Return the files that command-line arguments refer to, in order and without duplicates.
+    """Return the image files that command-line arguments refer to, in order and without duplicates.
 
     Args:
         words: Files, folders (including all images in subfolders), glob patterns, or `-` to read a list from

@@ -1,4 +1,4 @@
-"""Warnings about conversions and crops that may hide differences between classes, based on sampled images."""
+"""Warnings, based on sampled images, about conversions and crops that may hide class differences."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress

@@ -49,7 +49,7 @@ def random_resized_crop(
 
 
 def evaluation_crop(image: np.ndarray, size: int, crop: Crop = IMAGENET_CROP) -> np.ndarray:
-    """Return the crop for evaluation, uint8 [size, size, 3], the same as timm's `transforms_imagenet_eval`.
+    """Return the evaluation crop of timm's `transforms_imagenet_eval`, uint8 [size, size, 3].
 
     The default crop is the usual one for ImageNet, which resizes the shorter side to size * 256 / 224 and
     keeps the central square.

@@ -42,8 +42,8 @@ TO_READ_HEIC = (
 )
 TO_READ_NAMED = "To read it, pip install pillow-heif, or convert it: magick heic:FILE NEW.jpg"
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
-MAX_PIXELS = 89_478_485  # PIL's limit: a larger image could be a decompression bomb
-MOST_PADDING = 2**16  # bytes allowed before a marker
+MAX_PIXELS = 89_478_485  # PIL's limit; a larger image could be a decompression bomb
+MOST_PADDING = 2**16  # maximum number of padding bytes before a marker
 _PADDING = re.compile(b"\xff+")
 
 

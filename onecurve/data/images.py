@@ -143,7 +143,8 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
     try:
         meta = read_json(folder / "meta.json")
         parts, is_array = _parts(folder), meta["kind"] == "array"
-        # Mode "c" shares pages between processes, and torch does not warn about a read-only array.
+        # Mode "c" (copy-on-write) shares pages between processes, and avoids torch's warning about read-only
+        # arrays.
         pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(

@@ -105,7 +105,7 @@ def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
             yield Listed(where, row_split, label.strip(), f"{prefix}{image.strip()}{suffix}")
 
 
-Lines = Iterator[tuple[int, dict[str, str]]]  # line numbers and values by column
+Lines = Iterator[tuple[int, dict[str, str]]]  # pairs of a line number and the line's values by column
 
 
 def _csv_lines(file: TextIO) -> tuple[list[str], Lines]:

@@ -15,7 +15,7 @@ from onecurve.system.files import write_bytes
 from onecurve.system.output import log
 from onecurve.system.text import printable
 
-NAMES_LIMIT = 2**32  # bytes
+NAMES_LIMIT = 2**32  # maximum size of a file of names in bytes
 NameOf = Callable[[int], str]  # maps an image's number in the stored split to the image's name, or to ""
 
 

@@ -33,7 +33,7 @@ from onecurve.system.s3 import ObjectStore
 DOWNLOADS = 2  # concurrent downloads per process; each download uses separate connections
 OTHER_FILES = 1024  # number of files that may be open in addition to the locks
 AHEAD = 1000  # maximum number of micro-batches that the prefetcher looks ahead
-POLL_S = 0.1  # interval between attempts to take a lock that another process holds
+POLL_S = 0.1  # seconds between attempts to take a lock that another process holds
 SILENT_S = 10  # waiting time before a message is shown
 NO_ROOM_S = 120  # waiting time for free space before an error is raised
 
@@ -63,7 +63,7 @@ class ShardCache:
                 f" {largest.bytes / 2**30:.3g} GiB. Increase it, or prepare smaller shards"
             )
         self.folder, self.store, self.limit_bytes = folder, ObjectStore(url), limit_bytes
-        self.reserved_bytes = 0  # total of this process's prefetchers
+        self.reserved_bytes = 0  # total size reserved by this process's prefetchers
         self.shards = {shard.file: shard for shard in shards}
         self.locks = folder / "locks"
         self.locks.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ class ShardPrefetcher:
         threading.Thread(target=self._look_ahead, daemon=True).start()
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield items of the plan.
+        """Yield the items of the plan.
 
         Raises:
             ValueError: A shard can't be fetched.

@@ -39,7 +39,7 @@ SHARD_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 VALUES_OF_SHARD = itemgetter("file", "bytes", "images", "sha256")
 SHA256 = re.compile("[0-9a-f]{64}")
 HEADER_BYTES = 512  # header of a tar member
-MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # bytes
+MANIFEST_LIMIT, INDEX_LIMIT = 2**28, 2**34  # maximum file sizes in bytes
 UNFINISHED = (
     "the preparation is not complete. Run the same prep_imagenet.py command again to continue it. (Other"
     " tar files in WebDataset format need an index: prep_imagenet.py --from shards --format index)"
@@ -56,7 +56,7 @@ class Shard:
     file: str  # file name; an absolute path or s3://bucket/key for kinds other than "shards"
     bytes: int
     images: int
-    sha256: str | None  # None for kinds other than "shards" on this host
+    sha256: str | None  # None unless the manifest is of kind "shards" on this host
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from onecurve.numerics.augment import FLIP, gather, moved_pixels, moves, send
 from onecurve.numerics.order import Plan, Shuffled, Streamed, hashes, uniforms
 from onecurve.system.env import processes_per_host
 
-if TYPE_CHECKING:  # for shards
+if TYPE_CHECKING:  # imported at run time only for shards
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import ShardManifest
 
@@ -276,7 +276,7 @@ class EncodedSplit(Shuffled):
 
     @contextmanager
     def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
-        """Yield the plan. Each item becomes available once its images are on this host."""
+        """Yield an iterator over the plan that yields each item once the item's images are on this host."""
         yield plan
 
 

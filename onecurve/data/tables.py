@@ -89,7 +89,7 @@ class Table(NamedTuple):
 
 
 def parquet_files(root: Path) -> dict[str, list[Path]] | None:
-    """List the parquet files of each split, in `root` or in one folder below it.
+    """List the parquet files of each split, in `root` or in one subfolder.
 
     A file's name (train-*.parquet, and val-*, validation-*, valid-* or test-*.parquet) or folder
     (train/*.parquet and so on) determines its split. The function returns None if there are no training
@@ -160,7 +160,7 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
     problem = list[str]()
 
     def load():
-        problem.append(hub_problem())  # may switch to offline mode, which `datasets` reads at import
+        problem.append(hub_problem())  # may enable offline mode, which `datasets` reads on import
         import datasets
 
         return datasets.load_dataset(*match.groups())
@@ -213,7 +213,7 @@ def read_labels(
     way.
 
     Raises:
-        ValueError: A label belongs to no class, or labels or class names differ in type between splits.
+        ValueError: A label does not belong to any class, or label types or class names differ between splits.
     """
     columns, names, rows = dict[str, _Column](), {}, {}
     with (first := splits["train"][0]).open() as (schema, _):  # all files use the same label column
@@ -271,7 +271,7 @@ def _read_split(
         and number of rows of each table.
 
     Raises:
-        ValueError: A label is missing or has another type, or the class names differ between tables.
+        ValueError: A label is missing, label types differ, or class names differ between tables.
     """
     codes, names, rows, code_of = list[np.ndarray](), [], [], dict[Any, int]()
     for table in tables:
@@ -300,7 +300,7 @@ def _codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.n
     Python code runs only once per distinct value, so 30 million rows take one second.
 
     Raises:
-        ValueError: The values are not labels.
+        ValueError: The column's values are not labels.
     """
     import pyarrow as pa
 
@@ -381,7 +381,7 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
         field.name
         for field in schema
         if _holds_bytes(field.type)
-        and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # not sounds
+        and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # excludes audio
     ]
     return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, candidates, where)
 

@@ -32,7 +32,7 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
 
-PREFETCHED = 4  # micro-batches per worker
+PREFETCHED = 4  # number of micro-batches that each worker prefetches
 ADVICE = {  # advice about a broken image in training (True) or evaluation (False)
     True: ". To train without it, add --on_bad_image skip",
     False: ". Evaluations include every image and skip none. Repair it at its source",
@@ -108,7 +108,7 @@ def decoded(
                 note_retry(retry)
             if error:
                 raise ValueError(error)
-            for i in sorted(broken.keys() - _skipped):  # report each image once
+            for i in sorted(broken.keys() - _skipped):  # log each image only once
                 log.warning(f"skipped: {printable(broken[i])}")
             _skipped.update(broken)
             images, batch_labels = send(images, device), labels[ids[_shown(ids, broken)]]

@@ -372,7 +372,7 @@ def _wrap(
         prepared, wrapped = accelerator.prepare(model, optimizer)
     if is_exact:
         keep_strides(prepared)
-        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # more than one gradient
+        if accelerator.gradient_accumulation_steps * accelerator.num_processes > 1:  # several gradients
             accelerator.exact_sum = ExactSum(accelerator, prepared)
     statistics.follow(accelerator, plain_module(prepared))
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -405,7 +405,7 @@ def _fill_deepspeed_config(config: dict[str, Any], batch: Batch, clip_norm: floa
         if config.get(key, "auto") not in ("auto", number) and rank() == 0:
             log.info(f"replacing DeepSpeed's {key} {config[key]} with the recipe's {number}")
         config[key] = number
-    config.setdefault("steps_per_print", sys.maxsize)  # the script writes the log
+    config.setdefault("steps_per_print", sys.maxsize)  # the script writes its own log
     for remark in settle_auto(config):
         if rank() == 0:
             log.info(remark)

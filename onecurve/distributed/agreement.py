@@ -96,7 +96,7 @@ def once(accelerator: Accelerator, topic: str, work: Work, timeout_s: int, *, pe
                 channel.post(f"{board}/stop", True)  # all processes still wait for the workers' outcomes
                 stopped_at = stopped_at or time.monotonic()
                 if time.monotonic() - stopped_at > UNANSWERED_S:
-                    raise Preempted  # the worker died; its launcher will stop this process
+                    raise Preempted  # the worker has died, and its launcher will stop this process
             if (latest := channel.count(f"{board}/heartbeats")) != heartbeats:
                 heartbeats, received_at = latest, time.monotonic()
             elif time.monotonic() - received_at > timeout_s:

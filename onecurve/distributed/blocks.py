@@ -53,7 +53,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     numbers in the backward pass.
 
     Raises:
-        ValueError: The model has neither blocks nor timm's method.
+        ValueError: The model defines neither block classes nor timm's method.
     """
     blocks = list(blocks_of(model))
     for block in blocks:

@@ -133,7 +133,7 @@ def _check_gpu_support(device: int) -> None:
 
 
 def choose_algorithms(deterministic: bool) -> None:
-    """Select the fastest algorithms, or deterministic ones. Call this before the first GPU operation.
+    """Select the fastest algorithms or deterministic algorithms. Call this before the first GPU operation.
 
     The fastest algorithms: cuDNN benchmarks its algorithms once per convolution shape. Shapes rarely change.
 
@@ -203,8 +203,8 @@ def _users_environment() -> Mapping[str, str]:
 def keep_freed_memory() -> None:
     """Make glibc reuse the memory of freed activations instead of returning this memory to the kernel.
 
-    For CNN-A at batch 256 on one thread, a step takes 57 ms of CPU time instead of 82 ms, and causes no page
-    faults instead of 14,000.
+    For CNN-A at batch 256 on one thread, this reduces the CPU time of a step from 82 ms to 57 ms, and the
+    number of page faults from 14,000 to 0.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: allocate blocks of up to 1 GiB from the heap

@@ -51,7 +51,7 @@ def use_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 class Bucket:
-    """Parameters whose gradients are summed and exchanged together, as one flat tensor.
+    """Group of parameters whose gradients are added and exchanged together, in one flat tensor.
 
     `total` contains the gradient sums in units, followed by one count per parameter. The count is above 0 if
     the parameter had a gradient in this step in any process. Otherwise, the parameter's .grad becomes None,

@@ -220,7 +220,7 @@ class HangReport:
         channel.post(f"{self._alive}/{self._rank}", time.time())
 
     def answer(self, channel: "Channel") -> None:
-        """Send this rank's evidence if another rank has asked for it."""
+        """Send this rank's evidence if another rank has requested evidence."""
         if not self._has_answered and channel.read(self._question) is not None:
             self._has_answered = True
             channel.post(f"{self._question}/{self._rank}", self._report_evidence())

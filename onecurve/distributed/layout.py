@@ -121,7 +121,7 @@ class Layout:
         return [owner(self.inner).state.get(key, {}) for key in self._keys()]
 
     def shaped_state(self) -> dict[str, Local]:
-        """Return the state that has the shape of the local tensors, such as `exp_avg`."""
+        """Return the state tensors that have the shapes of the local tensors, such as `exp_avg`."""
         keys, states = self._keys(), self.states()
         names = {name for key, state in zip(keys, states, strict=True) for name in shaped(state, key)}
         return {
@@ -272,7 +272,7 @@ class _Zero3(_Zero):
         return groups
 
     def steps_at_once(self) -> bool:
-        return len(self._keys()) == 1  # DeepSpeed calls step() once per partition
+        return len(self._keys()) == 1  # because DeepSpeed calls step() once per partition
 
     def sync(self) -> None:
         deepspeed_.end_zero3_step(self.optimizer, len(self._keys()))

@@ -28,7 +28,7 @@ class Precision:
     """Number formats used in training."""
 
     mixed_precision: str  # no, bf16 or fp16
-    half_precision: str  # none, autocast, or weights (all tensors in half precision)
+    half_precision: str  # none, autocast, or weights (all tensors use half precision)
     gradient_reduction: str  # format of the exchange between processes: fp32, bf16 or fp16
 
 

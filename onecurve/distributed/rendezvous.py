@@ -133,7 +133,7 @@ def most_hosts() -> int:
 
 
 def most_processes() -> int:
-    """Return the number of processes on most_hosts() hosts.
+    """Return the number of processes in the job if most_hosts() hosts are present.
 
     In jobs where hosts may be absent, all hosts have the same number of processes.
     """

@@ -202,7 +202,7 @@ class StepGraph:
         self.replays = 0
         self.poll = Poll(watch.timeout_s)
         self.model = cast("Any", accelerator.prepared)
-        self.is_gathered = False  # True if FSDP2's modules may hold gathered parameters
+        self.is_gathered = False  # True if FSDP2's modules may contain gathered parameters
         if strategy(accelerator) == "fsdp":
             self.model.register_forward_hook(self._note_forward)
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
@@ -210,7 +210,7 @@ class StepGraph:
         _live.add(self)
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, valid until the next call."""
+        """Run the step and return the micro-batch's loss, which is valid until the next call."""
         number = self.accelerator.step % self.micro_batches
         if self.accelerator.step_graph and number == 0:
             self._begin_step(inputs, labels)
@@ -238,7 +238,7 @@ class StepGraph:
         self.shape = None
 
     def _begin_step(self, inputs: Tensor, labels: Tensor) -> None:
-        """Create the buffers of a new shape, and capture the step after the warm-up."""
+        """Create the buffers for a new input shape. After the warm-up, capture the step."""
         if self.shape is None or self.shape.inputs.shape != inputs.shape:
             self.free()  # free the memory of the graphs
             self.shape = Shape(torch.empty_like(inputs), torch.empty_like(labels))
@@ -248,7 +248,7 @@ class StepGraph:
                 self._capture_step(self.shape)
 
     def _run(self, shape: Shape, part: GraphPart) -> None:
-        """Call the step with learning rates on the device.
+        """Call the original step with learning rates on the device.
 
         The loss is detached, because otherwise its autograd graph would still exist during the capture.
         """
@@ -385,7 +385,7 @@ def _reason(error: Exception) -> str:
 
 
 def _done_event() -> Callable[[], bool]:
-    """Return a function that returns True once the device has finished the work queued so far."""
+    """Return a function that returns True if the device has finished all work queued before this call."""
     event = torch.cuda.Event()
     event.record()
     return event.query

@@ -19,7 +19,7 @@ from onecurve.upstream.deepspeed_ import call_at_overflow
 
 
 def strategy(accelerator: Accelerator) -> str:
-    """Return single, ddp, fsdp, zero1, zero2 or zero3."""
+    """Return the strategy's name, which is single, ddp, fsdp, zero1, zero2 or zero3."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{accelerator.state.deepspeed_plugin.zero_stage}"
     return {DistributedType.NO: "single", DistributedType.FSDP: "fsdp"}.get(
@@ -48,7 +48,7 @@ def sharding(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def precision(accelerator: Accelerator) -> str:
-    """Return no, bf16 or fp16."""
+    """Return the mixed precision, which is no, bf16 or fp16."""
     return accelerator.precision.mixed_precision
 
 

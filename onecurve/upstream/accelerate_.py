@@ -62,7 +62,8 @@ def scale_loss_on_cpu(accelerator: Any) -> None:
 def set_backend(backend: str, distributed_type: Any) -> None:
     """Make Accelerate use the given torch.distributed backend and distributed type.
 
-    On a host without a GPU, Accelerate would choose no backend, and each process would be a separate job.
+    Otherwise, Accelerate does not choose a backend on hosts without a GPU, and each process becomes a
+    separate job.
     """
     from accelerate import PartialState
 

@@ -52,7 +52,7 @@ def import_muon() -> None:
 def hide_untested_optimizers() -> None:
     """Hide DeepSpeed's warning that it has not tested the script's optimizer.
 
-    DeepSpeed warns even if zero_allow_untested_optimizer in its config allows the optimizer.
+    DeepSpeed warns even if zero_allow_untested_optimizer is true in DeepSpeed's config.
     """
     logging.getLogger("DeepSpeed").addFilter(_is_shown)
 
@@ -62,7 +62,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def allow_smallest_scale(zero: Any) -> None:
-    """Let fp16's loss scale stay at its minimum.
+    """Allow fp16's loss scale to stay at its minimum.
 
     Otherwise, ZeRO's optimizer raises an Exception at the minimum. In this project, Run reports a non-finite
     loss in one line instead.

@@ -199,7 +199,7 @@ def flight_record() -> list[dict[str, Any]]:
     import torch._C._distributed_c10d as c10d
 
     entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # recorders of gloo and NCCL
         with suppress(AttributeError, RuntimeError, ValueError):
             entries += json.loads(getattr(c10d, name)()).get("entries", [])
     return entries
@@ -238,7 +238,7 @@ def reset_reducer(ddp: Any) -> None:
 
 
 def can_reset_shards(model: Any) -> bool:
-    """Return True if reset_shards() works. torch 2.11 lacks reset_iter_state."""
+    """Return True if reset_shards() works. It needs reset_iter_state, which torch 2.11 lacks."""
     return hasattr(model, "reset_iter_state")
 
 
