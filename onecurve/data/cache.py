@@ -134,7 +134,7 @@ def _keys(source: Source) -> tuple[str, str]:
 
 @retried
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
-    """Return the SHA-256 of a file's size and some of its blocks. Only its name determines which ones."""
+    """Return the SHA-256 of a file's size and some blocks. The file's name determines which blocks."""
     name, path = file
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

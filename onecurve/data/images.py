@@ -58,7 +58,7 @@ class Images:
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
         """Source, class names, and a flag that is true if evaluations crop the images (encoded images only).
 
-        Checkpoints record these values, and a resumed run compares its own values with the recorded ones.
+        Checkpoints record these values, and a resumed run compares its own values with the recorded values.
         """
         return self.source, self.classes, self.val.cropped
 

@@ -37,8 +37,8 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
     Args:
         path: Path of the list.
         columns: Columns chosen by flags.
-        split: Split of all rows that don't name a split. If it is "test", a list without a label column has
-            no rows.
+        split: Split of all rows that don't name a split. For "test", a list without a label column has no
+            rows.
 
     Raises:
         ValueError: The list can't be used. The message names the first invalid line.

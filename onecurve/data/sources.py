@@ -55,7 +55,7 @@ class Source:
             (decoded in `<split>_images.npy`, or encoded by `save_images`), and optional names (`save_names`).
         val_name: Split that selects the best checkpoint, or None without such a split.
         test_name: Split that is evaluated once, at the end.
-        holdout: Share or number of the training images to hold out, or a fold. None holds out no images.
+        holdout: Share or number of the training images to hold out, or a fold. None disables the hold-out.
         mirror: Whether mirrored images keep their class.
         root: Folder that the image paths are relative to, if images are stored as paths.
         shards: Location of the shards' manifest, which is a folder or s3://bucket/prefix.

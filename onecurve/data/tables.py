@@ -247,7 +247,8 @@ def read_labels(
                 f" of range for {len(split_classes)} classes ({is_unknown.sum():,} such rows)"
             )
         check_known(where, f"the split {split}", {str(name_of[v]) for v in column.values}, map(str, train))
-        # If the lists of names are identical, labels are used as they are, because a name may occur twice.
+        # If the lists of names are identical, labels are used without a lookup by name, because a name may
+        # occur twice.
         is_same = bool(names[split]) and split_classes == train
         numbers = np.array([value if is_same else number[name_of[value]] for value in column.values])
         labels[split] = Labels(numbers[column.codes], rows[split])

@@ -1,4 +1,4 @@
-"""Strategy of a started job (name, sharding, precision), and checks that make strategies train alike.
+"""Strategy of a started job (name, sharding, precision), and checks for gradients that it would skip.
 
 Without the checks, DDP would silently ignore missing gradients, and ZeRO would silently skip steps with
 infinite gradients. The checks raise an error instead.

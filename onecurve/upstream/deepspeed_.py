@@ -87,7 +87,7 @@ def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
-    """Return this process's fragment of a parameter under ZeRO-1 or ZeRO-2, or None if it holds none.
+    """Return this process's fragment of a parameter under ZeRO-1 or ZeRO-2, or None without a fragment.
 
     The fragment is (start in the parameter, length, start in the flat partition of the master weights).
     DeepSpeed's public functions read and write only whole parameters.

@@ -35,7 +35,7 @@ class _Compiler(ModuleType):
 
 
 def postpone_compiler() -> None:
-    """Delay the import of torch's compiler, which takes seconds, until something is compiled.
+    """Delay the import of torch's compiler, which takes seconds, until code is compiled.
 
     Otherwise, an optimizer's first step imports torch._dynamo (pytorch #103952) to call two functions that do
     nothing outside a compilation.
