@@ -180,8 +180,8 @@ def use_all_cores(deterministic: bool = False) -> None:
     process in a larger job.
 
     Args:
-        deterministic: Whether to use one thread, or the number of threads in the user's OMP_NUM_THREADS,
-            because kernels' order of additions depends on the number of threads.
+        deterministic: Whether to use a fixed number of threads, because the order of additions in kernels
+            depends on it. The number is the user's OMP_NUM_THREADS, or 1 if it is unset.
     """
     if deterministic:
         torch.set_num_threads(int(_users_environment().get("OMP_NUM_THREADS", "1").partition(",")[0]))

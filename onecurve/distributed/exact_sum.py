@@ -5,7 +5,7 @@ processes. To avoid this, each micro-batch's gradient is rounded to multiples of
 float64. The 53 bits of a float64 represent every sum of such multiples below LIMIT exactly. Additions are
 therefore exact within and between processes, for buckets and for shards. Only the final sum is rounded to
 fp32. This module uses float64 instead of int64, which has the same size, because FSDP2 can be configured to
-reduce in float64. A step with a single micro-batch needs no exact sum, because there is nothing to add.
+reduce in float64. A step with a single micro-batch needs no exact sum, because there is only one gradient.
 
 benchmarks/README.md describes the gradients of three models from which UNIT was chosen. Demmel and Nguyen
 instead derive the unit from the largest summand (Parallel Reproducible Summation, IEEE TC 2015).

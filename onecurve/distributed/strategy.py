@@ -1,7 +1,7 @@
-"""Strategy of a started job (name, sharding, precision), and checks for gradients that it would skip.
+"""Strategy of a started job (name, sharding, precision), and code that makes strategies train alike.
 
-Without the checks, DDP would silently ignore missing gradients, and ZeRO would silently skip steps with
-infinite gradients. The checks raise an error instead.
+Without the checks in this module, DDP would silently ignore missing gradients, and ZeRO would silently skip
+steps with infinite gradients. The checks raise an error instead.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Watch over a process that notices signals, the launcher's end, failed ranks and hanging collectives.
+"""Watch of a process, which notices signals, the launcher's end, failed ranks and hanging collectives.
 
 After any process receives SIGTERM, SIGUSR1 or SIGHUP, all processes save together and exit. SIGHUP arrives
 when a terminal closes or an ssh connection drops. A process that was started with SIGHUP ignored, for example
@@ -65,7 +65,7 @@ class Preempted(Exception):
 
 
 class Watch:
-    """Watch over this process, with a thread that ends the process if the main thread can't.
+    """Watch of this process. A separate thread ends the process if the main thread can't.
 
     The main thread calls ready() when signals may wait for the end of a step, wanted() after each step, and
     agreed() when all processes stop.
