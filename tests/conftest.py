@@ -23,18 +23,19 @@ from torch import Tensor
 from tests.support import forks, packages
 from tests.support.forks import reset_signals
 
-# Containers often set this. Each process would then compile every import, a quarter of the tests' time.
+# Containers often set this variable. Each process would then compile every imported module, which takes a
+# quarter of the tests' time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
-# Small networks, so that a launch takes little longer than importing torch.
+# Small networks, so that a launch takes little longer than the import of torch.
 CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
 RESNET = ["train_cnn_b.py", "--width", "8"]
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
-# Drop path, mixup, cutmix, label smoothing and EMA; a parameter group for each layer; a test split
+# Drop path, mixup, cutmix, label smoothing and EMA, with a parameter group for each layer and a test split.
 VIT_WITH_ALL = [*VIT, "--data", "digits", "--dropout", "0.1", "--clip_norm", "0.1"]
 VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 
@@ -42,8 +43,8 @@ VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 def reserve_cores() -> None:
     """Reserve cores for each pytest process of `-n` and its child processes.
 
-    With more processes than cores, all processes share the cores and use one OpenMP thread each: two OpenMP
-    threads that compete for a core take many times as long as one.
+    If there are more processes than cores, all processes share the cores and use one OpenMP thread each. Two
+    OpenMP threads that compete for one core take many times as long as a single thread.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
@@ -53,7 +54,7 @@ def reserve_cores() -> None:
             torch.set_num_threads(1)
             return
         os.sched_setaffinity(0, cores[worker::workers])
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torch counted the cores when it was imported
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torch counted the cores at import
 
 
 reserve_cores()
@@ -61,12 +62,12 @@ reserve_cores()
 # Each process of `-n` uses a separate set of virtual hosts.
 os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
-# The slowest tests run first, so that no process of `-n` waits long for another one at the end.
+# The slowest tests run first, so that the processes of `-n` finish at about the same time.
 FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
 FIRST += ("tests/checkpoint/", "tests/test_gpu_suite.py", "tests/scripts/", "tests/cluster/")
 
-# The thread count of each of two processes. A different summation order occasionally moves an activation
-# across ReLU's threshold: in a small ResNet, one such activation is 0.5 % of a gradient.
+# The number of threads per process in runs with two processes. A different summation order occasionally moves
+# an activation across ReLU's threshold. In a small ResNet, one such activation changes a gradient by 0.5 %.
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
@@ -79,7 +80,7 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Keep the tests of a file in one process of `-n`."""
+    """Run all tests of a file in one process of `-n`."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
@@ -90,21 +91,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def needs(*names: str) -> None:
-    """Skip a test if the machine lacks one of these programs, "root" or "TEST_DATA_DIR"; in CI, fail it.
+    """Skip a test if the machine lacks one of these requirements. In CI, fail the test instead.
 
-    Fixtures call this function. Tests use the mark of the same name.
+    A requirement is the name of a program, "root" or "TEST_DATA_DIR". Fixtures call this function. Tests use
+    the mark of the same name.
     """
     if missing := packages.missing(names):
         refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
         refuse(NEEDS + ", ".join(missing))
 
 
-NEEDS = "needs "  # prefix of the reason of these skips
+NEEDS = "needs "  # prefix of the reason that such a skip reports
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session):
-    """Report at the end how many tests were skipped for each missing package."""
+    """Report the number of skipped tests for each missing package at the end of the session."""
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []  # processes of `-n` have no reporter
@@ -121,12 +123,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def rows_of(table: str) -> Any:
-    """Return a table of test inputs and expected results from rows.yaml."""
+    """Return the test inputs and expected results of a table in rows.yaml."""
     return yaml.safe_load((ROOT / "tests" / "rows.yaml").read_text())[table]
 
 
 def full(*values):
-    """Mark a row of a parameter table to run only in `make test-all`."""
+    """Mark a row of a parameter table so that it runs only in `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -137,7 +139,7 @@ def python() -> list[str]:
 def accelerate(config: str, *flags: str) -> list[str]:
     """Return the command of `accelerate launch`, run as a module.
 
-    The installed command imports timm and transformers first, which takes 4 s each time.
+    The installed command imports timm and transformers first, which takes 4 s per launch.
     """
     file = f"accelerate_configs/{config}.yaml"
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *flags]
@@ -150,12 +152,12 @@ def torchrun(processes: int, *flags: str) -> list[str]:
 def deepspeed(*flags: str) -> list:
     """Return DeepSpeed's command, with a port that is chosen when the job starts.
 
-    Until then another process might take the port.
+    If the port were chosen earlier, another process might bind it before the job starts.
     """
     return [str(BIN / "deepspeed"), "--master_port", free_port, *flags]
 
 
-STRATEGIES = {  # maps each strategy to its launcher; all but `single` start two processes
+STRATEGIES = {  # maps each strategy to its launcher; all strategies except `single` start two processes
     "single": python(),
     "ddp": accelerate("ddp_2gpu"),
     "fsdp": accelerate("fsdp_2gpu"),
@@ -174,15 +176,15 @@ def free_port() -> int:
 class Job:
     """A command in a separate session, so that none of its processes outlives the test.
 
-    A script runs with this Python. A word of the command may be a function that returns the word. Python
-    processes, including a launcher's ranks, are forked from a process that has imported torch
+    This Python interpreter runs scripts. A word of the command may be a function that returns the word.
+    Python processes, including a launcher's ranks, are forked from a process that has already imported torch
     (support/forks.py), except with `warm=False` and in tests marked `real_processes`.
     """
 
     warm = True  # set for each test by pytest_runtest_setup
 
     def __init__(self, words: list, cwd: Path = ROOT, env: dict | None = None, warm: bool | None = None):
-        # Tests must not reach the W&B account of the person who runs them.
+        # Tests must not use the W&B account of the person who runs them.
         base_env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         base_env |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         base_env |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
@@ -200,9 +202,9 @@ class Job:
         )
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
-        """Return the exit status and output. Fail the test after the timeout.
+        """Return the exit status and output of the job. Fail the test after the timeout.
 
-        All remaining processes of the job are killed.
+        At the end, all remaining processes of the job are killed.
         """
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
@@ -229,20 +231,20 @@ def wait_until(condition: Callable[[], object], job: Job | None = None, timeout_
 
 
 def read_until(words: str, job: Job) -> None:
-    """Read the job's output up to the line that contains these words."""
+    """Read the job's output until a line contains the given words."""
     while words not in (line := job.process.stdout.readline()):
         assert line, job.wait()
 
 
 def run(words: list, **options) -> str:
-    """Run a command that must succeed and return its output."""
+    """Run a command that must succeed, and return its output."""
     status, output = Job(words, **options).wait()
     assert status == 0, output
     return output
 
 
 def metrics(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl with measurements, without interruptions and changes of hosts."""
+    """Return the lines of metrics.jsonl that contain measurements, without interruptions and host changes."""
     log = lines(folder / "metrics.jsonl")
     return [line for line in log if any(name.startswith(("train/", "val/", "test/")) for name in line)]
 
@@ -285,7 +287,7 @@ def real_data() -> Path:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount a file system of this size, in memory, at the folder."""
+    """Mount an in-memory file system of the given size at the folder."""
     needs("root")
     folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
@@ -297,7 +299,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 @pytest.fixture
 def ssh(tmp_path):
-    """Start a real sshd on loopback. Yield an environment whose `ssh localhost` connects to it."""
+    """Start a real sshd on loopback. Yield an environment in which `ssh localhost` connects to it."""
     needs("root", "ssh", "ssh-keygen", "sshd")
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
     folder, port = tmp_path / "ssh", free_port()
@@ -329,8 +331,8 @@ def ssh(tmp_path):
         server.wait()
 
 
-# The training of all multi-host tests, which is compared with one process. Each step trains 96 images in
-# micro-batches of 24, or of 12 on 8 processes.
+# The training run of all multi-host tests, whose results are compared with a one-process run. Each step
+# trains on 96 images in micro-batches of 24, or of 12 with 8 processes.
 TRAINING = [*VIT, "--data", "digits", "--batch_size", "96", "--log_every", "1", "--max_steps", "20"]
 TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batch_size"]
 
@@ -362,7 +364,7 @@ def assert_same_losses(folder: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="session")
 def cluster_tools():
-    """Return the module cluster/virtual_hosts.py after removing leftover hosts.
+    """Remove leftover hosts and return the module cluster/virtual_hosts.py.
 
     Skip the test if this machine cannot create virtual hosts.
     """
@@ -386,17 +388,17 @@ def cluster(cluster_tools):
 
 @pytest.fixture
 def project_copy(tmp_path) -> Path:
-    """Copy the project's code to a folder where a test may break it."""
+    """Copy the project's code to a folder in which a test may break the code."""
     return copy_project(tmp_path / "project")
 
 
 @pytest.fixture(scope="session")
 def stoppable(tmp_path_factory) -> Path:
-    """Copy the project with scripts that stop on demand.
+    """Copy the project with scripts that stop or slow down on demand.
 
-    STOP_AT=N: the script sends itself SIGTERM at step N. With several processes, rank 0 does so one step
-    earlier, because the other ranks agree one step later. STEP_S=SECONDS: each step takes so much longer,
-    until torchrun restarts the script.
+    With STOP_AT=N, the script sends itself SIGTERM at step N. With several processes, rank 0 sends the signal
+    one step earlier, because the other ranks agree one step later. With STEP_S=SECONDS, each step takes that
+    much longer until torchrun restarts the script.
     """
     project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
     code = (
@@ -426,12 +428,12 @@ def copy_project(copy: Path) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name in ("*.py", "*.toml", "*.yaml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
         for file in ROOT.glob(name):
-            shutil.copy2(file, copy)  # keeps the modification time, which make compares
+            shutil.copy2(file, copy)  # preserves the modification time, which make compares
     return copy
 
 
 def link_environment(project: Path) -> None:
-    """Link this Python's environment as the project's .venv, so that `make setup` has nothing to do."""
+    """Link this Python's environment to the project's .venv, so that `make setup` has nothing to do."""
     (project / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         (project / ".venv" / path.name).symlink_to(path)
@@ -447,7 +449,7 @@ def mutate(project: Path, file: str, old: str, new: str) -> None:
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the tensors of all files of a checkpoint by `<file>:<name>`."""
+    """Return the tensors of all files of a checkpoint, with keys of the form `<file>:<name>`."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return {f"{file.stem}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
 

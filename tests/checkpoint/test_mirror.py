@@ -1,8 +1,9 @@
 """Tests of checkpoints in S3, with a real server and injected faults.
 
-A fault proxy stands between the server and either a Mirror with a stored run or a whole training. A training
-takes less time than an upload, and only the newest checkpoint waits for its upload. A test can therefore
-predict the bucket's final content, but not its content in between.
+A fault proxy sits between the server and its client. The client is either a Mirror with a stored run or a
+whole training run. A training run takes less time than an upload, and the run waits only for the upload of
+the newest checkpoint. A test can therefore predict the bucket's final content, but not its intermediate
+content.
 """
 
 import itertools
@@ -33,7 +34,7 @@ from train_cnn_a import CnnA
 
 
 class Bucket:
-    """The test's prefix in the bucket. Trainings use it through the proxy, tests directly."""
+    """The test's prefix in the bucket. Training runs access it through the proxy, and tests directly."""
 
     def __init__(self, name: str, server: str, proxy, monkeypatch):
         self.url, self.proxy = f"s3://{BUCKET}/{name}", proxy
@@ -67,7 +68,7 @@ def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
 def mirror(bucket, tmp_path, monkeypatch):
     """Return the Mirror of a stored run with checkpoints of steps 14, 16 and 20, behind the proxy.
 
-    Its attribute `messages` lists what it has printed.
+    The Mirror's attribute `messages` lists the printed messages.
     """
     shutil.copytree(STORED / "format_1", tmp_path / "run")
     for key, value in bucket.env.items():
@@ -85,7 +86,7 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
 
 
 def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
-    """Check this for an upload during which a later checkpoint may become the best."""
+    """Check that the best checkpoint is kept during its upload, although a later one may become the best."""
     needed = []
     bucket.proxy.on("PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.needs()))
     send(mirror, 16, best=14)
@@ -93,7 +94,7 @@ def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
 
 
 def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -> int | None:
-    """Return the step of the checkpoint that another machine would download, if any.
+    """Return the step of the checkpoint that another machine would download, or None.
 
     `newest` is the step of the newest checkpoint on that machine.
     """
@@ -102,7 +103,7 @@ def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -
 
 @pytest.fixture
 def impatient(project_copy):
-    """Copy the project with shorter timeouts for a store that does not answer."""
+    """Copy the project and shorten its timeouts for stores that do not answer."""
     mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
     mutate(project_copy, "onecurve/system/files.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
@@ -156,7 +157,7 @@ def test_an_older_log_is_replaced_by_another_machines_log(bucket, tmp_path):
 
 
 def kill(job: Job) -> bool:
-    """Kill the job, which cuts its request. Return True once the process has ended."""
+    """Kill the job, which aborts its current request. Return True once the process has ended."""
     job.kill()
     job.process.wait()
     return True
@@ -172,11 +173,11 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     assert len(new) == 3, "the data was not uploaded"
     assert bucket.steps()[-1] == 8, "a checkpoint without a manifest counts"
     assert verify(folder / "checkpoints" / new[0].split("/")[1])
-    # another machine sees only step 8; the lock belongs to a dead process of this machine
+    # another machine sees only step 8, and the lock belongs to a dead process of this machine
     output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
     assert "which is dead: taken over" in output
-    # this machine has later checkpoints on disk, and finishes the upload
+    # this machine has later checkpoints on disk and finishes the upload
     assert "continuing at step" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
     assert_same_end(folder, straight[0])
@@ -207,7 +208,7 @@ def test_another_machine_finishes_a_run_that_was_stopped_in_its_last_upload(buck
 
 @pytest.mark.full
 def test_a_black_hole_does_not_stop_training(bucket, impatient, straight, tmp_path):  # noqa: F811
-    """Start the black hole at the second upload. The next start of the same command repeats that upload."""
+    """Start the black hole at the second upload. Starting the same command again repeats that upload."""
     folder = tmp_path / "run"
     bucket.run(folder, "--max_steps", "4")
     bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
@@ -272,7 +273,8 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
-PAUSES = {  # the request before which an upload pauses, and how many equal requests precede it
+# maps a name to the request before which an upload pauses, and the number of equal requests to skip
+PAUSES = {
     "before index.json": ("PUT", "step_00000016/manifest", 0),
     "before a removal": ("PUT", "/result.json", 0),
     "in a removal": ("GET", "list-type=2.*checkpoints%2Fstep_", 1),
@@ -281,7 +283,7 @@ PAUSES = {  # the request before which an upload pauses, and how many equal requ
 
 @pytest.mark.parametrize("pause", PAUSES)
 def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirror, tmp_path):
-    """Pause the owner during its upload of step 16, while a successor trains from step 14 to 20."""
+    """Pause the owner while it uploads step 16 and a successor trains from step 14 to step 20."""
     owner = Lease(PrefixRecord(mirror.store), lambda: None)
     mirror.lost = owner.check
     send(mirror, 14)
@@ -312,11 +314,12 @@ def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirr
 
 @pytest.mark.full
 def test_a_suspended_run_leaves_its_successors_files(bucket, stoppable, tmp_path):
-    """Write the successor's record, checkpoints and index.json while the first run's process is stopped."""
+    """Write the successor's record, checkpoints and index.json while the first run's process is suspended."""
     words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
     env = bucket.env | {"STEP_S": "0.1"}  # 5 s between checkpoints
     job = start_and_wait(words, tmp_path / "run", env=env, cwd=stoppable)
-    wait_until(lambda: "metrics.jsonl" in bucket.store.list())  # no checked request is in flight
+    # from here on, the run sends no request that the test checks
+    wait_until(lambda: "metrics.jsonl" in bucket.store.list())
     job.process.send_signal(signal.SIGSTOP)
     folder, steps = tmp_path / "run" / "checkpoints", [50_000, 60_000, 70_000]
     record = json.loads((tmp_path / "run" / "owner.json").read_text()) | {"id": "theirs", "host": "far"}
@@ -364,7 +367,7 @@ def test_damage_in_the_bucket_is_detected(form, bucket, mirror, tmp_path):
 
 
 def test_the_target_of_a_link_is_not_uploaded(mirror, tmp_path):
-    """Use links, because a run folder may come from an untrusted user."""
+    """Use symbolic links, because a run folder may come from an untrusted user."""
     (tmp_path / "id_rsa").write_text("SECRET")
     names = ["nvidia-smi-h.txt", "telemetry-h.jsonl", "confusion.json", "checkpoints/step_00000020/more"]
     for name in names:
@@ -434,7 +437,7 @@ def test_a_run_started_from_anothers_checkpoint_moves_to_another_machine(bucket,
 
 
 def test_no_secret_is_written_anywhere(bucket, tmp_path):
-    """Search output, files, checkpoints, objects, trackers' files and the process list."""
+    """Search the output, files, checkpoints, S3 objects, trackers' files and the process list for secrets."""
     canary = "canary-of-another-service"
     env = bucket.env | {"WANDB_API_KEY": canary * 2, "HF_TOKEN": canary, "WANDB_MODE": "offline"}
     flags = ["--trackers", "tensorboard,wandb", "--epochs", "15", "--checkpoint_every", "10"]

@@ -1,4 +1,4 @@
-"""Tests that every optimizer's state is saved and restored under each strategy, or the run is refused."""
+"""Tests that each strategy either saves and restores an optimizer's state or refuses the optimizer."""
 
 import json
 import re
@@ -31,7 +31,7 @@ REFUSED = {
 
 
 def check_resumes(strategy: str, folder: Path, cases: list[str]) -> None:
-    """Train with each optimizer and check that it is refused as expected or resumes bit-equal."""
+    """Train with each optimizer. Check that the run is refused as expected or resumes bitwise identically."""
     words = [*STRATEGIES[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
     run(words, env={"PYTHONWARNINGS": "ignore"})
     for case in cases:
@@ -83,7 +83,7 @@ def test_an_optimizer_resumes_and_matches_one_process_or_is_refused(strategy, ca
         actual, expected = (tensors(latest_of(folder / case / "straight")) for folder in (tmp_path, single))
         assert actual.keys() >= expected.keys()  # ZeRO stores zeros for a parameter without gradients
         for name, tensor in expected.items():
-            # timm's Muon orthogonalises gradients in bf16, whose last bit is 2^-8.
+            # timm's Muon orthogonalises gradients in bf16, which has a precision of 2^-8.
             atol = 1e-4 if case == "muon_mixed" else 1e-5
             torch.testing.assert_close(actual[name], tensor, atol=atol, rtol=0, msg=f"{case} {name}")
 
@@ -121,7 +121,7 @@ def test_another_optimizer_is_refused_or_its_state_is_reset(tmp_path, project_co
     output = run([*words, "20", "--allow_changed", "optimizer"], cwd=project_copy)
     assert "the optimizer's state is reset" in output
     assert "continuing at step 10" in output
-    assert not load_file(latest(tmp_path) / "optimizer.safetensors")  # SGD without momentum
+    assert not load_file(latest(tmp_path) / "optimizer.safetensors")  # SGD without momentum has no state
 
 
 @pytest.mark.full
@@ -142,7 +142,7 @@ def test_a_refusal_is_one_line(strategy, old, new, flags, message, project_copy,
     assert not log.exists() or "train/loss" not in log.read_text(), "a step was taken before"
 
 
-# --- In this process
+# --- In the test process
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
@@ -179,11 +179,11 @@ def test_vits_schedules():
     assert rates["linear"] == [1, 0.75, 0.5, 0.25]
     assert rates["constant"] == [1] * 4
     assert rates["step"] == pytest.approx([1, 1, 0.1, 0.01])
-    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5  # `step` has the same warm-up
+    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5  # `step` uses the same warm-up
 
 
 class Flat(Layout):
-    """Layout that gives the optimizer flat partitions, like ZeRO."""
+    """Layout in which the optimizer updates flat partitions, as with ZeRO."""
 
     parts, is_flat, arrangements = "flat partitions", True, _Zero.arrangements
 
@@ -214,7 +214,7 @@ def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
 
 
 class Rows(Layout):
-    """Layout that gives the optimizer the halves of each parameter's rows."""
+    """Layout in which each optimizer updates half of the rows of each parameter."""
 
     parts = "shards"
 
@@ -229,9 +229,9 @@ WITH_TAILS = [timm.optim.MADGRAD, partial(torch.optim.AdamW, fused=True)]
 
 @pytest.mark.parametrize("make", [*ELEMENTWISE, *WITH_TAILS])
 def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
-    """Check on the CPU, where torch computes the last elements of a tensor differently.
+    """Check on the CPU, where torch uses different code for the last elements of a tensor.
 
-    This affects powers and every operation of fused optimizers.
+    The difference affects powers and every operation of fused optimizers.
     """
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Linear(64, 64))
     layout = Rows(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))

@@ -30,7 +30,7 @@ from tests.support.compare import (
     assert_same_training,
 )
 
-# 14 steps per epoch and a log line every 4 steps, so that most stops fall between two lines.
+# 14 steps per epoch and a log line every 4 steps, so that most stops fall between two log lines.
 STEPS = 32
 FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "3"]
 FLAGS += ["--max_steps", STEPS, "--log_every", "4", "--log_samples", "--mixed_precision", "no"]
@@ -46,7 +46,7 @@ LAUNCHERS = STRATEGIES | {
     "zero3-3": accelerate("zero3_4gpu", "--num_processes", "3"),
     "ddp3": accelerate("ddp_4gpu", "--num_processes", "3"),
     "ddp4": accelerate("ddp_4gpu"),
-    # The hybrid sharding of two hosts on one host: two replicas of the model, each in two shards.
+    # Simulates the hybrid sharding of two hosts on one host: two replicas of the model, each in two shards.
     "hybrid": accelerate(
         "fsdp_2x4gpu",
         *("--num_machines", "1", "--main_process_port", "0", "--num_processes", "4"),
@@ -57,7 +57,7 @@ STOPS = (1, 9, 14, 15)  # at step 1, inside an epoch, at its last step, at the f
 
 
 class Training:
-    """A run of one script in several starts."""
+    """A training run of one script that is started several times."""
 
     def __init__(self, script: str, folder, cache, project, *flags):
         self.words = [*SCRIPTS[script], *FLAGS, *flags, *cache, "--output_dir", folder]
@@ -134,11 +134,11 @@ def test_compiled_and_eager_training_resume_each_other(launcher, uninterrupted, 
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )
 def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
-    """Use three processes, because few sizes divide by three: shards are uneven and ZeRO pads.
+    """Use three processes, because few sizes are divisible by three. Shards are uneven, and ZeRO pads.
 
-    DDP rebuilds its buckets after the first step, so a resumed run adds the three ranks' gradients in another
-    order. The gradient of the bias of attention's keys is only rounding error, which AdamW scales up like any
-    other gradient.
+    DDP rebuilds its buckets after the first step, so a resumed run adds the gradients of the three ranks in a
+    different order. The gradient of the attention keys' bias consists only of rounding errors, which AdamW
+    scales up like any other gradient.
     """
     flags = ("--per_device_batch_size", "32")
     training = Training(script, tmp_path / "run", cache, stoppable, *flags)
@@ -150,7 +150,7 @@ def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_
 
 @pytest.mark.full
 def test_another_per_device_batch_size_keeps_the_mean_loss(uninterrupted, tmp_path, cache, stoppable):
-    """Check CNN-A, which has no BatchNorm: losses stay within 1e-5, also in the log line at the stop."""
+    """Check that CNN-A's losses stay within 1e-5, also in the log line at the stop. CNN-A has no BatchNorm."""
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
     training.start("single", 9)
     training.start("single", None, "--per_device_batch_size", "24")
@@ -169,9 +169,9 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
 
 
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# Four micro-batches on one, two and four processes. The ring of strategies trains ResNet-18 with two
-# micro-batches, because a sum of two does not depend on the order. A sum that is rounded differently can move
-# an activation across ReLU's threshold.
+# One, two and four processes share four micro-batches. The ring of strategies trains ResNet-18 with two
+# micro-batches, because a sum of two terms does not depend on their order. Different rounding in a sum can
+# move an activation across ReLU's threshold.
 MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
 
 
@@ -198,7 +198,7 @@ def test_each_strategy_resumes_each_other(source, target, uninterrupted, stopped
 
 
 def test_fp16_resumes_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):
-    """Let the first steps overflow, so that a resume with the initial scale would skip other steps."""
+    """Let the first steps overflow, so that a run that resumed with the initial scale skips other steps."""
     flags = ("--mixed_precision", "fp16", "--max_steps", "12")
     training = Training("cnn_a", tmp_path / "run", cache, stoppable, *flags)
     training.start("single", 5)
@@ -213,7 +213,7 @@ def test_fp16_resumes_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppa
 def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
     """Start two launches with separate folders, as on two hosts.
 
-    Only rank 0 creates its folder, and it sends the checkpoint to rank 1.
+    Only rank 0 creates its folder. Rank 0 sends the checkpoint to rank 1.
     """
     words = [*CNN, *FLAGS]
     for env, statuses in (({"STOP_AT": "9"}, {1}), ({}, {0})):
@@ -225,7 +225,7 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
 
 
 def test_a_run_started_from_anothers_checkpoint(tmp_path, cache, stoppable):
-    """Check that the new run's best checkpoint is in its folder, also after a stop at its first step."""
+    """Check that the new run's folder contains its best checkpoint, even after a stop at the first step."""
     Training("cnn_a", tmp_path / "first", cache, stoppable).start("single", 14)
     new = Training("cnn_a", tmp_path / "new", cache, stoppable, "--resume", tmp_path / "first")
     for stop in (14, 15):

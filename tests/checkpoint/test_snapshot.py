@@ -1,4 +1,4 @@
-"""Tests of the snapshot's page-locked memory, with a simulated CUDA runtime."""
+"""Tests of the page-locked memory of snapshots, with a simulated CUDA runtime."""
 
 import gc
 import mmap
@@ -17,7 +17,7 @@ SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001
 
 
 class Cudart:
-    """Simulated CUDA runtime that locks only whole pages and no page twice."""
+    """Simulated CUDA runtime that locks only whole pages, and no page more than once."""
 
     def __init__(self, status: int = 0):
         self.status, self.locked, self.calls = status, {}, 0
@@ -45,7 +45,7 @@ def cudart(monkeypatch):
 
 
 def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tmp_path):
-    """Check the size: torch's allocator would take 512 KiB for these 392 KiB, and 4 GiB for 2.1 GiB."""
+    """Check the size. torch's allocator would allocate 512 KiB for these 392 KiB, and 4 GiB for 2.1 GiB."""
     snapshots = [Snapshot(SPECS, pinned=True) for _ in range(3)]
     for snapshot in snapshots:
         start, size = snapshot.buffer.data_ptr(), cudart.locked[snapshot.buffer.data_ptr()]
@@ -64,7 +64,7 @@ def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tm
 
 def test_a_write_leaves_most_of_its_core_to_the_training(tmp_path):
     waits, gathering = [], Gather.__new__(Gather)
-    gathering.hurry = SimpleNamespace(wait=waits.append)  # returns at once while training waits
+    gathering.hurry = SimpleNamespace(wait=waits.append)  # returns at once while the training is waiting
     Snapshot({"x": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(tmp_path / "file")
     assert [wait > 0 for wait in waits] == [True] * 3
 
@@ -77,7 +77,7 @@ def test_memory_is_not_locked_without_cuda_or_without_state(cudart):
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
 def test_the_saver_thread_uses_its_processs_gpu(device, number, monkeypatch):
-    """Use a device without an index, such as Accelerate's on one process, which torch.cuda refuses."""
+    """Use a device without an index, as Accelerate does on one process. torch.cuda refuses such a device."""
     chosen = []
     monkeypatch.setattr("torch.cuda.set_device", lambda d: chosen.append(torch.cuda._get_device_index(d)))
     accelerator = SimpleNamespace(device=torch.device(device))

@@ -1,4 +1,4 @@
-"""Tests of initial weights for fine-tuning, which are loaded from a file or run and adapted like in timm."""
+"""Tests of initial weights for fine-tuning, which are loaded from a file or run and adapted as in timm."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ SMALL = {"model": "test_vit", "image_size": 32, "patch_size": 8}
 
 
 def saved(file: Path, classes: int = 10, **changes) -> Path:
-    """Write a file with the weights of a small model. `changes` maps names to other tensors."""
+    """Write a file with the weights of a small model. `changes` maps names to replacement tensors."""
     torch.manual_seed(1)
     model = build_model(Vit(**SMALL), classes)
     save_file(model.state_dict() | changes, file)
@@ -103,7 +103,7 @@ def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, t
     recipe |= {"drop_path": 0.0}
     source = build_model(Vit(**recipe), 3).state_dict()
     heads = [name for name in source if name.split(".")[0] in ("head", "head_dist", "fc")]
-    source |= {name: torch.randn_like(source[name]) for name in heads}  # a new bias is 0
+    source |= {name: torch.randn_like(source[name]) for name in heads}  # the bias of a new head is 0
     save_file(source, file := tmp_path / "model.safetensors")
     if classes != ("a", "b", "c"):
         (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog", "wolf"]}')
@@ -121,7 +121,7 @@ def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, t
 
 
 def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
-    """Check that the folder's configuration overrides timm's configuration of the architecture."""
+    """Check that the folder's configuration overrides timm's configuration for the architecture."""
     base = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.7, "crop_mode": "squash"}
     base |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     folder = tmp_path / "hub"
@@ -149,7 +149,7 @@ def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
 
 
 def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **fields) -> Path:
-    """Write a checkpoint whose weights all have this value. `ema` is the value of the averaged weights."""
+    """Write a checkpoint whose weights all equal `value`. `ema` is the value of the averaged weights."""
     specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}
     names = {"model.safetensors": value} | ({} if ema is None else {"ema.safetensors": ema})
     snapshots = {"optimizer.safetensors": Snapshot({}, pinned=False)}
@@ -166,7 +166,7 @@ def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
 
     run = tmp_path / "run"
     best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
-    assert first(run) == 3.0  # without an index, the newest checkpoint
+    assert first(run) == 3.0  # without an index, the newest checkpoint is loaded
     write_step_index(run / "checkpoints", 20, 10)
     assert first(run) == 2.0  # the averaged weights of the best checkpoint
     assert first(best) == 2.0
@@ -239,7 +239,8 @@ def test_names_of_a_wrapped_model(prefix, file, tmp_path, capsys):
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path, monkeypatch):
     state = load_file(file)
-    state["head.weight"] = state["head.weight"].t().contiguous().t()  # some files store such a tensor
+    # some files store tensors that are not contiguous
+    state["head.weight"] = state["head.weight"].t().contiguous().t()
     pickle = tmp_path / "their model.pth"
     torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ValueError, match="is a pickle, which can run code when it is read") as raised:
@@ -299,9 +300,9 @@ def test_freeze_trains_only_the_head(model, layer_decay, tmp_path):
 
 
 def test_a_checkpoints_recipe_builds_the_model_without_its_initial_weights():
-    """Build a frozen run's model without its --weights, which may be gone. validate.py needs this."""
+    """Build a frozen run's model without its --weights file, as validate.py must when the file is gone."""
     recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
-    recipe |= {"half_residual": True}  # a flag that was removed
+    recipe |= {"half_residual": True}  # a flag that no longer exists
     assert parse(Vit, as_flags(json.loads(json.dumps(recipe)), Vit)) == Vit(**SMALL, layer_decay=0.7)
     with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
         Vit(freeze=True)

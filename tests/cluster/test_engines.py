@@ -1,4 +1,4 @@
-"""Tests of cluster/skypilot.yaml, trainjob.yaml and Dockerfile: commands that work, and no secrets."""
+"""Tests that cluster/skypilot.yaml, trainjob.yaml and Dockerfile contain working commands and no secrets."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.conftest import BIN, ROOT, needs
 
 SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-# The variables that SkyPilot sets on the second of two nodes with four GPUs each
+# The variables that SkyPilot sets on the second of two nodes with four GPUs each.
 SKYPILOT_NODE = {
     "SKYPILOT_NODE_IPS": "10.0.0.11\n10.0.0.12",
     "SKYPILOT_NUM_NODES": "2",
@@ -27,7 +27,7 @@ SKYPILOT_NODE = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "4",
 }
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
-# AWS key ids, and values after the name of a secret
+# AWS key IDs, and values that follow the name of a secret.
 VALUES = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}|(?i:secret|token|password)\w*[=:] *[\"']?[A-Za-z0-9/+]{16,}")
 
 
@@ -52,7 +52,7 @@ def load(file: Path) -> dict:
 
 
 def parse_torchrun(words: list[str]) -> tuple[dict, Recipe]:
-    """Parse the words as torchrun and the script would. Both parsers exit at an unknown flag."""
+    """Parse the words as torchrun and the script would. Both parsers exit if a flag is unknown."""
     flags = parse_args(words)
     script = ROOT / flags.training_script
     assert script.exists()
@@ -61,14 +61,14 @@ def parse_torchrun(words: list[str]) -> tuple[dict, Recipe]:
 
 @pytest.fixture
 def no_launcher(monkeypatch):
-    """Remove the variables that set torchrun's defaults from the environment."""
+    """Remove the environment variables that set torchrun's defaults."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
     return monkeypatch
 
 
 def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
-    """Use a stub of torchrun that writes its flags and the variable to a file."""
+    """Replace torchrun with a stub that writes its flags and the variable to a file."""
     task = load(SKYPILOT)
     stub = tmp_path / ".venv" / "bin" / "torchrun"
     stub.parent.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_the_trainjobs_container_starts_torchrun(no_launcher):
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Return the Dockerfile's instructions as (name, arguments), with continued lines joined."""
+    """Return the Dockerfile's instructions as pairs of name and arguments, with continued lines joined."""
     lines = (ROOT / "cluster" / "Dockerfile").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith("#")).replace("\\\n", " ")
     return [(line.split()[0], line.partition(" ")[2]) for line in text.splitlines() if line]
@@ -166,7 +166,7 @@ def test_the_images_python_is_supported():
 def ignored(path: str) -> bool:
     """Return True if .dockerignore excludes the path from the image.
 
-    The function implements only the Docker rules that the file uses.
+    The function implements only the Docker rules that .dockerignore uses.
     """
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
     parts = path.split("/")
@@ -192,7 +192,8 @@ def test_the_image_gets_the_project_and_nothing_else():
         assert not ignored(name) or name.startswith(("tests/", ".")) or "__pycache__" in name, name
 
 
-# Runs in separate namespaces, which hide the processes of other tests. $1: folder, $2...: the health check
+# Runs in separate namespaces, which hide the processes of other tests. $1 is the folder, and $2 and the
+# following arguments are the health check.
 IN_A_CONTAINER = """
 cd $1 && shift
 check() { "$@"; echo "status $?"; }

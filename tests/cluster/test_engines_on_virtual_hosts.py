@@ -1,8 +1,8 @@
-"""Tests that SkyPilot and Kubeflow accept the files in cluster/, which then train on two virtual hosts.
+"""Tests that SkyPilot and Kubeflow accept the files in cluster/, and that their jobs train on virtual hosts.
 
-Each package gets a separate environment, `.venv-<package>-<version>` in the repository's root, created on
-first use. The tests need no cloud and no Kubernetes: they set the variables that SkyPilot and the controller
-would set, and power a host off to simulate a machine that the cloud takes back.
+Each package is installed into a separate environment, `.venv-<package>-<version>` in the repository's root,
+on first use. The tests need no cloud and no Kubernetes. They set the variables that SkyPilot and the
+controller would set, and power off a host to simulate a machine that the cloud reclaims.
 """
 
 import json
@@ -44,7 +44,7 @@ print(json.dumps({
     "use_spot": resources.use_spot, "accelerators": resources.accelerators,
 }))
 """
-# Kubeflow's models silently drop unknown keys, so the script compares the job before and after.
+# Kubeflow's models silently drop unknown keys, so the script compares the job before and after parsing.
 VALIDATE_JOB = """
 import json, sys
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
@@ -72,7 +72,7 @@ MAKE_BUCKET = "import boto3; boto3.client('s3').create_bucket(Bucket='my-bucket'
 
 
 def environment(package: str, version: str) -> Path:
-    """Return the Python of an environment that contains only this package."""
+    """Return the Python interpreter of an environment that contains only this package."""
     folder = ROOT / f".venv-{package}-{version}"
     if not (folder / "installed").exists():
         venv.create(folder, with_pip=True, clear=True)
@@ -84,7 +84,7 @@ def environment(package: str, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def parse_task(tmp_path_factory):
-    """Return SkyPilot's parser as a function from a file to (status, output).
+    """Return SkyPilot's parser as a function that maps a file to (status, output).
 
     The parser runs without usage collection and without a server.
     """
@@ -127,7 +127,7 @@ def test_kubeflows_models_accept_the_trainjob_and_reject_a_wrong_key():
 def project(tmp_path_factory) -> Path:
     """Copy the project and its environment to a folder that is private on each host.
 
-    STEP_S slows each step.
+    In the copy, STEP_S slows down each step.
     """
     project = copy_project(tmp_path_factory.mktemp("engines") / "project")
     insert_in_loop(project, "train_vit.py", SLOW_STEP)
@@ -137,7 +137,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts(cluster_tools, project):
-    """Start five hosts: two for training, two replacements, and one that serves S3."""
+    """Start five hosts: two for training, two replacements and an S3 server."""
     cluster_tools.up(5, private=[project])
     env = aws_env(S3)
     words = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", "5000"]
@@ -163,13 +163,13 @@ def log_of(hosts, host: str, project: Path, run: str) -> Path:
 def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
     """Wait until a log contains the given number of steps.
 
-    After step 12, the checkpoint of step 10 has been uploaded.
+    At step 12, the upload of the checkpoint of step 10 is complete.
     """
     wait_until(lambda: sum(log.read_text().count("\n") for log in logs if log.exists()) >= step, jobs[0], 180)
 
 
 def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> None:
-    """Check that the run resumed from a checkpoint in S3 and has the losses of one process."""
+    """Check that the run resumed from a checkpoint in S3 and reports the same losses as a one-process run."""
     [log] = [log for log in logs if log.exists()]
     assert "continuing at step 10 " in "".join(outputs), outputs
     assert [line["step"] for line in lines(log) if "train/loss" in line] == list(range(1, 21))
@@ -177,15 +177,15 @@ def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> Non
 
 
 def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts, project, cache, one_process):
-    """Power off both machines. On two new, empty machines the same blocks must resume from S3."""
+    """Power off both machines. On two new, empty machines, the same task must resume from S3."""
     task = json.loads(parse_task(SKYPILOT)[1])
     task["envs"] |= {"RUN": "sky-1", "FLAGS": " ".join(flags(cache))}
 
     def start(names: list[str], env: dict[str, str]) -> list[Job]:
-        """Run the task's blocks on these hosts in the same way as SkyPilot."""
+        """Run the task's setup and run blocks on these hosts in the same way as SkyPilot."""
         addresses = "\n".join(f"10.77.0.{name.removeprefix('node')}" for name in names)
         node_env = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NUM_NODES": str(len(names))}
-        node_env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}  # one process per host: the hosts have no GPU
+        node_env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}  # one process per host, because the hosts have no GPU
         env = aws_env(S3) | task["envs"] | node_env | env
         for name in names:
             status, output = Job(hosts.inside(name, ["bash", "-c", task["setup"]], project), env=env).wait()
@@ -212,7 +212,7 @@ SECRETS = {"train-s3": {name: aws_env(S3)[name] for name in ("AWS_ACCESS_KEY_ID"
 
 
 def pods_env(job: dict, rank: int) -> dict[str, str]:
-    """Return the environment of a node's container: the job's and the torch plugin's variables.
+    """Return the environment of a node's container: the variables of the job and of the torch plugin.
 
     Source: kubeflow/trainer, pkg/runtime/framework/plugins/torch/torch.go, EnforceMLPolicy.
     """
@@ -234,12 +234,12 @@ def pods_env(job: dict, rank: int) -> dict[str, str]:
 
 
 def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project, cache, one_process):
-    """Kill one container: both must end. Restarted without their files, they must resume from S3."""
+    """Kill one container, which must end both. Containers restarted without files must resume from S3."""
     job = load(TRAINJOB)
     job["spec"]["trainer"]["numProcPerNode"] = 1  # instead of four, because the machine has few cores
     trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
     pods = ["node3", "node4"]
-    for host in pods:  # names that the headless service would resolve
+    for host in pods:  # adds the names that the headless service would resolve
         with open(hosts.STATE / host / "hosts", "a") as file:
             file.write(f"10.77.0.3 {name}-node-0-0.{name}\n")
     s3_env = {name: value for name, value in aws_env(S3).items() if "KEY" not in name}
@@ -253,7 +253,8 @@ def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project,
 
     jobs, logs = start({"STEP_S": "0.7"}), [log_of(hosts, host, project, name) for host in pods]
     wait_for_step(12, logs, jobs)
-    for process in hosts.processes("node4"):  # simulates a container that runs out of memory
+    # simulates a container that is killed because it ran out of memory
+    for process in hosts.processes("node4"):
         if "train_vit.py" in Path(f"/proc/{process}/cmdline").read_text():
             os.kill(process, 9)
     assert all(job.wait(120)[0] != 0 for job in jobs)

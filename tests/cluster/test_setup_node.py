@@ -1,8 +1,9 @@
 """Tests of cluster/setup_node.sh in a sandbox with separate mounts, /etc and network.
 
-git, make, /etc/hosts with getent, findmnt and ip are real. Tests replace apt-get, nvidia-smi and mount with
-stubs where necessary: nothing is downloaded, the machine may have no GPU, and there is no NFS, CIFS or S3
-server. These tests check the call of mount and the line in /etc/fstab, but not the mount itself.
+git, make, getent with /etc/hosts, findmnt and ip are the real programs. Tests replace apt-get, nvidia-smi and
+mount with stubs where necessary, because nothing may be downloaded, the machine may have no GPU, and there is
+no NFS, CIFS or S3 server. The tests check the call of mount and the line in /etc/fstab, but not the mounted
+file system.
 """
 
 import os
@@ -25,7 +26,7 @@ BLOCK = """\
 10.9.0.2 node2
 # END hosts of the training cluster
 """
-# All writes go to a tmpfs, which overlays /etc and replaces /opt and /mnt.
+# All writes go to a tmpfs that overlays /etc and replaces /opt and /mnt.
 INIT = """
 set -e
 sandbox=$1
@@ -55,7 +56,7 @@ setup: .venv/installed
 class Sandbox:
     """A sandbox in which setup_node.sh runs.
 
-    `files` is its root folder and `scratch` the test's folder inside it.
+    `files` is the sandbox's root folder, and `scratch` is the test's folder inside it.
     """
 
     def __init__(self, folder: Path):
@@ -66,12 +67,13 @@ class Sandbox:
         self.files = Path(f"/proc/{self.init.process.pid}/root")
         self.scratch = self.at(str(folder))
         wait_until((self.scratch / "ready").exists, self.init)
-        # A test must not change files of this machine.
+        # Tests must not change files of this machine.
         for name in ("etc", "opt", "mnt", "usr/bin", "sys"):
             assert (self.files / name).stat().st_dev != Path("/", name).stat().st_dev
         self.at("/etc/hosts").write_text(HOSTS)
-        self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")  # without a newline
-        self.stub("nvidia-smi", "exit 9")  # its status without a driver
+        # the last line does not end with a newline
+        self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")
+        self.stub("nvidia-smi", "exit 9")  # the exit status without a driver
         self.stub("apt-get", "exit 1")
 
     def at(self, path: str) -> Path:
@@ -81,7 +83,7 @@ class Sandbox:
         return self.at(path).read_text()
 
     def stub(self, name: str, script: str) -> None:
-        """Replace a command. `self.calls()` returns its calls."""
+        """Replace a command with a stub. `self.calls()` returns the calls of the stub."""
         file = self.scratch / "bin" / name
         file.write_text(f'#!/bin/bash\necho "{name} $*" >> {self.folder}/calls\n{script}\n')
         file.chmod(0o755)
@@ -92,7 +94,7 @@ class Sandbox:
         return [line.removeprefix(f"{name} ") for line in lines if line.split()[0] == name]
 
     def do(self, *words, status: int = 0) -> str:
-        """Run a command that must end with this status and return its output."""
+        """Run a command that must exit with the given status, and return its output."""
         words = ["nsenter", "--target", str(self.init.process.pid), "--mount", "--uts", "--net", *words]
         env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
         completed = subprocess.run(
@@ -103,11 +105,11 @@ class Sandbox:
         return completed.stdout
 
     def setup(self, *flags, status: int = 0) -> str:
-        """Run the script, which must end with this status, and return its output."""
+        """Run the script, which must exit with the given status, and return its output."""
         return self.do(SCRIPT, *flags, status=status)
 
     def refused(self, *flags, status: int = 1) -> str:
-        """Run the script, which must refuse with one line and change nothing. Return the line."""
+        """Run the script and return its one-line error. The script must refuse and change nothing."""
         before = self.snapshot()
         output_lines = self.setup(*flags, status=status).splitlines()
         assert self.snapshot() == before
@@ -116,7 +118,7 @@ class Sandbox:
         return output_lines[-1]
 
     def snapshot(self) -> dict[str, tuple]:
-        """Return mode, owner and content of each file that the script could change."""
+        """Return the mode, owner and content of each file that the script could change."""
         files = {}
         for top in ("etc", "opt", "mnt"):
             folder = self.scratch / top
@@ -150,7 +152,7 @@ def origin(sandbox) -> str:
 
 
 def push(sandbox: Sandbox, name: str, text: str) -> str:
-    """Commit and push a file. Return the short commit id."""
+    """Commit and push a file. Return the short commit ID."""
     sandbox.at(f"/opt/mine/{name}").write_text(text)
     commit(sandbox, "/opt/mine", name)
     sandbox.do("git", "-C", "/opt/mine", "push", "--quiet", "origin", "main")
@@ -164,14 +166,14 @@ def commit(sandbox: Sandbox, folder: str, message: str) -> None:
 
 
 def stub_mount(sandbox: Sandbox, *programs: str) -> None:
-    """Stub apt-get so that it installs these programs, and mount so that it mounts a tmpfs.
+    """Replace apt-get with a stub that installs these programs, and mount with a stub that mounts a tmpfs.
 
-    The tmpfs is listed under the source's name.
+    The mount table lists the tmpfs under the source's name.
     """
     installs = "; ".join(f"install -m 755 /dev/null {sandbox.folder}/bin/{program}" for program in programs)
     sandbox.stub("apt-get", f"[[ $* != *install* ]] || {{ {installs}; }}")
     real_mount = shutil.which("mount")
-    # mount -t TYPE -o OPTIONS SOURCE FOLDER; s3fs lists its mounts as s3fs
+    # mount -t TYPE -o OPTIONS SOURCE FOLDER. The mount table lists S3 mounts as `s3fs`.
     sandbox.stub("mount", f'[ "$2" = fuse.s3fs ] && what=s3fs || what=$5; {real_mount} -t tmpfs "$what" "$6"')
 
 
@@ -197,7 +199,7 @@ def test_a_dry_run_and_a_second_run_change_nothing(sandbox, origin):
     for dry_run in ([], ["--dry_run"]):
         assert sandbox.setup(*flags, *dry_run).splitlines()[-1] == "node1: nothing to do"
         assert sandbox.snapshot() == before
-    assert len(sandbox.calls("apt-get")) == 2  # update, install
+    assert len(sandbox.calls("apt-get")) == 2  # update and install
     assert len(sandbox.calls("mount")) == 1
 
 
@@ -229,7 +231,7 @@ def test_hosts_are_written_as_one_block_without_loopback_names(sandbox):
     sandbox.setup("--host", "node1=10.9.0.1", "--host=node3=10.9.0.3")
     changed = BLOCK.replace("10.9.0.2 node2", "10.9.0.3 node3")
     assert sandbox.read("/etc/hosts") == kept + changed + "192.168.7.8 scanner\n"
-    assert "nothing to do" in sandbox.setup()  # without --host the block stays
+    assert "nothing to do" in sandbox.setup()  # a run without --host keeps the block
     assert sandbox.read("/etc/hosts") == kept + changed + "192.168.7.8 scanner\n"
 
 
@@ -260,7 +262,7 @@ def test_warns_about_misleading_lines(sandbox):
 
 def test_an_etc_hosts_that_cannot_be_written_is_refused(sandbox):
     sandbox.at("/etc/hosts").write_text(BLOCK.splitlines(keepends=True)[0] + HOSTS)
-    assert "has only one of the lines" in sandbox.refused(*CLUSTER)  # half a block is an error
+    assert "has only one of the lines" in sandbox.refused(*CLUSTER)  # an incomplete block is an error
     sandbox.at("/etc/hosts").write_text(HOSTS)
     sandbox.do("mount", "-o", "remount,ro", "/etc")
     error = sandbox.refused(*CLUSTER)
@@ -418,7 +420,7 @@ def test_a_gpu_without_a_driver_is_not_ready(sandbox):
     (device / "class").write_text("0x030200\n")
     output = sandbox.setup(*CLUSTER, status=1)
     assert "ubuntu-drivers install" in output
-    assert "change: /etc/hosts" in output  # everything else is done
+    assert "change: /etc/hosts" in output  # all other changes are made
     assert output.splitlines()[-1].endswith("NOT READY: this host has an NVIDIA GPU, but no working driver")
     assert sandbox.calls("apt-get") == []
     sandbox.stub("nvidia-smi", "printf 'NVIDIA L4, 580.95.05\\nNVIDIA L4, 580.95.05\\n'")

@@ -1,4 +1,4 @@
-"""Tests of cluster/train.sbatch on a real Slurm with a controller and four nodes on this machine."""
+"""Tests of cluster/train.sbatch on a real Slurm cluster with a controller and four nodes on this machine."""
 
 import os
 import re
@@ -28,8 +28,9 @@ HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 DDP = "accelerate_configs/ddp_2x2gpu.yaml"
 PATH = os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
-# A requeued job starts when its credential has expired. Slurm accepts 5 s or more; the default is 120 s.
-# Jobs of the higher tier preempt jobs of the lower one. KillWait is the time between SIGTERM and SIGKILL.
+# A requeued job starts after its credential has expired. Slurm accepts lifetimes of 5 s or more; the default
+# is 120 s. Jobs of the higher tier preempt jobs of the lower tier. KillWait is the time between SIGTERM and
+# SIGKILL.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=node1(127.0.0.1)
@@ -62,7 +63,7 @@ PartitionName=low Nodes=node[1-4] Default=YES PriorityTier=1
 PartitionName=high Nodes=node[1-4] PriorityTier=2
 """
 
-# Runs in separate namespaces, in which the nodes have names. When the first process ends, all others end.
+# Runs in separate namespaces, in which the nodes have names. The end of the first process ends all others.
 START = """
 set -eu
 cd "$1"
@@ -94,7 +95,7 @@ class Slurm:
         return run(list(words), cwd=cwd, env=self.env)
 
     def train(self, log: Path, *words, nodes: int = 2, cwd: Path = ROOT) -> str:
-        """Submit a job and return its number."""
+        """Submit a job and return its job number."""
         flags = ["--parsable", "--nodes", nodes, "--output", log]
         return self("sbatch", *flags, "cluster/train.sbatch", *words, cwd=cwd).strip()
 
@@ -102,7 +103,7 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
 
     def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
-        """Wait for the job's end and return its information. Fail if it restarted more often than given."""
+        """Wait for the job's end and return its information. Fail if the job restarted too often."""
         unfinished = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
         wait_until(lambda: self.job_info(job)["JobState"] not in unfinished, timeout_s=240)
         info = self.job_info(job)
@@ -115,7 +116,7 @@ class Slurm:
         wait_until(lambda: lines_of(folder) >= count, timeout_s=120)
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of the cluster and of its jobs."""
+        """Return the processes of the cluster and of the cluster's jobs."""
         processes = psutil.process_iter(["environ"])
         return [p for p in processes if (p.info["environ"] or {}).get("SLURM_CONF") == self.env["SLURM_CONF"]]
 
@@ -170,7 +171,7 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
 
 @pytest.mark.full
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, tmp_path):
-    """Stop the job before its time limit, then by a job of higher priority: no step is lost or repeated."""
+    """Stop the job before its time limit and again by preemption. No step may be lost or repeated."""
     slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(0.8)"
     insert_in_loop(project_copy, "train_hello.py", slow)
     folder, log, alone = tmp_path / "a run", tmp_path / "log", tmp_path / "alone"
@@ -199,7 +200,7 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
 
 @pytest.mark.full
 def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
-    """Use one process, for which accelerate uses another launcher that would not wait for the script."""
+    """Use one process. accelerate then uses another launcher, which would not wait for the script."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = [*HELLO, "--epochs", "100000", "--log_every", "10", "--checkpoint_every", "1000000"]
     job = slurm.train(log, "accelerate_configs/single_gpu.yaml", *words, "--output_dir", folder, nodes=1)
@@ -213,7 +214,7 @@ def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
 
 
 def test_a_failed_job_is_not_restarted(slurm, tmp_path):
-    """Check this also after an earlier preemption."""
+    """Check that a failed job is not restarted, even if an earlier start was preempted."""
     folder, log = tmp_path / "run", tmp_path / "log"
     folder.mkdir()
     (folder / "result.json").write_text('{"status": "preempted"}')

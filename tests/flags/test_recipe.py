@@ -1,4 +1,4 @@
-"""Tests of flags, config files and batch arithmetic."""
+"""Tests of flags, config files and the arithmetic of batch sizes."""
 
 import dataclasses
 import json
@@ -44,12 +44,13 @@ TWICE = "are two names of one setting. Give one of them"
         (["--s3", "none"], "s3", None),
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
-        (["--pretrained=True"], "pretrained", True),  # the form that sweeps of W&B and SageMaker use
+        (["--pretrained=True"], "pretrained", True),  # the form used by W&B and SageMaker sweeps
         (["--pretrained", "True", "--epochs", "2"], "pretrained", True),
         (["--pretrained", "true", "--pretrained=False"], "pretrained", False),
         (["--pretrained", "--epochs", "2"], "epochs", 2),
-        (["--local_rank=1", "--epochs", "2"], "epochs", 2),  # the deepspeed launcher's first argument
-        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values are kept
+        # the first argument that the deepspeed launcher adds
+        (["--local_rank=1", "--epochs", "2"], "epochs", 2),
+        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values are preserved
     ],
 )
 def test_flags(words, field, value):
@@ -66,7 +67,7 @@ def test_flags(words, field, value):
     ],
 )
 def test_the_command_deepspeed_trains_with_deepspeed(env, words, expected, monkeypatch):
-    """Set CROSS_SIZE like DeepSpeed's launcher. An accelerate config names another DeepSpeed file."""
+    """Set CROSS_SIZE as DeepSpeed's launcher does. An accelerate config names another DeepSpeed file."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert parse(Sample, words).deepspeed_config == expected
@@ -124,7 +125,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
-    # checks of CNN-A's recipe
+    # checks specific to CNN-A's recipe
     assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)
     two_folds = ["--holdout", "0.2", "--fold", "2/5"]
     assert f"--holdout and --fold {TWICE}" in refusal(two_folds, capsys, CnnA)
@@ -166,7 +167,7 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
 
 
 def test_the_last_of_several_values_wins(tmp_path):
-    """Check this also after the flags of an earlier run. A list in a file is one value."""
+    """Check repeated flags, also when they override an earlier run's flags. A list in a file is one value."""
     assert not parse(Sample, ["--no_pretrained", "--learning_rate=2"], ["--pretrained", "--lr=1"]).pretrained
     assert parse(CnnA, ["--widths", "4,8,32", "--widths", "8,8,8"]).widths == (8, 8, 8)
     (tmp_path / "a.yaml").write_text("widths: [4, 8, 32]\n")
@@ -195,7 +196,8 @@ def test_one_process_per_host_prints(monkeypatch, capsys):
     monkeypatch.setattr("onecurve.flags.fields.time.sleep", slept.append)
     with pytest.raises(SystemExit):
         parse(Sample, ["--epoch", "3"])
-    assert (capsys.readouterr().err, slept) == ("", [5])  # a launcher kills all processes when one exits
+    # a launcher kills all processes when one process exits
+    assert (capsys.readouterr().err, slept) == ("", [5])
 
 
 def test_the_recipe_does_not_contain_machine_settings():
@@ -206,7 +208,7 @@ def test_the_recipe_does_not_contain_machine_settings():
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 def test_the_facts_of_each_flag_are_consistent(script):
-    """Check that a new flag gets safe defaults without declarations, and that its facts do not conflict."""
+    """Check that a new flag has safe defaults without declarations and that no facts of a flag conflict."""
     recipe = recipe_class(load_script(ROOT / f"{script}.py"))
     facts, fields = facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
     assert facts.keys() == fields.keys()
@@ -228,7 +230,7 @@ def test_the_facts_of_each_flag_are_consistent(script):
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 @pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(Facts) if not fact.default])
 def test_facts_read_from_a_scripts_text_equal_its_recipes(script, fact):
-    """Compare them because the log book reads the text: it must not import the script of a recorded run."""
+    """Compare both sources. The log book must read the text, because it must not import a recorded script."""
     facts = facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
     answers = {name: value for name, flag_facts in facts.items() if (value := getattr(flag_facts, fact))}
     assert answers == {name: value for name, value in declared(fact).items() if name in facts}

@@ -1,6 +1,6 @@
-"""Tests that the hostfile is parsed like DeepSpeed's.
+"""Tests that the hostfile is parsed in the same way as DeepSpeed's.
 
-Mistakes that DeepSpeed ignores are refused.
+Mistakes that DeepSpeed ignores are errors.
 """
 
 import json
@@ -33,7 +33,7 @@ def test_the_hostfile_is_parsed_like_deepspeeds(hostfile):
 @pytest.mark.parametrize(
     ("encoding", "mark", "is_read"),
     [
-        ("utf-8", "\ufeff", True),  # written by Windows' editors and PowerShell
+        ("utf-8", "\ufeff", True),  # written by Windows editors and PowerShell
         ("utf-16-le", "\ufeff", True),
         ("utf-16-be", "\ufeff", True),
         ("utf-16-le", "", False),
