@@ -150,7 +150,7 @@ def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_
 
 @pytest.mark.full
 def test_another_per_device_batch_size_keeps_the_mean_loss(uninterrupted, tmp_path, cache, stoppable):
-    """Check that CNN-A's losses stay within 1e-5, also in the log line at the stop. CNN-A has no BatchNorm."""
+    """Check that CNN-A, without BatchNorm, keeps its losses within 1e-5, also in the log line at the stop."""
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
     training.start("single", 9)
     training.start("single", None, "--per_device_batch_size", "24")

@@ -1,4 +1,4 @@
-"""Tests that --data accepts common layouts of class folders and image formats, and reports what it skips."""
+"""Tests that --data accepts common folder layouts and image formats, and reports the files it skips."""
 
 import errno
 import io
@@ -39,7 +39,7 @@ from tests.support.data_sets import (
 )
 from tools.prepare.preparation import find_dataset
 
-# PIL warns when it reads such images
+# PIL warns when it reads palette images with transparency.
 pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")
 
 
@@ -77,7 +77,7 @@ def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path
 
 @pytest.mark.parametrize("name", ["train", "Valid", "val", "test"])
 def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
-    """Check a folder that directly contains images and is next to other class folders."""
+    """Check a folder that directly contains images, next to the folders of other classes."""
     names = sorted((name, "bus", "car"))
     root = put(tmp_path / "vehicles", *(f"{c}/{k}.png" for c in names for k in range(4)))
     images = open_images(Path(prepare_with(root, tmp_path / "cache", holdout=0.25).folder))
@@ -105,7 +105,7 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
 
 
 def test_extensions_are_matched_in_any_case(tmp_path):
-    """Check that all extensions of the list are accepted, in the order of the file names."""
+    """Check that all listed extensions are accepted, and that images are in the order of their file names."""
     pillow_heif.register_heif_opener()
     root = class_folders(tmp_path / "pets", train=2, val=2)
     formats = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
@@ -139,7 +139,8 @@ def test_other_files_are_counted_and_do_not_block(tmp_path):
     (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
     prepared = prepare_with(root, tmp_path / "cache")
     images = open_images(Path(prepared.folder))
-    assert len(images.train) == 5  # 1.png, deep/2.png, out/more/7.png and twin.png of a, 1.png of b
+    # 1.png, deep/2.png, out/more/7.png and twin.png in class a, and 1.png in class b
+    assert len(images.train) == 5
     assert sorted(prepared.left_out.split(", ")) == [
         *("1 .html", "1 .psd", "1 dangling links", "1 without an extension", "2 .txt"),
         *("2 special files", "3 outside class folders"),
@@ -165,7 +166,7 @@ def test_circular_links_are_refused(form, tmp_path):
         "above": (root / "train/a/deep/link", root),
         "through another": (outside / "link", root / "train/a"),
     }[form]
-    (root / "train/a/out").symlink_to(outside)  # not circular
+    (root / "train/a/out").symlink_to(outside)  # a link that is not circular
     link.symlink_to(target)
     with pytest.raises(ValueError, match="link links to a folder above it"):
         list_splits(root, LeftOut())
@@ -238,7 +239,7 @@ AS_PIL = {
 @pytest.mark.parametrize("image_format", AS_PIL)
 def test_pixels_equal_pils(image_format):
     data = AS_PIL[image_format]
-    tolerance = 2 if "JPEG" in image_format else 0  # torchcodec decodes JPEGs
+    tolerance = 2 if "JPEG" in image_format else 0  # torchcodec decodes JPEGs and may round differently
     assert np.abs(decode_image(data).astype(int) - pil(data)).max() <= tolerance
 
 
@@ -259,7 +260,7 @@ def test_transparent_pixels_are_white(image_format):
     rgba = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA")).astype(float)
     alpha = rgba[..., 3:] / 255
     expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
-    assert np.abs(decode_image(data) - expected).max() <= 1  # rounding
+    assert np.abs(decode_image(data) - expected).max() <= 1  # the rounding error
     assert np.abs(pil(data) - expected).max() > 50  # PIL shows the hidden colours
 
 
@@ -369,9 +370,9 @@ def contradictions(count: int, both: str | None) -> list[str]:
 
 @pytest.mark.parametrize("form", ["folders", "several sizes", "links", "holdout"])
 def test_contradictory_labels_are_reported(form, tmp_path):
-    """Use three images of equal bytes in two classes, also across splits.
+    """Use three identical images in two classes, within one split and across splits.
 
-    Two equal images of one class are not reported.
+    Two identical images of the same class are not reported.
     """
     root = class_folders(tmp_path / "pets", train=20)
     shutil.copy(root / "train/a/0.png", root / "train/a/copy.png")
@@ -394,10 +395,11 @@ def test_contradictory_labels_are_reported(form, tmp_path):
 
 
 def test_broken_images_of_several_sizes_are_reported_at_the_start(tmp_path, monkeypatch):
-    """Check that all broken images of all splits are reported at once.
+    """Check that all broken images of all splits are reported together.
 
-    The files are empty, not an image, truncated, or a decompression bomb by their header. With --on_bad_image
-    skip, only broken images of evaluated splits are errors. Half a JPEG is decoded with a warning.
+    The broken files are empty, are not images, are truncated, or have the header of a decompression bomb.
+    With --on_bad_image skip, only broken images in evaluated splits are errors. Half a JPEG is decoded with a
+    warning.
     """
     root = class_folders(tmp_path / "pets", size=(40, 30))
     picture(1, 50, 60).save(root / "train" / "a" / "large.png")
@@ -463,7 +465,7 @@ PLAIN += ["--telemetry_s", 0]
 
 @pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
 def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
-    """Compare samples and losses for every format and several sizes. Only one rank reports the data."""
+    """Compare samples and losses for every format and several sizes. Only one rank reports on the data."""
     images = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
     data = data_set(tmp_path / "pets", form, train=images, valid=images)
     os.makedirs(tmp_path / "pets/train/a", exist_ok=True)
@@ -489,7 +491,7 @@ def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
 
 
 def test_folders_named_like_splits_are_not_classes(tmp_path):
-    """Check a layout of Kaggle, in which a CSV list contains the labels."""
+    """Check a Kaggle layout in which a CSV list contains the labels."""
     root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
     (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
     with pytest.raises(ValueError, match=rf"are splits, not classes.*give --data {root}/train.csv"):
@@ -507,7 +509,7 @@ def test_folders_named_like_splits_are_not_classes(tmp_path):
 
 
 def test_lost_and_found_is_not_part_of_the_data(tmp_path):
-    """Ignore lost+found, which only root can read."""
+    """Check that lost+found, which only root can read, is ignored."""
     root = put(tmp_path / "disk", "train/a/1.png", "val/a/2.png", "lost+found/train/3.png")
     (root / "lost+found" / "train-0.parquet").touch()
     assert parquet_files(root) is None

@@ -1,4 +1,4 @@
-"""Tests that classes are matched by name and that each difference between two lists is reported."""
+"""Tests that classes are matched by name and that each difference between two class lists is reported."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,10 @@ import pytest
 from onecurve.data.class_names import NEW, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
-AS_TEXT = tuple(sorted(NUMBERS))  # the order of class folders
+AS_TEXT = tuple(sorted(NUMBERS))  # sorted as text, like class folders
 SYNSETS = [("n1", "tench"), ("n2", "crane", "bird"), ("n3", "crane", "machine")]
 
-CASES = {  # model, data, labels, known, unknown, absent, sentence
+CASES = {  # each case: model, data, labels, known, unknown, absent, sentence
     "the same": ("ab", "ab", [0, 1], 2, "", "", ""),
     "another order": (
         *("abc", "cab", [2, 0, 1], 3, "", ""),
@@ -52,9 +52,10 @@ def test_two_lists_of_classes(case):
 
 
 def test_labels_and_rows_follow_the_names():
-    match = match_classes(AS_TEXT, NUMBERS)  # a model of class folders, the same images as parquet
+    # a model trained on class folders, and the same images as parquet
+    match = match_classes(AS_TEXT, NUMBERS)
     assert [AS_TEXT[label] for label in match.labels] == list(NUMBERS)
-    head = np.array([int(name) for name in AS_TEXT])  # each row holds the number of its class
+    head = np.array([int(name) for name in AS_TEXT])  # each row contains the number of its class
     assert head[match.labels].tolist() == list(range(12))
 
 

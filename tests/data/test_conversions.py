@@ -1,4 +1,4 @@
-"""Tests of warnings about conversions that can erase the signal."""
+"""Tests of warnings about image conversions that can erase the signal."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.support.imagenet import prep
 
 
 def noise(high: int, dtype: type = np.uint8, *shape: int) -> np.ndarray:
-    """Return random values from 0 to `high`, of shape [32, 32] or the given shape."""
+    """Return random values from 0 to `high`, with shape [32, 32] or the given shape."""
     return np.random.RandomState(0).randint(0, high + 1, shape or (32, 32)).astype(dtype)
 
 
@@ -25,7 +25,7 @@ def hot(values: np.ndarray) -> np.ndarray:
 
 
 def labels(colours: list[int]) -> Image.Image:
-    """Return a label map with a palette."""
+    """Return a label map stored as an image with a palette."""
     image = Image.fromarray(noise(20), "P")
     image.putpalette(colours)
     return image
@@ -66,7 +66,7 @@ TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits. The files have 16 bi
     ],
 )
 def test_a_conversion_that_can_erase_the_signal(image, format, warning):
-    """Check that each conversion gives one warning if at least a tenth of the images are affected."""
+    """Check that a conversion causes one warning if it affects at least a tenth of the images."""
     samples = [look_at(data, decode_image(data)) for data in (encode(image, format), png(1))]
     lines = conversion_warnings(samples[:1], is_cropped=True)
     assert len(lines) == bool(warning), lines
@@ -80,7 +80,7 @@ def test_a_conversion_that_can_erase_the_signal(image, format, warning):
 
 @pytest.mark.parametrize("form", ["one size", "several sizes", "shards"])
 def test_conversion_warnings_appear_at_the_start(form, tmp_path, capfd):
-    """Check that only a sample is examined. Images of one size are evaluated uncropped."""
+    """Check that only a sample of the images is examined. Images of one size are evaluated uncropped."""
     dark = encode(Image.fromarray(noise(4095, np.uint16, 20, 100)), "PNG")
     root = class_folders(tmp_path / "data", train=[dark] * 100, val=[dark] * 4)
     if form == "several sizes":

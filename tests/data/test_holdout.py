@@ -1,6 +1,7 @@
-"""Tests of --holdout, which evaluates on training images that are not trained.
+"""Tests of --holdout, which reserves training images for evaluation.
 
-The data's own held-out split is then evaluated once, at the end, with the best weights.
+If the data already contains a held-out split, this split is evaluated once, at the end, with the best
+weights.
 """
 
 import csv
@@ -26,7 +27,7 @@ def test_each_class_is_held_out_in_the_same_proportion(holdout, expected):
     is_held_out = held_out(labels, holdout)
     assert np.bincount(labels[is_held_out], minlength=3).tolist() == expected
     assert (held_out(labels, holdout) == is_held_out).all()
-    # The choice is the same on every machine.
+    # The selection of images is the same on every machine.
     assert np.flatnonzero(held_out(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]
 
 
@@ -47,7 +48,7 @@ def test_folds_partition_the_images_and_stratify_the_classes():
     assert [fold.sum() for fold in folds] == [31, 30, 30, 30, 30]
     counts = np.array([np.bincount(labels[fold], minlength=3) for fold in folds])
     assert (np.ptp(counts, 0) <= 1).all()
-    # The choice is the same on every machine.
+    # The selection of images is the same on every machine.
     assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]
     for labels, text in (
         ([0] * 8 + [1], "9 images, 1 in the smallest class"),
@@ -71,7 +72,7 @@ def test_folds_split_the_same_data(tmp_path):
     [("folders", "Train"), *((k, "whole") for k in ("folders", "list", "parquet", "saved"))],
 )
 def test_data_without_a_held_out_split(form, split, tmp_path):
-    """Check that each image is in one split, in the original order. The choice depends only on ids."""
+    """Check that each image is in one split, in the original order. The selection depends only on IDs."""
     data, cache = data_set(tmp_path / "pets", form, labels=SORTED, **{split: 20}), tmp_path / "cache"
     with pytest.raises(ValueError, match=r"to evaluate on\. .* with --holdout 0\.1"):
         opened(data, cache)
@@ -88,7 +89,7 @@ def test_data_without_a_held_out_split(form, split, tmp_path):
 
 
 def pixels_of(split) -> list[bytes]:
-    """Return the images of a split at 32 pixels, in the order of their ids."""
+    """Return the images of a split at 32 pixels, in the order of their IDs."""
     plan = [(0, np.arange(len(split)))]
     batches = split.batches(plan, device="cpu", train=False, size=32, seed=0, workers=0)
     return [image.numpy().tobytes() for batch in batches for image in batch.images]
@@ -98,7 +99,7 @@ def pixels_of(split) -> list[bytes]:
 def test_data_with_its_own_held_out_split(form, tmp_path):
     """Check that each training image is in one part, in the original order.
 
-    The data's split is the test split.
+    The held-out split of the data becomes the test split.
     """
     data, cache = data_set(tmp_path / "pets", train=20, val=6), tmp_path / "cache"
     if form == "several sizes":
@@ -138,9 +139,9 @@ def test_a_broken_held_out_image_is_reported_by_its_name(form, tmp_path):
     assert f"  {name}: not an image" in str(error.value)
 
 
-# The end of a run whose data has its own held-out split
+# The end of a run whose data contains a held-out split
 
-# Training stops while the learning rate is high, so that the last evaluation is not the best one.
+# Training stops while the learning rate is still high, so that the last evaluation is not the best one.
 DIGITS = [*CNN, "--data", "digits", "--holdout", 0.2, "--epochs", 20, "--max_steps", 48, "--batch_size", 96]
 DIGITS += ["--lr", 0.02, "--warmup", 0, "--per_device_batch_size", 48, "--mixed_precision", "no"]
 DIGITS += ["--trackers", "none", "--telemetry_s", 0]
@@ -155,7 +156,7 @@ def finished(tmp_path_factory, cache):
 
 
 def test_the_headline_evaluates_the_best_weights_on_the_test_split(finished, cache, tmp_path):
-    """Compare with validate.py. The best evaluation is not the last one."""
+    """Compare the run's result with validate.py. The best evaluation is not the last one."""
     final = result(finished)
     assert final["best_step"] < final["steps"]
     assert (final["val_name"], final["val_images"]) == ("holdout", 287)
@@ -174,7 +175,7 @@ def test_the_headline_evaluates_the_best_weights_on_the_test_split(finished, cac
 
 
 def test_other_data_is_evaluated_whole(finished, cache, tmp_path):
-    """Check that the run's --holdout does not apply, and that the run's page does not use the report."""
+    """Check that the run's --holdout is not applied and that the run's page does not show the report."""
     data = put(tmp_path / "other", *(f"{c}/{k}.png" for c in range(10) for k in range(2)))
     command = [*python(), ROOT / "validate.py", finished, "--data", data, "--mixed_precision", "no", *cache]
     assert "The training's --holdout 0.2 is not applied" in run(command, cwd=tmp_path)
@@ -201,7 +202,7 @@ SIGNALS = {
 
 @pytest.mark.parametrize("name", ["SIGTERM", full("SIGKILL")])
 def test_a_run_stopped_in_its_last_evaluation_can_be_finished(name, finished, cache, tmp_path):
-    """Check that the last step's state is saved, although the model may hold the best weights then."""
+    """Check that the last step's state is saved, although the model may contain the best weights by then."""
     status, lines_of_script = SIGNALS[name]
     project = copy_project(tmp_path / "project")
     mutate(project, "train_cnn_a.py", TESTED, lines_of_script)

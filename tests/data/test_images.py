@@ -46,7 +46,7 @@ PNG = png()
 
 
 def in_cache(folder: Path) -> list[Path]:
-    """Return the files in the cache, without the lock and the list of broken images."""
+    """Return the files in the cache, except the lock and the list of broken images."""
     return [path for path in folder.iterdir() if path.name not in (image_cache.LOCK, image_cache.BROKEN)]
 
 
@@ -57,12 +57,12 @@ def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Te
 
 
 def start(folder: Path, script: str, *arguments) -> Job:
-    """Start a Python script with the project on its path. The script is written to the folder."""
+    """Start a Python script whose import path includes the project. The script is written to the folder."""
     (folder / "script.py").write_text(script)
     return Job([folder / "script.py", *arguments], env={"PYTHONPATH": str(ROOT)})
 
 
-# Prepares the cache in one thread, and waits between the splits until the file `go` appears.
+# Prepares the cache in one thread, and pauses between the splits until the file `go` appears.
 STALLED = """
 import sys, time
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_digits_hold_out_36_of_each_class(tmp_path):
     assert images.train.size == (32, 32)
     assert images.train.images.nbytes == 1437 * 32 * 32 * 3
     assert np.bincount(images.val.labels).tolist() == [36] * 10
-    # the hold-out is the same on every machine
+    # the held-out images are the same on every machine
     assert images.val.labels[:12].tolist() == [4, 5, 6, 9, 4, 7, 8, 9, 9, 6, 9, 9]
     pixels, labels = read(images.train, [(0, np.array([5, 0, 5]))])
     assert pixels.dtype == torch.uint8
@@ -130,7 +130,7 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    # load_dataset prefers a local folder of this name
+    # load_dataset prefers a local folder with this name
     copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
     monkeypatch.chdir(tmp_path)
     folder = prepare_data("cifar10", tmp_path / "cache")
@@ -152,7 +152,7 @@ def test_metadata_without_names_is_accepted(metadata, tmp_path):
 
 @pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
 def test_parquet_in_a_folder_of_any_name(name, tmp_path):
-    """Check that the name is not read as a pattern or a URL, and need not be UTF-8."""
+    """Check that a folder name is not read as a pattern or a URL, and need not be valid UTF-8."""
     root = parquet_folder(tmp_path / "data").rename(tmp_path / name)
     images = opened(root, tmp_path / "cache")
     assert (len(images.train), len(images.val)) == (40, 20)
@@ -161,7 +161,7 @@ def test_parquet_in_a_folder_of_any_name(name, tmp_path):
 def test_label_types_of_parquet(tmp_path):
     """Check labels of several types.
 
-    Strings are plain or dictionary-encoded, integers have several widths, and one file has no rows.
+    Strings are plain or dictionary-encoded, and integers have several widths. One file has no rows.
     """
     images = pa.array([{"bytes": PNG, "path": None}] * 3)
     label_columns = {
@@ -240,7 +240,7 @@ def test_images_much_taller_than_wide_are_shifted_within_themselves():
 
 
 def test_one_image_of_another_size_at_the_end_is_detected(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversions, "SAMPLE", 2)  # only the first and last image of a split
+    monkeypatch.setattr(conversions, "SAMPLE", 2)  # examine only the first and last image of a split
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
     folder = prepare_data(str(root), tmp_path / "cache")
@@ -258,7 +258,8 @@ def test_the_cache_key_is_the_content(tmp_path):
     assert prepare_data(str(elsewhere), cache) == first
     path = elsewhere / "test-00000-of-00001.parquet"
     before, data = path.stat(), bytearray(path.read_bytes())
-    data[data.index(b"IDAT") - 20] ^= 1  # breaks an image's PNG header and keeps its length
+    # damages the PNG header of an image without changing the length of the data
+    data[data.index(b"IDAT") - 20] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ValueError, match="can't be decoded"):
@@ -278,9 +279,11 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     os.utime(path, (1, 1))
     second = prepare_data(str(root), cache)
     assert second != first
-    assert open_images(second).source == open_images(first).source  # hosts compare `source`, without times
+    # hosts compare `source`, which contains no times
+    assert open_images(second).source == open_images(first).source
     size = path.stat().st_size
-    path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))  # decoders ignore the rest
+    # decoders ignore the padding
+    path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))
     os.utime(path, (1, 1))
     assert path.stat().st_size == size > 3 * image_cache.BLOCK_BYTES
     assert opened(root, cache).source != open_images(first).source
@@ -315,7 +318,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     read_until("MIDDLE", other)
     other.kill()
     other.wait()
-    # the job was killed in the middle: some images are decoded, but the folder has no final name
+    # the killed job decoded some images, but the folder still has its temporary name
     [work] = in_cache(cache)
     assert work.name == ".preparing"
     assert np.load(work / "train_images.npy").any()
@@ -327,7 +330,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
 
 
 def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
-    """Simulate NFS, which may show the folder late."""
+    """Simulate NFS, over which the other host's folder may appear late."""
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     folder = prepare_data(str(root), cache)
     before = folder.stat().st_ino
@@ -363,7 +366,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     real_decode = image_cache._decode
 
     def decode(*chunk):
-        together.wait()  # each of the four chunks is decoded in parallel with another one
+        together.wait()  # each of the four chunks is decoded in parallel with another chunk
         time.sleep(3)
         return real_decode(*chunk)
 
@@ -374,7 +377,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     images = open_images(prepare_data(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
     for split, seed in ((images.train, 0), (images.val, 1000)):
         assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
-    assert np.diff(beats).max() < 3  # although each chunk takes that long
+    assert np.diff(beats).max() < 3  # although decoding each chunk takes 3 s
     assert "decoding 700 images of data" in terminal.getvalue()
     assert "700/700" in terminal.getvalue()
 
@@ -416,7 +419,7 @@ def test_a_truncated_jpeg_is_an_error(options, part):
 
 
 def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp_path):
-    """Use 100 photographs in folders of two classes: 80 in train and 20 in val."""
+    """Use 100 photographs of two classes: 80 in the train folder and 20 in the val folder."""
     for k, path in enumerate(sorted(photographs.iterdir())):
         folder = tmp_path / "data" / ("train" if k % 5 else "val") / f"class{k % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -434,7 +437,7 @@ def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp
     assert (in_process[1] == in_workers[1]).all()
     assert not [p for p in multiprocessing.active_children() if p.is_alive()]
 
-    # a crop depends only on seed, epoch and sample
+    # a crop depends only on the seed, epoch and sample
     single, _ = read(images.train, [(0, ids[3:4])])
     assert (single[0] == in_process[0][3]).all()
     for other in (read(images.train, [(1, ids[3:4])]), read(images.train, [(0, ids[3:4])], seed=6)):
@@ -474,7 +477,7 @@ def test_random_crops_have_torchvisions_distribution(monkeypatch):
 def test_the_area_of_random_crops(monkeypatch):
     """Check that the default crops are the same in every version.
 
-    Another scale bounds the crops' areas.
+    A different `scale` changes the limits of the crops' areas.
     """
     from onecurve.data import crops as module
     from onecurve.numerics.order import uniforms
@@ -519,7 +522,7 @@ def test_workers_ignore_signals_and_end_when_the_iterator_is_closed(tmp_path):
 
     def plan_with_signals():
         for k, item in enumerate(plan):
-            if k in (0, 20):  # the first item is requested while the workers start
+            if k in (0, 20):  # the first item is requested while the workers are starting
                 workers[:] = multiprocessing.active_children()
                 for worker, number in product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                     os.kill(worker.pid, number)
@@ -530,7 +533,7 @@ def test_workers_ignore_signals_and_end_when_the_iterator_is_closed(tmp_path):
     assert len(workers) == 2
     assert all(worker.is_alive() for worker in workers)
     assert (torch.cat(images) == read(split, plan[:29], size=32, seed=0)[0]).all()
-    batches.close()  # before the end
+    batches.close()  # stop before the last batch
     for worker in workers:
         worker.join(10)
         assert not worker.is_alive()
@@ -563,7 +566,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')")
     words = [tmp_path / "trainer.py", ROOT, folder, end]
-    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # runs in another folder
+    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # the job runs in another folder
     try:
         line = next(line for line in trainer.process.stdout if line.startswith("workers "))
         workers = [int(pid) for pid in line.split()[1:]]
@@ -574,19 +577,19 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         trainer.process.wait(30)
         wait_until(lambda: not any(is_running(pid, start_ticks(pid)) for pid in workers), timeout_s=10)
     finally:
-        trainer.kill()  # kills remaining workers
+        trainer.kill()  # kills any remaining workers
         trainer.wait()
-    # the script's imports run in the script and in the fork server, but not in each worker
+    # the script and the fork server import the script's modules, but the workers do not
     assert (tmp_path / "imports").read_text() == "xx"
 
 
 class Flaky(CachedImages):
-    """Images on a network mount, where the first read of each file 1.png fails."""
+    """Images on a network mount, on which the first read of each file 1.png fails."""
 
     def __init__(self, number: int, *arguments):
         super().__init__(*arguments)
         self.number, self.seen = number, set[str]()
-        encoded_module.open = self.open  # a worker has no monkeypatch
+        encoded_module.open = self.open  # monkeypatch does not affect worker processes
 
     def open(self, file: str, *options, **keywords):
         if file in self.seen or not file.endswith("1.png"):
@@ -648,7 +651,7 @@ def test_a_broken_file_is_one_clear_error(tmp_path, workers):
     path.unlink()
     with pytest.raises(ValueError, match=r"train/b/1\.png: No such file"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
-    path.symlink_to("/proc/self/mem")  # can be opened but not read
+    path.symlink_to("/proc/self/mem")  # a file that can be opened but not read
     with pytest.raises(ValueError, match=r"train/b/1\.png: Input/output error"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
 
@@ -680,7 +683,7 @@ def with_train(root: Path, images: list, labels: list, names="ab") -> None:
 
 
 def with_metadata(root: Path, metadata: str) -> None:
-    """Write a table whose JSON of `datasets` is replaced by this text."""
+    """Write a table in which this text replaces the JSON metadata of `datasets`."""
     file = parquet_folder(root) / "train-00000-of-00001.parquet"
     pq.write_table(pq.read_table(file).replace_schema_metadata({"huggingface": metadata}), file)
 
@@ -692,7 +695,7 @@ def with_labels(root: Path, labels: pa.Array) -> None:
 
 
 def with_column(root: Path, name: str, values: pa.Array | None) -> None:
-    """Write a table with one row, in which these values replace a column."""
+    """Write a table with one row, in which the given values replace a column."""
     file = parquet_folder(root, train=1) / "train-00000-of-00001.parquet"
     table = pq.read_table(file).drop_columns([name])
     pq.write_table(table if values is None else table.append_column(name, values), file)
@@ -706,7 +709,9 @@ NO_NAMES_IN = {
     "a list": '{"info": {"features": [1]}}',
     "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
 }
-BAD = {  # tests/test_messages.py checks more cases
+# maps a name to a function that writes bad data and a pattern of the error; tests/test_messages.py checks
+# more
+BAD = {
     "a file": (lambda root: root.write_text("x"), ["is not a folder, CSV list or parquet file"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),
     "no classes": (
@@ -714,7 +719,8 @@ BAD = {  # tests/test_messages.py checks more cases
         ["no class folders"],
     ),
     "cut parquet": (lambda root: with_damage(root, slice(-100, None), b""), CUT),
-    "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),  # a page's header
+    # damages the header of a page
+    "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),
     "two sets": (
         lambda root: (parquet_folder(root / "fine"), parquet_folder(root / "coarse")),
         ["several data sets", "coarse, fine"],
@@ -765,7 +771,7 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
 
 
 def test_a_user_without_a_home_folder_needs_cache_dir(tmp_path, monkeypatch):
-    """Simulate a container that is started with an arbitrary user id."""
+    """Simulate a container that runs under an arbitrary user ID."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):

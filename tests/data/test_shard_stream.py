@@ -1,4 +1,4 @@
-"""Tests of shards from S3: equal samples, a bounded cache, one download per shard, and faults."""
+"""Tests of shards from S3: equal samples, a bounded cache, one download per shard, and fault handling."""
 
 import os
 import re
@@ -29,12 +29,12 @@ from tests.distributed.test_agreement import two_hosts
 from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
-TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # 4 streams of 54 images each, most of which end inside a shard
+TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # 4 streams of 54 images each; most streams end inside a shard
 STEPS = 9  # per epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
 FILES = [f"train-{k:05d}.tar" for k in range(24)]
-SHARD_GIB = 30720 / 2**30  # with headers, labels and tar's padding
-ROOM = 18  # shards that fit into the cache
+SHARD_GIB = 30720 / 2**30  # includes headers, labels and tar padding
+ROOM = 18  # number of shards that fit into the cache
 RECIPE = ImageRecipe(streams=4, shuffle_window=4, workers=0, cache_gib=ROOM * SHARD_GIB)
 STREAMS = ["--streams", "4", "--shuffle_window", "4", "--epochs", "2"]
 
@@ -52,7 +52,7 @@ def url(local, s3) -> str:  # noqa: F811
 
 
 def upload(folder: Path, name: str, server: str) -> str:
-    """Upload a folder like `prep_imagenet.py --out`, with the manifest last."""
+    """Upload a folder in the same way as `prep_imagenet.py --out`, with the manifest last."""
     url = f"s3://{BUCKET}/{name}"
     with pytest.MonkeyPatch.context() as patch:
         use_s3(patch, server)
@@ -79,7 +79,7 @@ def read_epoch(train: ShardSplit) -> list[tuple]:
 
 
 def fetched(proxy: FaultProxy) -> Counter:
-    """Return how many times each shard was downloaded."""
+    """Return the number of downloads of each shard."""
     paths = [re.search(r"[a-z]+-[0-9]+\.tar", path) for method, path, _ in proxy.requests if method == "GET"]
     return Counter(match[0] for match in paths if match)
 
@@ -107,7 +107,7 @@ def expected(epochs: int = 2) -> np.ndarray:
 
 @pytest.mark.parametrize("workers", [0, full(2)])
 def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
-    """Read the plans of two processes with a cache for two thirds of the shards."""
+    """Read the samples of two processes with a cache that fits two thirds of the shards."""
     remote = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
     disk = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
     counts = []
@@ -131,7 +131,7 @@ def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, 
 
 
 def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_path):
-    """Use a cache for two thirds of the shards. No shard may be evicted that its stream still needs."""
+    """Use a cache that fits two thirds of the shards. No shard that a stream still needs may be evicted."""
     read_epoch(training_split(url, tmp_path))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
@@ -141,13 +141,14 @@ def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_pat
 
 
 def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypatch):
-    """Check the size with windows that span several items in flight.
+    """Check the size with shuffle windows that span several batches in flight.
 
-    An evaluation runs during the training and at its end, when the training has prefetched as far as it may.
+    An evaluation runs during the training and another at its end. By then, the training has prefetched as
+    many shards as the cache allows.
     """
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
     batch, small = share_out(24, 6, 1), training_split(url, tmp_path, workers=2, cache_gib=5 * SHARD_GIB)
-    enough = small.needed_bytes(batch) / 2**30  # without rounding up
+    enough = small.needed_bytes(batch) / 2**30  # not rounded up
     assert enough < 28 * SHARD_GIB
     images = open_images(prepare_data(url, tmp_path), replace(RECIPE, workers=2, cache_gib=enough))
     images.train.check(batch)
@@ -159,7 +160,7 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
         if len(trained_ids) % 36 == 34:
             part = [(0, ids) for ids, _ in evaluation_plan(32, 6, 1, 0)]
             for _ in images.val.batches(part, train=False, **options):
-                # the limit holds for both splits together
+                # both splits share the cache limit
                 assert images.val.cache.reserved_bytes <= images.val.cache.limit_bytes
     assert trained_ids == expected().reshape(-1, 6).tolist()
     assert images.val.cache.reserved_bytes == 0
@@ -178,7 +179,7 @@ def test_a_resume_reads_only_the_rest_of_the_epoch(url, through_proxy, tmp_path)
 
 def test_a_shard_with_other_content_is_fetched_again_then_reported(local, through_proxy, s3, tmp_path):  # noqa: F811
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
-    break_image(copy, 100)  # after the manifest was made
+    break_image(copy, 100)  # damage the image after the manifest was written
     train = training_split(upload(copy, "broken", s3), tmp_path / "cache")
     with pytest.raises(ValueError, match=r"broken/train-00011\.tar does not match its SHA-256"):
         read_epoch(train)
@@ -215,7 +216,7 @@ def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, t
 
 
 def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
-    """Let another process use the whole cache. This is an error after a timeout."""
+    """Let another process use the whole cache, which is an error after a timeout."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
@@ -230,9 +231,10 @@ def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tm
 def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_path):
     cache = training_split(url, tmp_path, cache_gib=3 * SHARD_GIB).cache
     stop = threading.Event()
-    for k in (0, 1, 2, 0, 3, 1):  # 2 is the least recently used shard when 3 arrives, then 0
+    # shard 2 is the least recently used shard when shard 3 arrives, and shard 0 comes next
+    for k in (0, 1, 2, 0, 3, 1):
         cache.release(FILES[k], cache.hold(FILES[k], stop))
-        time.sleep(0.02)  # so that the files' times differ
+        time.sleep(0.02)  # gives the files different modification times
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 0)}
     cache.release(FILES[2], cache.hold(FILES[2], stop))
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 2)}
@@ -241,14 +243,15 @@ def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_
 def test_shards_are_prefetched(url, through_proxy, tmp_path):
     """Check that the prefetcher fills the cache.
 
-    The first micro-batch needs one shard, and the second is never requested.
+    The first micro-batch needs one shard, and the test never requests the second micro-batch.
     """
     cache = training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).cache
     plan = [(0, np.array([k])) for k in range(10)]
     prefetcher = shard_cache.ShardPrefetcher(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
     with closing(prefetcher) as supply:
         next(iter(supply))
-        wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))  # no partial files
+        # no partial files remain
+        wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))
         assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
 
 
@@ -271,7 +274,7 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
 
 
 def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
-    """Raise an error while shards are prefetched that will not be read."""
+    """Raise an error while shards are being prefetched that the job will never read."""
     s3_proxy.delay(0.5, times=None, method="GET", path=r"\.tar")
     status, output = reader(url, tmp_path, s3_proxy, "raise RuntimeError('NCCL is gone')").wait()
     assert status == 1
@@ -303,7 +306,7 @@ run_process(main)
 
 
 def reader(url: str, cache: Path, proxy: FaultProxy, then: str = "") -> Job:
-    """Read one epoch with a cache for all training shards."""
+    """Start a job that reads one epoch with a cache that fits all training shards."""
     (cache / "reader.py").write_text(READER)
     words = [cache / "reader.py", url, cache, 28 * SHARD_GIB, then]
     return Job(words, env=aws_env(proxy.endpoint) | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"})
@@ -316,9 +319,9 @@ def test_after_a_kill_during_a_download_the_same_command_works(url, s3, s3_proxy
     job.process.send_signal(signal.SIGKILL)
     assert job.wait()[0] == -signal.SIGKILL
     complete = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
-    # a new proxy, because the first may still count requests of the killed job
+    # a new proxy, because the first proxy may still count requests of the killed job
     with closing(FaultProxy(s3)) as proxy:
-        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # both share the cache
+        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # both jobs share the cache
             status, output = job.wait()
             assert status == 0, output
             assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
@@ -326,7 +329,7 @@ def test_after_a_kill_during_a_download_the_same_command_works(url, s3, s3_proxy
     assert not list(tmp_path.glob("*/shards/*.part"))
 
 
-# Trainings
+# Training runs
 
 TRAINING = [*VIT, *STREAMS]
 
@@ -340,12 +343,12 @@ def test_two_processes_of_a_host_fetch_each_shard_once(workers, url, s3_proxy, t
     names = FILES + [f"val-{k:05d}.tar" for k in range(4)]
     assert fetched(s3_proxy) == {name: 1 for name in names}
     others = [path for method, path, _ in s3_proxy.requests if method == "GET" and ".tar" not in path]
-    assert len(others) == 3, others  # the manifest and two indices, for both processes together
+    assert len(others) == 3, others  # the manifest and two indices, which both processes share
 
 
 @pytest.mark.full
 def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
-    """Start two hosts with separate caches, and separate proxies that count each host's requests."""
+    """Start two hosts with separate caches. Separate proxies count the requests of each host."""
     proxies = [s3_proxy, other := FaultProxy(s3)]
     words = [*TRAINING, *cache_of(ROOM), *NO_WORKERS, "--data", url, "--epochs", "1"]
     caches = [["--cache_dir", tmp_path / f"cache{node}"] for node in (0, 1)]
@@ -359,12 +362,12 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
         evaluated = np.concatenate([positions for positions, _ in evaluation_plan(sum(VAL), 6, 2, node)])
         val = {f"val-{k:05d}.tar" for k in evaluated // VAL[0]}
         assert fetched(proxy) == {name: 1 for name in train | val}
-        assert len(train) <= 14  # of 24: half of them, and those at the ends of the streams
+        assert len(train) <= 14  # half of the 24 shards, and the shards at the ends of the streams
     other.close()
 
 
 def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, monkeypatch):
-    """Use a single process, which can exit and save at once. Other ranks would wait for it in a step."""
+    """Use a single process, which can save and exit at once. With more processes, other ranks would wait."""
     train = training_split(url, tmp_path)
     through_proxy.stall_download(5000, times=None, path=r"train-00011\.tar")
     monkeypatch.setattr(shard_cache.watch, "wanted", lambda: through_proxy.faults["stall_download"] > 0)
@@ -376,7 +379,7 @@ def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, m
     ("processes", "workers", "room"), [(1, 0, 20), full(1, 1, 20), full(2, 1, 26), full(4, 0, 40)]
 )
 def test_stopped_and_resumed_from_s3(processes, workers, room, url, s3_proxy, stoppable, tmp_path):  # noqa: F811
-    """Send SIGTERM inside the first epoch, and SIGKILL in a download of the evaluation at its end."""
+    """Send SIGTERM during the first epoch, and SIGKILL during a download for the epoch's evaluation."""
     launcher = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}[processes]
     words = [*launcher, *TRAINING, *cache_of(room), "--data", url, "--cache_dir", tmp_path / "cache"]
     words += ["--workers", workers, "--checkpoint_every", "2", "--output_dir", tmp_path / "run"]

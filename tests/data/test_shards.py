@@ -1,6 +1,6 @@
-"""Tests of shards on this host: refusals, the order of samples, broken images and a training.
+"""Tests of shards on this host: refusals, the order of samples, broken images and training runs.
 
-tarfile writes the shards, not prep_imagenet.py. test_shard_stream.py tests shards from S3.
+The tests write shards with tarfile instead of prep_imagenet.py. test_shard_stream.py tests shards from S3.
 """
 
 import hashlib
@@ -44,16 +44,16 @@ RECIPE = ImageRecipe(streams=4, shuffle_window=20)
 
 
 def change(folder: Path, edit) -> None:
-    """Apply `edit` to the manifest."""
+    """Apply `edit` to the shards' manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
     edit(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def as_index(folder: Path) -> Path:
-    """Write the images as version 1.0's kind "index".
+    """Write the images as a data set of the kind "index", as in version 1.0.
 
-    Its folder is separate and names the tars by their absolute paths.
+    The index is in a separate folder and refers to the tar files by absolute paths.
     """
     index_folder = folder.with_name(f"{folder.name}-index")
     index_folder.mkdir()
@@ -67,7 +67,7 @@ def as_index(folder: Path) -> Path:
 
 
 def break_image(folder: Path, sample: int, split: str = "train") -> tuple[str, int]:
-    """Overwrite an image's bytes but not its header. Return its shard and offset."""
+    """Overwrite the bytes of an image but not its header. Return the image's shard and offset."""
     number, offset, length, _ = np.load(folder / f"{split}_index.npy")[sample].tolist()
     path = folder / f"{split}-{number:05d}.tar"
     with open(path, "r+b") as file:
@@ -105,21 +105,22 @@ def test_images_and_labels_equal_those_in_the_tars(form, shards, tmp_path):
     assert labels.tolist() == [0, 0, 1]
     for i, image in zip(ids.tolist(), pixels, strict=True):
         assert np.array_equal(image, evaluation_crop(decode_image(jpeg(183 + i)), 32))
-    assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000  # no image was copied
+    # no image was copied to the cache
+    assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000
 
 
 def test_the_content_of_shards_identifies_the_data(shards, images, tmp_path):
     copy = opened(write_shards(tmp_path / "elsewhere"), tmp_path / "cache")
-    assert copy.source == images.source  # the location does not matter
+    assert copy.source == images.source  # the source does not depend on the location of the data
     other = write_shards(tmp_path / "other", val=(13, 11))
     assert opened(other, tmp_path / "cache").source != images.source
 
 
-# The order
+# The order of samples
 
 
 def test_the_order_never_changes():
-    """Compare with numbers of the first version. With another order, old runs could not resume."""
+    """Compare with the order of the first version. If the order changed, old runs could not resume."""
     order = stream_order(7, 3, np.array([5, 3, 4, 6]), streams=2, window=4, batch_size=4)
     assert order.tolist() == [12, 13, 9, 8, 15, 16, 7, 10, 17, 14, 1, 11, 5, 6, 0, 2]
 
@@ -133,13 +134,13 @@ def test_each_epoch_has_another_order_and_leaves_out_other_images():
     left = Counter()
     for epoch in range(200):
         left.update(set(range(800)) - set(stream_order(0, epoch, COUNTS, 8, 64, 96).tolist()))
-    assert left  # 32 in each epoch
+    assert left  # each epoch leaves out 32 images
     assert max(left.values()) < 60
 
 
 @pytest.mark.parametrize("window", [1, 50, 100_000])
 def test_a_stream_needs_few_shards_at_once(window):
-    """Check that a stream needs only the shards of a window, and the rest of the shards at its ends."""
+    """Check that a stream needs only the shards of its window and the shards at the stream's ends."""
     counts = np.full(64, 100)
     ids = stream_order(3, 0, counts, streams=4, window=window, batch_size=16).reshape(400, 4, 4)
     needed = 0
@@ -153,7 +154,8 @@ def test_a_stream_needs_few_shards_at_once(window):
         needed = max(needed, *active)
     assert needed <= min(2 + window // 100, 17)
     if window == 1:
-        assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)  # only the shards are shuffled
+        # shards are shuffled, but images within a shard are not
+        assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)
 
 
 @pytest.mark.parametrize(("batch", "streams", "message"), rows_of("streams"))
@@ -165,7 +167,7 @@ def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, 
 
 @pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
 def test_the_default_streams_fit_any_batch_size(batch_size, shards, tmp_path):
-    """Check each number of processes up to four that divides the batch."""
+    """Check each number of processes up to four that divides the batch size."""
     train = open_images(prepare_data(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
     for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
         plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
@@ -173,7 +175,7 @@ def test_the_default_streams_fit_any_batch_size(batch_size, shards, tmp_path):
 
 
 def test_an_evaluation_of_some_images_needs_more_shards_at_once(tmp_path):
-    """Evaluate 4 of 40 images. A batch of 2 of them spans half of the split."""
+    """Evaluate 4 of 40 images. A batch of 2 of these images spans half of the split."""
     folder = write_shards(tmp_path / "many", val=(4,) * 10)
     cached = prepare_data(str(folder), tmp_path / "cache")
     whole, part = (open_images(cached, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
@@ -202,14 +204,14 @@ def without(key: str, *path: str):
 
 
 def shard(**fields):
-    """Change fields of the first shard of val."""
+    """Change fields of the first shard of the val split."""
     return lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(fields))
 
 
 def index(save):
-    """Rewrite the training split's index by `save(file, rows)`.
+    """Rewrite the index of the training split by calling `save(file, rows)`.
 
-    The manifest gets the new index's SHA-256.
+    The manifest is updated with the SHA-256 of the new index.
     """
 
     def rewrite(folder: Path) -> None:
@@ -221,7 +223,7 @@ def index(save):
     return rewrite
 
 
-BAD = {  # a function that damages the data, and the message
+BAD = {  # maps a name to a function that damages the data and to the expected message
     "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command again to continue"),
     "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is not JSON"),
     "format": (manifest(format=2), "has format 2, but this code supports 1"),
@@ -262,7 +264,7 @@ def test_damaged_data_is_refused_in_one_line(case, tmp_path):
     assert not list(tmp_path.glob("cache/[!.]*"))
 
 
-ENDS = (2048, 4096)  # sizes of two shards in bytes
+ENDS = (2048, 4096)  # sizes of two shards, in bytes
 ROWS = [[0, 512, 512, 0], [0, 1536, 512, 1], [1, 512, 512, 1], [1, 1024, 3072, 0]]
 BOUNDS = [-(2**63), -1, 0, 1, 2, 511, 512, 513, 1024, 1536, 2047, 2049, 3073, 2**63 - 1]
 ORDERS = [[0, 1, 2, 3], [1, 0, 2, 3], [0, 2, 1, 3]]
@@ -272,7 +274,7 @@ CHANGE = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(BOUNDS)
 @settings(max_examples=1000)
 @given(st.lists(CHANGE, max_size=2), st.sampled_from(ORDERS), st.sampled_from([1, 2, 2, 2]))
 def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards(changes, order, count):
-    """Use Python's integers as the reference, because they do not overflow.
+    """Use Python integers as the reference, because they do not overflow.
 
     `count` is the number of images in the first shard.
     """
@@ -296,13 +298,13 @@ def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards
             parse_shard_index(out.getvalue(), manifest, "train", "here")
 
 
-# Paths in an index
+# File paths in an index
 
 SECRET = "root:$6$hash:19000:0:99999:7:::\n" * 40
 
 
 def index_of(folder: Path, file: str) -> Path:
-    """Write an index whose images are all in this file."""
+    """Write an index that places all images in the given file."""
     folder.mkdir()
     rows = np.array([[0, 512, 20, 0], [0, 600, 20, 1]], np.int64)
     shard = {"file": file, "bytes": len(SECRET), "images": 2, "sha256": None}
@@ -314,7 +316,7 @@ def index_of(folder: Path, file: str) -> Path:
 
 
 def test_no_message_quotes_a_file_that_is_not_a_tar(tmp_path):
-    """Use an index that names another file of this host, as a link in a class folder could."""
+    """Use an index that refers to another file of this host, as a link in a class folder could do."""
     (tmp_path / "shadow").write_text(SECRET)
     folder = prepare_data(str(index_of(tmp_path / "index", str(tmp_path / "shadow"))), tmp_path / "cache")
     with pytest.raises(ValueError, match="offset 600") as error:
@@ -345,7 +347,7 @@ def test_a_broken_image_is_reported(tmp_path, workers):
 
 
 def test_a_broken_image_is_skipped(tmp_path, capsys):
-    """Check also that a missing shard does not count as a broken image."""
+    """Check that broken images are skipped, and that a missing shard is still an error."""
     folder = write_shards(tmp_path / "tiny")
     for sample in (3, 4, 9):
         break_image(folder, sample)
@@ -354,8 +356,9 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     workers._skipped.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
     batches = read(split, plan)
-    assert [ids.tolist() for _, ids, _, _ in batches] == [ids.tolist() for _, ids in plan]  # the planned ids
-    # labels belong to the images that replace broken ones
+    # the IDs are those of the plan
+    assert [ids.tolist() for _, ids, _, _ in batches] == [ids.tolist() for _, ids in plan]
+    # an image that replaces a broken one keeps its label
     assert [labels.tolist() for *_, labels in batches] == [[2, 1, 1, 1], [0, 0], [1, 1]]
     for _, _, pixels, _ in batches:
         assert pixels.flatten(1).float().std(1).min() > 0  # no image is uninitialised or blank
@@ -364,7 +367,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     assert capsys.readouterr().err.count("skipped: ") == 3
     with pytest.raises(ValueError, match=r"no image of a micro-batch of 2 can be decoded: .*key train_3"):
         read(split, [(0, np.array([3, 4]))])
-    with pytest.raises(ValueError, match="key train_3"):  # an evaluation must not skip an image
+    with pytest.raises(ValueError, match="key train_3"):  # an evaluation must not skip images
         read(split, [(0, np.array([2, 3]))], train=False)
     (folder / "train-00001.tar").unlink()
     with pytest.raises(ValueError, match=r"train-00001\.tar: No such file"):
@@ -373,7 +376,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
 
 def test_a_missing_file_is_not_a_broken_image(tmp_path):
     root = class_folders(tmp_path / "data")
-    (root / "train" / "a" / "0.png").write_bytes(png(0, 40, 32))  # another size keeps the images encoded
+    (root / "train" / "a" / "0.png").write_bytes(png(0, 40, 32))  # a different size keeps the images encoded
     options = ImageRecipe(on_bad_image="skip")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), options).train
     (root / "train" / "b" / "1.png").write_bytes(b"broken")
@@ -383,7 +386,8 @@ def test_a_missing_file_is_not_a_broken_image(tmp_path):
         read(split, [(0, np.arange(len(split)))])
 
 
-@pytest.mark.parametrize("wait_s", [0, 1])  # after 1 s, workers have announced batches not yet fetched
+# after 1 s, workers have announced batches that were not yet fetched
+@pytest.mark.parametrize("wait_s", [0, 1])
 def test_a_killed_worker_is_one_line(wait_s, images):
     options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 2}
     batches = images.train.batches(iter([(0, np.arange(6))] * 100), **options)
@@ -396,7 +400,7 @@ def test_a_killed_worker_is_one_line(wait_s, images):
 
 
 def with_one_more_file(open_images):
-    """Limit the calling worker so that it can open only one more file."""
+    """Limit the calling worker process so that it can open only one more file."""
     images = open_images()
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.close(descriptor)
@@ -406,7 +410,7 @@ def with_one_more_file(open_images):
 
 
 def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
-    """Allow one file, which the shared memory uses. Sending it would need a second file."""
+    """Allow one open file, which the shared memory uses. Sending the memory would require a second file."""
     open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
     options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
     batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
@@ -436,7 +440,7 @@ VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_siz
 VIT += ["--streams", "4", "--shuffle_window", "20", "--batch_size", "24", "--per_device_batch_size", "6"]
 VIT += ["--epochs", "3", "--log_every", "1", "--mixed_precision", "no", "--trackers", "none"]
 VIT += ["--workers", "1"]
-# The workers' server would import torch again in each process of each launch.
+# The forkserver of the workers would import torch again in each process of each launch.
 NO_WORKERS = ["--workers", "0"]
 LAUNCHERS = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}
 
@@ -447,7 +451,7 @@ def samples(folder: Path) -> list[list[int]]:
     return [line["samples"] for line in log]
 
 
-@pytest.mark.needs("root")  # mounts a file system
+@pytest.mark.needs("root")  # to mount a file system
 def test_a_full_dev_shm_is_one_line():
     code = "import torch; from onecurve.data.workers import _share; print(_share(torch.empty(2**20), 8))"
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
@@ -461,7 +465,11 @@ def test_a_full_dev_shm_is_one_line():
     [("D", 5, 0, True), ("D", 0, 0, False), ("D/*", 5, 0, False), (None, 5, 0, False), (None, 0, 3, True)],
 )
 def test_a_change_is_advised_only_if_the_run_can_resume(folder, logged, newest, resumes):
-    """Without a checkpoint, the next start is a new run. Without a step, it also reuses the folder."""
+    """Check runs with and without a checkpoint.
+
+    Without a checkpoint, the next start creates a new run. If no step was logged, the new run reuses the
+    folder.
+    """
     recipe, state = ImageRecipe(output_dir=folder), SimpleNamespace(logged_step=logged)
     ranks = SimpleNamespace(recipe=recipe, state=state, newest=newest)
     error = ValueError(f"a.jpg: broken{workers.ADVICE[True]}")
@@ -475,7 +483,7 @@ def test_a_run_does_not_continue_on_other_data(cache, tmp_path):
     write_shards(tmp_path / "tiny")
     run([*words, "--max_steps", "3"])
     shutil.rmtree(tmp_path / "tiny")
-    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # the same number of images
+    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # the same total number of images
     status, output = Job(words).wait()
     assert status == 1
     assert "step_00000003 was trained on" in output
@@ -492,9 +500,11 @@ def test_broken_images_are_replaced_equally_on_any_number_of_processes(cache, tm
     run([*LAUNCHERS[1], *words, tmp_path / "one"])
     output = run([*LAUNCHERS[2], *words, tmp_path / "two", "--max_steps", "18"])
     for key in ("train_5", "train_60", "train_150"):
-        assert 1 <= output.count(f"key {key}: not an image") <= 2  # once per process that decodes it
+        # at most once per process, because each process that decodes the image reports it
+        assert 1 <= output.count(f"key {key}: not an image") <= 2
     output = run([*LAUNCHERS[2], *words, tmp_path / "two"])
-    assert "key train_60:" not in output  # the last three steps do not use it, and the checkpoint lists it
+    # the last three steps do not use the image, and the checkpoint lists it as broken
+    assert "key train_60:" not in output
     counts = np.array([31, 30, 29, 31, 30, 32])
     orders = [stream_order(0, epoch, counts, 4, 20, 24) for epoch in range(3)]
     for folder in (tmp_path / "one", tmp_path / "two"):

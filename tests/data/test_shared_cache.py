@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("root")  # to switch between users
 
 @contextmanager
 def user(uid: int):
-    """Run the body of the `with` statement as this user, without root's rights."""
+    """Run the body of the `with` statement as the given user, without root's permissions."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -33,15 +33,16 @@ def user(uid: int):
 
 @pytest.fixture
 def shared():
-    """Return a folder that everybody can read, with images and root's cache of them.
+    """Return a folder that all users can read, with images and root's cache of these images.
 
-    Only root can read pytest's temporary folders.
+    The test does not use pytest's temporary folders, because only root can read them.
     """
     folder = Path(tempfile.mkdtemp(prefix="shared-cache-"))
     folder.chmod(0o755)
     class_folders(folder / "images", train=4, val=2)
     (folder / "root").mkdir(0o755)
-    prepare_data(str(folder / "images"), folder / "root")  # imports what other users may be unable to read
+    # imports modules that other users may be unable to read
+    prepare_data(str(folder / "images"), folder / "root")
     yield folder
     shutil.rmtree(folder)
 
@@ -55,7 +56,7 @@ def test_all_users_can_use_data_that_root_prepared(shared):
 
 @pytest.mark.parametrize("owned", ["the cache", "the data"])
 def test_a_folder_of_another_user_is_refused(owned, shared):
-    """Let another user create the folder first, with other pixels. root may use the folder."""
+    """Let another user create the folder first. Only root may still use the folder."""
     cache = shared / "cache"
     cache.mkdir()
     cache.chmod(0o777)

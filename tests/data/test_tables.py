@@ -1,4 +1,4 @@
-"""Tests that --data accepts tables: parquet and save_to_disk folders, the hub's cache, and CSV lists."""
+"""Tests that --data accepts parquet tables, save_to_disk folders, the Hugging Face cache and CSV lists."""
 
 import json
 import shutil
@@ -33,7 +33,8 @@ def metadata(**features) -> dict:
 
 NAMES = {"_type": "ClassLabel", "names": ["cat", "dog"]}
 IMAGE, WORDS = {"_type": "Image"}, {"_type": "Value", "dtype": "string"}
-COLUMNS = {  # the columns of a table, its features, and the expected columns or the flags that choose them
+# maps a table's columns and features to the expected columns, or to the flags that select columns
+COLUMNS = {
     "labels": (["image", "labels"], {"image": IMAGE, "labels": NAMES}, {}),
     "other names": (["picture", "species"], {"picture": IMAGE, "species": NAMES}, {}),
     "class names before a usual name": (
@@ -81,7 +82,8 @@ def test_ambiguous_columns_are_refused_and_can_be_chosen_by_flags(tmp_path):
     with pytest.raises(ValueError, match=r"require a table\. --data digits has no columns"):
         opened("digits", cache, label_column="x")
     pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
-    pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")  # x is not taken for labels
+    # column x is not used as the label column
+    pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")
     with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only a, b, x"):
         opened(tmp_path, cache, image_column="a")
 
@@ -123,7 +125,7 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 
 @pytest.mark.parametrize("hidden", [-1, None])
 def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
-    """Check also that numbers without names are classes, and that other splits may lack a class."""
+    """Check that unnamed numbers are classes, and that splits other than train may lack a class."""
     for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
         images = [png(len(labels) + (label or 0)) for label in labels]
         write_parquet(tmp_path / f"{split}.parquet", images, labels)
@@ -134,7 +136,7 @@ def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
 
 @pytest.fixture(scope="module")
 def hub_data():
-    """Return a DatasetDict with shuffled rows, whose indices differ from the order of its table."""
+    """Return a DatasetDict with shuffled rows, so that row indices differ from the order of the table."""
     import datasets
 
     def rows(count: int, first: int) -> "datasets.Dataset":
@@ -152,7 +154,7 @@ def assert_are_hub_data(images: Images) -> None:
 
 
 def test_a_folder_of_save_to_disk(hub_data, tmp_path):
-    """Check that the folder may have any name, may be moved, and is read without `datasets`."""
+    """Check that the folder may have any name, may be moved, and is read without the package `datasets`."""
     root = tmp_path / "we[1]rd::pets"
     hub_data.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1, "valid": 1})
     (tmp_path / "saved").rename(root)
@@ -179,7 +181,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for config in ("small", "large"):  # the layout in which `datasets` caches data
+    for config in ("small", "large"):  # the layout of the cache of `datasets`
         cached = tmp_path / "hf" / "lab___pets" / config / "0.0.0" / HUB_COMMIT
         for split, rows in hub_data.items():
             file = tmp_path / f"{config}-{split}.parquet"
@@ -208,7 +210,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
 
 
 def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
-    """Use rows with paths in the hub's cache instead of bytes. load_dataset prefers a local folder."""
+    """Use rows that store paths instead of bytes. load_dataset prefers a local folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -222,7 +224,7 @@ def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
 
 
 def test_labels_need_little_memory(tmp_path):
-    """Compare two forms of the column. As Python objects, 30 million labels took 40 s and gigabytes."""
+    """Compare two column types. With Python objects, 30 million labels took 40 s and gigabytes of memory."""
     words, count = np.array(["cat", "dog", "ox"]), 2_000_000
     numbers = np.arange(count) % 3
     for form in (pa.array(words[numbers]), pa.array(words[numbers]).dictionary_encode()):
@@ -296,7 +298,7 @@ def test_chosen_columns_absolute_paths_and_a_second_held_out_split(tmp_path):
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_hub_metadata_in_the_folder_of_each_split(ending, tmp_path):
-    """Use images in the folder or in a folder below. Class folders without a list are classes."""
+    """Use images in the folder itself or in a subfolder. Class folders without a list are classes."""
     splits = ("Train", "validation", "test")
     put(tmp_path, *(f"{split}/img/{k}.png" for split in splits for k in range(4)))
     for split in ("Train", "validation"):
@@ -376,7 +378,7 @@ def test_the_doctor_compares_lists_but_not_data_set_names(tmp_path):
 
 
 def test_the_doctor_follows_links_like_a_training(tmp_path):
-    """Check that hidden files are ignored, and that circular links end."""
+    """Check that hidden files are ignored, and that circular links do not cause an endless search."""
     shutil.copytree(put(tmp_path / "disk", "cat/1.png"), tmp_path / "here")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/cat").symlink_to(tmp_path / "disk/cat")
