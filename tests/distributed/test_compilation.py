@@ -1,4 +1,4 @@
-"""Tests of torch.compile for a model and its blocks: the number of graphs, and refusals."""
+"""Tests of torch.compile for a model and its blocks: the number of graphs, and refused combinations."""
 
 import copy
 import os
@@ -71,7 +71,7 @@ def test_drop_path_drops_whole_samples_at_its_rate_in_bf16():
     dropped = drop(torch.ones(10_000, 3, dtype=torch.bfloat16)).float()
     assert dropped.unique().tolist() == [0, torch.tensor(1 / 0.7).bfloat16().item()]
     assert torch.equal(dropped[:, :1].expand(-1, 3), dropped)
-    assert abs((dropped[:, 0] == 0).float().mean() - 0.3) < 0.02  # four standard deviations
+    assert abs((dropped[:, 0] == 0).float().mean() - 0.3) < 0.02  # the tolerance is four standard deviations
     assert drop.eval()(dropped) is dropped
 
 
@@ -112,8 +112,8 @@ def train_both(
 ) -> AcceleratedOptimizer:
     """Train both models for three steps and compare them. Return the compiled model's optimizer.
 
-    The steps go through prepare(), and so through the hooks that preserve BatchNorm's statistics. Losses,
-    gradients, weights and statistics must agree within the tolerance of their type.
+    The steps go through prepare() and therefore run the hooks that preserve BatchNorm's statistics. Losses,
+    gradients, weights and statistics must agree within the tolerance of their data type.
     """
     accelerator, optimizers = JobAccelerator(cpu=True), []
     for network, accelerator.compilation in ((eager, Compilation()), (model, compilation)):
@@ -139,7 +139,7 @@ def train_both(
 
 @pytest.mark.parametrize("mode", ["default", full("reduce-overhead")])
 def test_a_cnn_has_one_training_graph_and_one_evaluation_graph(mode, monkeypatch):
-    """Run the graphs with eager operators. Another image size adds graphs, but averaged weights do not."""
+    """Run the graphs with eager operators. A new image size adds graphs, but averaged weights do not."""
     torch.manual_seed(0)
     eager = ResNet18(width=4, stem="cifar", classes=10)
     eager.stages, eager.head = eager.stages[:2], nn.Linear(8, 10)
@@ -162,20 +162,20 @@ def test_a_cnn_has_one_training_graph_and_one_evaluation_graph(mode, monkeypatch
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["one graph", "block by block"])
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics(is_checkpointed):
-    """Compute in fp64, because in fp32 another order of sums moves activations across ReLU's threshold."""
+    """Compute in fp64. In fp32, a different summation order moves activations across ReLU's threshold."""
     torch.manual_seed(0)
     eager = ResNet18(width=8, stem="cifar", classes=10).double()
     train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed)
 
 
-GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # two modes and a backend with CUDA graphs
+GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # two modes and one backend that use CUDA graphs
 NO_GRAPHS = "max-autotune-no-cudagraphs"
 
 
 class FakeGraphs:
-    """Fake torch.compile for a CPU.
+    """Stand-in for torch.compile on a CPU.
 
-    Like with CUDA graphs, a call without gradients overwrites the last output.
+    As with CUDA graphs, a call without gradients overwrites the previous output.
     """
 
     def __init__(self):

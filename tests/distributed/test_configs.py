@@ -1,4 +1,4 @@
-"""Tests of the files in accelerate_configs/ and ds_configs/, and of the numbers in their READMEs."""
+"""Tests of the files in accelerate_configs/ and ds_configs/, and of the figures in their READMEs."""
 
 import json
 import re
@@ -34,20 +34,21 @@ def test_the_set_of_configs_is_complete():
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_a_config_file(path):
-    """Check that Accelerate reads the file.
+    """Check that Accelerate can read the file.
 
-    The file contains no rank, address or fixed port, and explains each key.
+    The file must contain no rank, address or fixed port, and must explain each key.
     """
     config, keys = load_config_from_file(str(path)), yaml.safe_load(path.read_text())
     strategy, hosts = path.stem.split("_")[0].rstrip("123"), 2 if "_2x" in path.stem else 1
     assert config.distributed_type == TYPES.get(strategy, DistributedType.NO)
     assert (config.num_processes, config.num_machines) == (GPU_COUNTS[path.stem], hosts)
     assert config.use_cpu == (strategy == "cpu")
-    # bf16 unless the script's flag decides; accelerate refuses the key next to a DeepSpeed file
+    # bf16 unless the script's flag sets a precision; accelerate refuses this key in combination with a
+    # DeepSpeed file
     assert config.mixed_precision == (None if strategy == "zero" else "bf16")
     assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids"} & set(keys)
-    # Accelerate replaces 0 by a free port if it starts several processes. Several hosts would each choose a
-    # different port.
+    # Accelerate replaces port 0 with a free port if it starts several processes. With several hosts, each
+    # host would choose a different port.
     assert keys.get("main_process_port") == (0 if keys["num_processes"] > 1 and hosts == 1 else None)
     first, *lines = path.read_text().splitlines()
     assert first.startswith("# ")
@@ -56,14 +57,15 @@ def test_a_config_file(path):
         assert len(line) <= 110, line
     assert config.parallelism_config == (HYBRID if path.stem == "fsdp_2x4gpu" else {})
     assert bool(config.fsdp_config) == (strategy == "fsdp")
-    if strategy == "fsdp":  # FSDP wraps the classes that the model names
+    if strategy == "fsdp":  # FSDP wraps the classes that the model lists
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_reshard_after_forward"] is True
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
         assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config
-        assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False  # true fails on buffers
+        # true would fail for models with buffers
+        assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
     assert bool(config.deepspeed_config) == (strategy == "zero")
-    if strategy == "zero":  # all settings are in the JSON
+    if strategy == "zero":  # the JSON contains all settings
         file = ROOT / config.deepspeed_config.pop("deepspeed_config_file")
         assert file.is_file()
         assert file.stem == strategy_of(path.stem)
@@ -73,7 +75,7 @@ def test_a_config_file(path):
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_deepspeed_json(path):
-    """Check that Accelerate and DeepSpeed read the file, and that the README explains each key."""
+    """Check that Accelerate and DeepSpeed can read the file, and that the README explains each key."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = json.loads(path.read_text())
@@ -86,7 +88,7 @@ def test_deepspeed_json(path):
     assert config["zero_allow_untested_optimizer"] is True
     zero = config["zero_optimization"]
     assert zero["stage"] == int(path.stem[4])
-    assert "auto" not in zero.values()  # `auto` would need model.config.hidden_size
+    assert "auto" not in zero.values()  # `auto` would require model.config.hidden_size
     offloads = path.stem.endswith("_offload")
     assert (zero.get("offload_optimizer", {}).get("device") == "cpu") == offloads
     assert (config.get("zero_force_ds_cpu_optimizer") is False) == offloads
@@ -107,7 +109,7 @@ def strategy_of(config: str) -> str:
 
 @pytest.fixture(scope="module")
 def parameters() -> int:
-    """Return the number of parameters of ViT-B/32 with 10 classes, the model of the READMEs' numbers."""
+    """Return the number of parameters of ViT-B/32 with 10 classes, the model used in the READMEs."""
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch32_224", num_classes=10)
     return sum(p.numel() for p in model.parameters())
@@ -116,8 +118,8 @@ def parameters() -> int:
 def bytes_on_gpu(strategy: str, n: int) -> float:
     """Return the peak memory of a step in bytes per parameter, with AdamW and bf16.
 
-    The sum contains weights, gradients, fp32 copies and moments. The peak is either at the start of the
-    backward pass, with autocast's copies of the weights (2 bytes), or in the optimizer's step.
+    The sum includes weights, gradients, fp32 copies and moments. The peak occurs either at the start of the
+    backward pass, when autocast's copies of the weights (2 bytes) exist, or in the optimizer's step.
     """
     return {
         "single": 4 + 8 + max(2, 4),
@@ -132,11 +134,12 @@ def bytes_on_gpu(strategy: str, n: int) -> float:
 
 
 def bytes_sent(strategy: str, n: int) -> float:
-    """Return the bytes per parameter that one GPU sends per step.
+    """Return the number of bytes per parameter that one GPU sends in a step.
 
-    Assumes ring collectives and no gradient accumulation.
+    The calculation assumes ring collectives and no gradient accumulation.
     """
-    part = (n - 1) / n  # sent by an all-gather or a reduce-scatter; an all-reduce sends both
+    # an all-gather or a reduce-scatter sends this fraction, and an all-reduce sends it twice
+    part = (n - 1) / n
     gradients_all_reduced = {"single": 4, "ddp": 4, "zero1": 4, "zero2": 4}.get(strategy, 0)
     gradients_scattered = {"fsdp": 4, "zero3": 4, "zero3_offload": 4}.get(strategy, 0)
     weights_gathered = {"fsdp": 8, "zero1": 4, "zero2": 4, "zero3": 8, "zero3_offload": 8}.get(strategy, 0)
@@ -144,7 +147,7 @@ def bytes_sent(strategy: str, n: int) -> float:
 
 
 def table(readme: Path, heading: str) -> dict[str, list[str]]:
-    """Return the rows of the table about ViT-B/32 whose first column has this heading."""
+    """Return the rows of the table about ViT-B/32 in which the first column has the given heading."""
     rows, inside = {}, False
     for line in readme.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -175,7 +178,7 @@ def test_numbers_in_the_readme_of_ds_configs(parameters):
     rows = table(ROOT / "ds_configs" / "README.md", "File")
     assert set(rows) == {path.stem for path in JSONS}
     for file, (_, _, gpu, _, host, _) in rows.items():
-        # 8 bytes for gradients or copies, 4 for fp32 weights, 8 for moments
+        # 8 bytes for gradients or copies, 4 for fp32 weights and 8 for moments
         on_host = 20 if file.endswith("_offload") else 0
         assert gpu == f"{bytes_on_gpu(file, 4) * parameters / 2**30:.2f}", file
         assert host == f"{on_host * parameters / 2**30:.2f}", file

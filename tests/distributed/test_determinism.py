@@ -1,4 +1,4 @@
-"""Tests of --deterministic: the switches it sets and the operations that run.
+"""Tests of --deterministic: the settings that the flag changes and the operations that run.
 
 The effect on a GPU can't be tested on a CPU.
 """
@@ -16,8 +16,9 @@ from onecurve.run.ending import explained
 from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 
-# Operations without a deterministic form on CUDA, listed at torch.use_deterministic_algorithms.
-# nll_loss has a deterministic form, but nll_loss2d for label maps does not.
+# Operations without a deterministic form on CUDA, as listed in the reference of
+# torch.use_deterministic_algorithms. nll_loss has a deterministic form, but nll_loss2d for label maps does
+# not.
 NONE_ON_CUDA = {
     *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward"),
     *("fractional_max_pool2d_backward", "grid_sampler_2d_backward", "reflection_pad2d_backward"),
@@ -29,7 +30,7 @@ NONE_ON_CUDA = {
 
 
 class Operations(TorchDispatchMode):
-    """Dispatch mode that writes the name of each operation of this thread to a file, once."""
+    """Dispatch mode that writes the name of each operation of this thread to a file once."""
 
     def __init__(self, file: Path):
         super().__init__()
@@ -55,7 +56,7 @@ AUGMENTED = ["--randaug_layers", "4", "--color_jitter", "0.4", "--random_erasing
     "words", [CNN, [*RESNET, "--stem", "imagenet"], [*VIT, *AUGMENTED]], ids=["cnn_a", "cnn_b", "vit"]
 )
 def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache):
-    """Record augmentation, forward pass, loss, backward pass, optimizer and evaluation on a CPU."""
+    """Record the augmentation, forward pass, loss, backward pass, optimizer and evaluation on a CPU."""
     flags = ["--data", "digits", "--batch_size", 48, "--max_steps", 1]
     flags += ["--trackers", "none", "--deterministic"]
     words = [*words, *flags, *cache, "--output_dir", tmp_path / "run"]
@@ -63,12 +64,13 @@ def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache
     assert ", deterministic" in output
     assert result(tmp_path / "run")["deterministic"] is True
     operations = set((tmp_path / "operations").read_text().split())
-    assert "_log_softmax_backward_data" in operations, operations  # the training loop was recorded
+    assert "_log_softmax_backward_data" in operations, operations  # check that the training loop was recorded
     assert not operations & NONE_ON_CUDA
 
 
 def test_the_switches(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets monkeypatch restore the variable
+    # makes monkeypatch restore the variable after the test
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -90,7 +92,7 @@ def test_the_switches(monkeypatch):
 
 
 def test_an_operation_without_a_deterministic_form_is_reported():
-    """Use the text of the error that torch raises only on a GPU."""
+    """Use the text of an error that torch raises only on a GPU."""
     error = RuntimeError(
         "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"

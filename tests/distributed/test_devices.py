@@ -1,6 +1,6 @@
-"""Tests that a host whose GPUs torch can't use is refused.
+"""Tests that a host is refused if torch can't use its GPUs.
 
-pynvml's functions are replaced to simulate the driver.
+The tests replace functions of pynvml to simulate the driver.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.distributed.test_accelerator import simulate_gpus
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Return driver(count, cuda), which simulates a host with `count` T4 GPUs and a driver for this CUDA."""
+    """Return driver(count, cuda), which simulates a host with `count` T4 GPUs and a driver for that CUDA."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -67,7 +67,8 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
         ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
         ({"error": MISMATCH}, None, "13.2", "does not answer"),  # the driver was updated but not reloaded
         ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
-        ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),  # torch's error
+        # torch's own error message
+        ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),
     ],
 )
 def test_gpus_that_torch_cannot_use(simulated, visible, torchs_cuda, message, driver, monkeypatch):
@@ -89,7 +90,7 @@ def test_gpus_that_torch_cannot_use(simulated, visible, torchs_cuda, message, dr
     [
         (VISIBLE, "", None),
         (VISIBLE, "-1", None),
-        (VISIBLE, "NoDevFiles", None),  # set by Slurm
+        (VISIBLE, "NoDevFiles", None),  # Slurm sets this value
         ("ACCELERATE_USE_CPU", "True", None),
         ("", "", NO_LIBRARY),  # a host without GPUs
         ("", "", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
@@ -106,7 +107,7 @@ def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
     simulate_gpus(monkeypatch, 1, (7, 0))
     with pytest.raises(ValueError, match=r"no code for GPU 0, a GPU .*7\.0.*sm_75, sm_80, sm_90"):
         check_devices()
-    simulate_gpus(monkeypatch, 1, (8, 9))  # runs code for sm_80
+    simulate_gpus(monkeypatch, 1, (8, 9))  # this GPU runs code compiled for sm_80
     check_devices()
 
 
@@ -116,23 +117,23 @@ ON_ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", VISIBLE:
 @pytest.mark.parametrize(
     "launcher",
     [
-        {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},  # torchrun --virtual-local-rank
-        {"LOCAL_RANK": "1"},  # Slurm's --gpus-per-task=1, with variables set by hand
+        {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},  # torchrun with --virtual-local-rank
+        {"LOCAL_RANK": "1"},  # Slurm with --gpus-per-task=1 and variables that the user set
     ],
 )
 def test_each_process_sees_only_its_gpu(launcher, monkeypatch):
     simulate_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device])
-    monkeypatch.setenv(LOCAL_NUMBER, "")  # lets monkeypatch remove the variable
+    monkeypatch.setenv(LOCAL_NUMBER, "")  # makes monkeypatch remove the variable after the test
     for name, value in (ON_ONE_HOST | launcher).items():
         monkeypatch.setenv(name, value)
     check_devices()
-    assert os.environ["LOCAL_RANK"] == "0"  # device 0, for Accelerate and DeepSpeed
+    assert os.environ["LOCAL_RANK"] == "0"  # Accelerate and DeepSpeed must use device 0
     assert (local_rank(), is_hosts_first()) == (1, False)
 
 
 def test_hosts_with_unequal_numbers_of_gpus(monkeypatch):
-    """Check the first process of a host with two GPUs, after a host with one GPU."""
+    """Check the first process of a host with two GPUs. The preceding host has one GPU."""
     for name, text in (ON_ONE_HOST | {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, text)
     assert is_hosts_first()
@@ -158,7 +159,7 @@ def test_two_processes_on_one_gpu_are_refused():
 
 @pytest.mark.full
 def test_start_lines_appear_once_if_local_rank_is_0_in_each_process(tmp_path, cache):
-    """Use a rehearsal in which torchrun divides the listed devices."""
+    """Use a rehearsal in which torchrun distributes the listed devices among the processes."""
     words = [*torchrun(2, "--standalone", "--virtual-local-rank"), *CNN]
     words += ["--data", "digits", "--max_steps", "1"]
     output = run([*words, *cache, "--output_dir", tmp_path / "run"], env={VISIBLE: "-1,-1"})
@@ -196,7 +197,7 @@ importlib.metadata.version, sys.modules["deepspeed"] = version, None
 @pytest.mark.real_processes
 @pytest.mark.parametrize("launcher", [python(), accelerate("fsdp_2gpu")], ids=["single", "fsdp"])
 def test_other_strategies_work_without_deepspeed(launcher, tmp_path, cache):
-    """Hide the package from imports and from queries of its version."""
+    """Hide the package `deepspeed` from imports and from queries of its version."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEEPSPEED)
     words = ["train_cnn_a.py", "--data", "digits", "--max_steps", 1, "--output_dir", tmp_path / "run", *cache]
     run([*launcher, *words], env={"PYTHONPATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""Tests that --deterministic gives the same bits on any number of processes and through any interruption."""
+"""Tests that --deterministic is bitwise reproducible on any number of processes and after interruptions."""
 
 import copy
 import functools
@@ -36,13 +36,13 @@ from tests.conftest import (
 )
 from tests.models.test_timm_models import Operators
 
-STEPS = 16  # two more steps than an epoch
+STEPS = 16  # two more steps than one epoch
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "8", "--max_steps", str(STEPS), "--log_every", "5"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0", "--deterministic"]
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
-    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # fused AdamW
-    # BatchNorm, and 1x1 convolutions on inputs of one pixel
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # uses fused AdamW
+    # uses BatchNorm, and 1x1 convolutions on inputs of one pixel
     "cnn_b": [*RESNET, "--image_size", "8", "--data", "digits", *FLAGS, "--clip_norm", "0.5"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
@@ -53,7 +53,7 @@ LAUNCHERS = {
     "fsdp 2": STRATEGIES["fsdp"],
     "fsdp 4": accelerate("fsdp_4gpu"),
 }
-# A test below kills hello on 4 and on 3 processes. scripts/test_any_model.py trains CNN-B under FSDP2.
+# A test below kills `hello` on 4 and on 3 processes. scripts/test_any_model.py trains CNN-B under FSDP2.
 QUICK = ("cnn_a", "ddp 2")
 TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
 
@@ -63,7 +63,7 @@ def words(script: str, cache: list) -> list:
 
 
 def bits(folder: Path) -> dict:
-    """Return the hashes of the tensor files in the last checkpoint, and the log without times."""
+    """Return the hashes of the tensor files in the last checkpoint, and the log without its times."""
     assert latest(folder).name == f"step_{STEPS:08d}"
     files = sorted(latest(folder).glob("*.safetensors"))
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -73,7 +73,7 @@ def bits(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
-    """Return a function that returns the bits of a script's run in one process, without thread settings."""
+    """Return a function that returns the hashes and log of a one-process run without thread settings."""
 
     @functools.cache
     def bits_of(script: str) -> dict:
@@ -106,20 +106,20 @@ def test_bits_equal_those_of_one_process(script, launcher, one_process, tmp_path
     ("launcher", "user_env"),
     [
         (accelerate("cpu"), {}),
-        full(torchrun(2), {}),  # torchrun sets 1
+        full(torchrun(2), {}),  # torchrun sets OMP_NUM_THREADS to 1
         full(accelerate("cpu"), {"OMP_NUM_THREADS": "2"}),
         (torchrun(2), {"OMP_NUM_THREADS": "2"}),
     ],
 )
 def test_a_process_has_one_thread_or_the_users_number(launcher, user_env, monkeypatch, tmp_path):
-    """Override accelerate launch, which with cpu.yaml sets OMP_NUM_THREADS to the number of cores."""
+    """Override accelerate launch, which sets OMP_NUM_THREADS to the number of cores with cpu.yaml."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     words = [*SCRIPTS["hello"], "--max_steps", "1", "--output_dir", tmp_path / "run"]
     assert f", threads {user_env.get('OMP_NUM_THREADS', 1)}\n" in run([*launcher, *words], env=user_env)
 
 
 def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, project_copy, tmp_path, cache):
-    """Kill between two log lines, so that a logged mean loss includes steps before and after a kill."""
+    """Kill the run between two log lines, so that a logged mean loss includes steps on both sides of a kill."""
     call = "            run.checkpoint(step)\n"
     kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
     kill += "                run.ranks.saver.wait() if run.ranks.record else None\n"
@@ -136,7 +136,7 @@ def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, p
 
 @pytest.mark.full
 def test_a_block_that_each_micro_batch_may_skip(project_copy, tmp_path):
-    """Include steps in which no micro-batch of a process has a gradient for this block."""
+    """Include steps in which none of a process's micro-batches has a gradient for the block."""
     drop = "x = self.blocks[0](x)\n        is_left_out = self.training and torch.rand(()) < 0.5\n"
     drop += "        return self.head(x if is_left_out else x + self.blocks[1](x))"
     mutate(project_copy, "train_hello.py", "return self.head(self.blocks(x))", drop)
@@ -165,7 +165,7 @@ HEAD = """self.head = nn.Linear(hidden_size, 1)
         return self.head("""
 HEADS = HEAD.replace("= nn.L", "= nn.ModuleList(nn.L").replace(", 1)", ", 1) for _ in range(2))")
 HEADS = HEADS.replace(".head(", ".head[torch.distributed.get_rank()](")
-MISTAKES = {  # launcher, file, code and its replacement, message
+MISTAKES = {  # maps a name to the launcher, file, code, replacement and message
     "one thread more": (
         *(torchrun(2), "onecurve/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
         "the processes do not agree: threads is ",
@@ -197,11 +197,11 @@ def test_gradients_in_bf16_are_refused():
         ImageRecipe(deterministic=True, grad_compression="bf16")
 
 
-# --- The sum itself
+# --- The exact sum
 
 
 def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
-    """Return a fake accelerator with the attributes that a sum reads."""
+    """Return a fake accelerator with the attributes that ExactSum reads."""
     return SimpleNamespace(
         device=torch.device("cpu"), num_processes=processes, scaler=None, sync_gradients=sync_gradients,
         gradient_accumulation_steps=accumulations, distributed_type=DistributedType.NO,
@@ -212,8 +212,8 @@ def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
 def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> torch.Tensor:
     """Return the summed gradient of the last process: [micro-batches, n] -> [n].
 
-    The micro-batches are divided among the processes, which compute one after another. What a process sends
-    is added to the sum of the earlier processes.
+    The micro-batches are divided among the processes, which compute one after another. Each process adds its
+    contribution to the sum of the earlier processes.
     """
     sent, sums = torch.zeros((), dtype=torch.float64), dist.ReduceOp.SUM
 
@@ -245,9 +245,9 @@ def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 def gradients_of(seed: int, drawn: list[float]) -> torch.Tensor:
-    """Return gradients of shape [35, 501]: the drawn values and random ones.
+    """Return gradients of shape [35, 501]: the values drawn by hypothesis and random columns.
 
-    In each random column all values but one cancel, and some lie beyond the precision of float64.
+    In each random column, all values except one cancel out, and some values exceed the precision of float64.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(18, 500, generator=generator)
@@ -300,7 +300,7 @@ def test_a_gradient_that_is_too_large_is_refused():
 
 def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
     def all_reduce(tensor, operation=dist.ReduceOp.SUM, async_op=False):
-        tensor += exact_sum.UNIT  # the gradient of the other process is 1 everywhere
+        tensor += exact_sum.UNIT  # every gradient element of the other process is 1
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -314,7 +314,7 @@ def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
 
 
 def test_gradients_equal_torchs_and_are_none_where_torchs_are():
-    """Alternate between the heads of a channels_last model: both in a step, then one head, then the other."""
+    """Train the heads of a channels_last model: both heads in a step, then one head, then the other head."""
     layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Linear(4, 2), nn.Linear(4, 2)])
     model, reference = (copy.deepcopy(layers).to(memory_format=torch.channels_last) for _ in range(2))
     accelerator = fake(accumulations=2)
@@ -338,7 +338,7 @@ def test_gradients_equal_torchs_and_are_none_where_torchs_are():
 
 
 def test_many_tensors_need_as_few_operators_as_one():
-    """Count operators, because each is a kernel launch on a GPU."""
+    """Count operators, because each operator launches a kernel on a GPU."""
     counts = []
     for tensors in (1, 300):
         model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
@@ -347,7 +347,8 @@ def test_many_tensors_need_as_few_operators_as_one():
         with Operators() as operators:
             summed.backward(loss)
             summed.clip_grad_norm_(model, 0.5)
-        skipped = ("empty", "split")  # allocations, and views that their schema does not mark as views
+        # memory allocations, and views that are not marked as views in their schema
+        skipped = ("empty", "split")
         names = [func.name() for func in operators.called if not func.is_view]
         counts.append(sum(not any(word in name for word in skipped) for name in names))
     assert counts[0] < 50

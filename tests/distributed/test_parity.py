@@ -1,7 +1,7 @@
-"""Tests that each strategy on 2 processes trains the same as one process, and that broken code is detected.
+"""Tests that every strategy on 2 processes matches a one-process run, and that broken code is detected.
 
-With batch 96 of 1,437 digits and --holdout 11, an epoch has 14 steps. 16 steps therefore include the end of
-an epoch and data of the second epoch.
+With a batch size of 96, 1,437 digits and --holdout 11, an epoch has 14 steps. A run of 16 steps therefore
+includes the end of an epoch and data of the second epoch.
 """
 
 import functools
@@ -29,28 +29,29 @@ from tests.conftest import (
 )
 from tests.support.compare import assert_same_training
 
-STEPS = 16  # two more steps than an epoch
+STEPS = 16  # two more steps than one epoch
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2", "--max_steps", str(STEPS)]
 FLAGS += ["--log_every", "1", "--log_samples", "--mixed_precision", "no", "--trackers", "none"]
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", *FLAGS],
-    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # its recipe does not clip
-    "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],  # SGD, momentum, BatchNorm
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # CNN-A's recipe does not clip gradients
+    # uses SGD, momentum and BatchNorm
+    "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
-# Other scripts train with their recipe for tests, which docs/add_a_model.md describes.
+# Other scripts train with the test recipe that docs/add_a_model.md describes.
 for path in sorted(ROOT.glob("train_*.py")):
     name = path.stem.removeprefix("train_")
     SCRIPTS.setdefault(name, [path.name, "--config", f"recipes/{name}_digits.yaml", *FLAGS])
 TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
 TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
-# `make test` runs two pairs here, DDP with CNN-A in test_exact_sum.py and CNN-B in scripts/test_any_model.py.
-# `make test-all` runs all pairs.
+# `make test` also compares two pairs in other files: DDP with CNN-A in test_exact_sum.py, and CNN-B in
+# scripts/test_any_model.py. `make test-all` runs all pairs.
 RING = {("hello", "zero3"), ("vit", "zero2")}
 
 
 def rows(quick, all_rows) -> list:
-    """Return the rows of a parameter table. Only the quick ones run outside `make test-all`."""
+    """Return the rows of a parameter table. Only the quick rows run outside `make test-all`."""
     return [row if row in quick else full(*row) for row in all_rows]
 
 
@@ -60,9 +61,9 @@ def command(script: str, cache: list) -> list:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, cache):
-    """Return a function that returns the folder of a script's run in one process.
+    """Return a function that returns the folder of a script's one-process run.
 
-    The run uses 2 accumulations, unless the flags say otherwise.
+    The run uses 2 accumulation steps unless the flags specify another number.
     """
 
     @functools.cache
@@ -85,9 +86,9 @@ def test_two_processes_match_one_with_two_accumulations(script, strategy, one_pr
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_precision_given_to_the_launcher_is_used(strategy, one_process, project_copy, tmp_path, cache):
-    """Check this also for a DeepSpeed file, for which accelerate passes "no" by default.
+    """Check all strategies, including a DeepSpeed file, for which accelerate passes "no" by default.
 
-    The CPU claims to support bf16.
+    The test makes the CPU report native bf16 support.
     """
     query = "return has_bf16_instructions()"
     mutate(project_copy, "onecurve/distributed/precision.py", query, "return True")
@@ -114,9 +115,9 @@ RECORDED = {CHECKPOINTED: True, COMPILED: "default"}
 
 @pytest.mark.parametrize(("script", "strategy", "settings"), rows(QUICK, SETTINGS))
 def test_a_machine_setting_changes_no_numbers(script, strategy, settings, one_process, tmp_path, cache):
-    """Pass the setting in the launcher's config if possible, or by a flag.
+    """Pass the setting in the launcher's config if possible, and otherwise as a flag.
 
-    With smaller micro-batches, two processes with two accumulations match one process with four.
+    With smaller micro-batches, two processes with two accumulation steps match one process with four.
     """
     launcher, flags = (*TWO_PROCESSES.get(strategy, (python(), [])),)
     smaller = ["--per_device_batch_size", "24"] if SMALLER in settings else []
@@ -151,8 +152,9 @@ def compiling(strategy: str, tmp_path: Path) -> list:
 
 
 ACCELERATOR, VIT_SCRIPT, CNN_SCRIPT = "onecurve/distributed/accelerator.py", "train_vit.py", "train_cnn_a.py"
-MUTANTS = {  # script, strategy, file, code and its replacement
-    "clipping at 1.0": ("vit", "zero2", ACCELERATOR, 'clipping": clip_norm', 'clipping": 1.0'),  # DeepSpeed's
+MUTANTS = {  # each mutant: script, strategy, file, code and replacement
+    # DeepSpeed's default
+    "clipping at 1.0": ("vit", "zero2", ACCELERATOR, 'clipping": clip_norm', 'clipping": 1.0'),
     "one rank's samples dropped": (
         *("cnn_a", "ddp", "onecurve/flags/recipe.py"),
         "return range(rank * self.accumulations, (rank + 1) * self.accumulations)",
@@ -181,7 +183,7 @@ def test_parity_detects_a_mutant(mutant, one_process, project_copy, tmp_path, ca
 
 
 def test_the_default_recipes_are_compared():
-    """Check that the flags above do not switch off the parts of a recipe that make parity hard."""
+    """Check that the flags above do not disable the parts of a recipe that make parity difficult."""
     text = (ROOT / "train_vit.py").read_text()
     for name in ("drop_path", "mixup", "cutmix", "ema_decay"):
         assert f"--{name}" not in SCRIPTS["vit"]

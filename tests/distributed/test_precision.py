@@ -36,8 +36,8 @@ from tests.conftest import (
 )
 
 STEPS = 6
-# Differences measured over 20 steps on 2 CPU cores: 0 under DDP, 0.00007 under FSDP2, 0.00009 under ZeRO-2
-# and 0.00016 under ZeRO-3, whose linear layers round differently. The losses are about 2.3.
+# Loss differences measured over 20 steps on 2 CPU cores: 0 under DDP, 0.00007 under FSDP2, 0.00009 under
+# ZeRO-2 and 0.00016 under ZeRO-3, whose linear layers round differently. The losses are about 2.3.
 LOSS_GAP = 5e-4
 FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2"]
 FLAGS += ["--max_steps", str(STEPS), "--log_every", "1", "--trackers", "none", "--clip_norm", "0.1"]
@@ -46,7 +46,7 @@ ONE_PRECISION = {"mixed_precision": "bf16", "half_precision": "autocast", "gradi
 
 @pytest.fixture(scope="module")
 def spied(tmp_path_factory) -> Path:
-    """Copy the project with a hook that writes the types used in its steps."""
+    """Copy the project and add a hook that records the data types used in training steps."""
     project = copy_project(tmp_path_factory.mktemp("spied") / "project")
     shutil.copy(ROOT / "tests" / "support" / "precision_spy.py", project)
     watch = "    __import__('precision_spy').watch(accelerator, prepared)\n"
@@ -97,7 +97,7 @@ def test_bf16_computes_the_same_under_every_strategy(strategy, one_process, trai
 
 @pytest.mark.full
 def test_a_json_that_enables_bf16_selects_deepspeeds_bf16(train, tmp_path):
-    """Check that all but the reduction is in half precision, and is recorded so."""
+    """Check that everything except the reduction uses half precision, and that the run records this."""
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | {"bf16": {"enabled": True}}
     (tmp_path / "own.json").write_text(json.dumps(config))
     launcher = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2"]
@@ -152,7 +152,7 @@ SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
 @pytest.mark.full
 @pytest.mark.parametrize(("script", "strategy"), [*product(SCRIPTS, STRATEGIES)])
 def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
-    """Train with all features, including the ViT's mixup, drop path, clipping and EMA."""
+    """Train with all features, including mixup, drop path, clipping and EMA for the ViT."""
     words = [*STRATEGIES[strategy], *SCRIPTS[script], *FP16, *cache]
     logged = {}
     for precision in ("no", "fp16"):
@@ -176,7 +176,7 @@ ON_ONE_RANK = (
 @pytest.mark.parametrize(
     ("strategy", "overflow"),
     [
-        ("single", SCALER),  # a loss scale beyond fp16 makes every gradient infinite
+        ("single", SCALER),  # a loss scale beyond the range of fp16 makes every gradient infinite
         full("fsdp", SCALER),
         *(full(strategy, ON_ONE_RANK) for strategy in ("ddp", "fsdp", "zero2", "zero3")),
     ],
@@ -204,7 +204,7 @@ COMPRESSED += ["--trackers", "none", "--mixed_precision", "no", "--telemetry_s",
 
 def test_ddp_exchanges_gradients_in_bf16_once_per_step(cache, tmp_path):
     def trained(name: str, *flags) -> tuple[list[float], list[int]]:
-        """Return the losses and the number of exchanges in each profiled step."""
+        """Return the losses and the number of gradient exchanges in each profiled step."""
         run([*STRATEGIES["ddp"], *CNN, *COMPRESSED, *flags, *cache, "--output_dir", tmp_path / name])
         trace = json.loads(gzip.decompress((tmp_path / name / FOLDER / TRACE).read_bytes()))["traceEvents"]
         steps = [e for e in trace if e["name"].startswith("ProfilerStep") and "dur" in e]
@@ -214,10 +214,10 @@ def test_ddp_exchanges_gradients_in_bf16_once_per_step(cache, tmp_path):
 
     plain, exchanges = trained("plain")
     rounded, _ = trained("rounded", "--grad_compression", "bf16")
-    assert rounded[0] == plain[0]  # the first loss precedes the first gradient
+    assert rounded[0] == plain[0]  # the first loss is computed before the first gradient
     assert rounded[1:] != plain[1:]
     assert rounded == pytest.approx(plain, abs=0.02)
     assert result(tmp_path / "rounded")["gradient_reduction"] == "bf16"
-    assert trained("accumulated", "--per_device_batch_size", "12")[1] == exchanges  # 4 accumulations
+    assert trained("accumulated", "--per_device_batch_size", "12")[1] == exchanges  # 4 accumulation steps
     assert len(exchanges) == 3
     assert min(exchanges) > 0

@@ -1,4 +1,4 @@
-"""Tests that a job that is told to stop saves once on all ranks, reports it, and can be resumed."""
+"""Tests that a job that is told to stop saves once on all ranks, reports the stop and can be resumed."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_told_to_stop(launcher, number, target, tmp_path):
     victim = psutil.Process(job.process.pid) if target == "the launcher" else ranks[int(target[-1])]
     victim.send_signal(number)
     if target == "the launcher":
-        job.process.wait(60)  # some launchers exit at once, and their processes a little later
+        job.process.wait(60)  # some launchers exit at once, and their processes exit a little later
         psutil.wait_procs(ranks, timeout=30)
     status, output = job.wait(60)
     assert_preempted(tmp_path / "run", output, job, ranks)
@@ -98,7 +98,7 @@ def test_told_to_stop(launcher, number, target, tmp_path):
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("launcher", ["torchrun", full("accelerate"), full("launch.py")])
 def test_the_launcher_is_process_1(launcher, tmp_path):
-    """Simulate a container without an init, as with `docker run IMAGE torchrun ...` and Kubernetes."""
+    """Simulate a container without an init process, as with `docker run IMAGE torchrun` and Kubernetes."""
     words = AS_PROCESS_1 + LAUNCHERS.get(launcher, [*SINGLE_NODE, "--log_dir", tmp_path / "logs"])
     job = start_and_wait([*words, *SLOW], tmp_path / "run")
     ranks = ranks_of(job, "train_hello.py")
@@ -114,19 +114,19 @@ def test_the_launcher_is_process_1(launcher, tmp_path):
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("launcher", ["accelerate, one process", "deepspeed"])
 def test_a_process_1_without_a_handler_is_reported(launcher, tmp_path):
-    """Check the warning that the kernel drops SIGTERM to this process."""
+    """Check the warning that the kernel does not deliver SIGTERM to process 1."""
     words = [*AS_PROCESS_1, *LAUNCHERS[launcher], *LONG, "--max_steps", "2"]
     output = run([*words, "--output_dir", tmp_path / "run"])
     assert "warning: SIGTERM to this container" in output
 
 
 def test_a_process_that_waits_for_data_ends_after_sigterm(tmp_path, cache):
-    """Simulate a file server that is gone, so that data never arrives. The process can no longer save."""
+    """Simulate an unreachable file server, so that data never arrives. The process can no longer save."""
     shards = write_shards(tmp_path / "data")
     words = [*VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "2"]
     job = start_and_wait(words, tmp_path / "run")
     for shard in shards.glob("*.tar"):
-        os.mkfifo(tmp_path / "pipe")  # opening the pipe blocks
+        os.mkfifo(tmp_path / "pipe")  # an attempt to open the pipe blocks
         os.replace(tmp_path / "pipe", shard)
     steps = -1
     while steps != (steps := len(metrics(tmp_path / "run"))):
@@ -138,7 +138,7 @@ def test_a_process_that_waits_for_data_ends_after_sigterm(tmp_path, cache):
 
 
 def test_told_to_stop_while_data_is_prepared(cifar10, tmp_path):
-    """Stop rank 1 while it waits for rank 0 to decode: both exit and leave no partial cache."""
+    """Stop rank 1 while it waits for rank 0 to decode. Both ranks must exit and leave no partial cache."""
     words = [*torchrun(2), *CNN, "--data", cifar10, "--cache_dir", tmp_path / "cache", "--trackers", "none"]
     words += ["--output_dir", tmp_path / "run"]
     job = Job(words)
@@ -155,7 +155,7 @@ def test_told_to_stop_while_data_is_prepared(cifar10, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [[], ["--step_graph"]])
 def test_an_interrupted_evaluation_is_repeated(flags, tmp_path, cache, stoppable):
-    """Signal rank 0 in the last step of an epoch. All ranks agree a step later, during the evaluation."""
+    """Signal rank 0 in the last step of an epoch. All ranks agree one step later, during the evaluation."""
     words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache, *flags]
     words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
     Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()
@@ -167,7 +167,7 @@ def test_an_interrupted_evaluation_is_repeated(flags, tmp_path, cache, stoppable
 
 
 def test_a_shell_that_ends_does_not_end_its_background_job(stoppable, tmp_path):
-    """Simulate `nohup python train_hello.py &` in a terminal that is then closed."""
+    """Simulate the command `nohup python train_hello.py &` in a terminal that is then closed."""
     words = [*python(), *LONG, "--max_steps", "300", "--output_dir", tmp_path / "run"]
     start_command = 'nohup "$@" > "$0/log" 2>&1 & echo $!'
     wait_command = 'until ls "$0"/run/checkpoints/step_*; do sleep 0.1; done >&2'
@@ -211,7 +211,7 @@ def test_ctrl_c_with_decoding_workers_prints_no_python_warning(tmp_path, cache):
 
 
 def test_ctrl_c_reports_the_step_at_which_the_run_resumes(tmp_path):
-    long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps each
+    long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps per epoch
     words = [*SLOW, *long_epochs, "--output_dir", tmp_path / "early"]
     job = Job(words)
     read_until("step 60/", job)

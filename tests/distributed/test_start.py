@@ -1,6 +1,6 @@
-"""Tests of the state that ranks share after their start: rank 0's weights, and --timeout_s in every group.
+"""Tests of the state that ranks share after startup: rank 0's weights and every process group's timeout.
 
-A process that falls silent ends the job within --timeout_s, no matter which process group the others wait in.
+A silent process ends the job within --timeout_s, regardless of the process group in which other ranks wait.
 """
 
 import re
@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.test_resume import LAUNCHERS
 from tests.conftest import STRATEGIES, Job, full
 
-# The change on rank 1 simulates a CPU with another instruction set.
+# The change on rank 1 simulates a CPU with a different instruction set.
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     run_process(main)
 """
 LAST_DIGITS = "for p in model.parameters(): p.mul_(1 + 2e-7)"
-HYBRID = LAUNCHERS["hybrid"]  # four processes
+HYBRID = LAUNCHERS["hybrid"]  # uses four processes
 
 
 def start(launcher: list, change: str, project) -> tuple[int, str]:
@@ -59,7 +59,8 @@ def start(launcher: list, change: str, project) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "groups"),  # of all processes: the world group, and the groups of DeepSpeed or of the mesh
+    # the number counts all ranks' groups: the world group, and the groups of DeepSpeed or of the mesh
+    ("launcher", "groups"),
     [
         (STRATEGIES["ddp"], 2),
         full(HYBRID, 4 * 3),

@@ -45,7 +45,8 @@ from train_cnn_a import CnnA
 
 FLAGS = ["--data", "digits", "--batch_size", 256, "--log_every", 1, "--warmup", 0.3, "--clip_norm", 1.0]
 FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--max_val_images", 64]
-SIZES = ["--train_sizes", "16,24", "--epochs", 2, "--optimizer", "adamw"]  # its SGD is fused only on GPUs
+# the default SGD is fused only on GPUs
+SIZES = ["--train_sizes", "16,24", "--epochs", 2, "--optimizer", "adamw"]
 DEFAULTS = dict(
     distributed_type=DistributedType.NO,
     gradient_accumulation_steps=1,
@@ -83,7 +84,7 @@ ZERO = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_
 def train(
     strategy: str, words: list, folder: Path, *stops: int, **environment: str
 ) -> tuple[list, dict, dict, str]:
-    """Train, resuming at each of the `stops`.
+    """Train a model, and resume the run at each of the `stops`.
 
     Returns:
         The log, the tensors of the last checkpoint, result.json, and the output.
@@ -133,12 +134,12 @@ def test_a_graph_trains_the_same(strategy, script, stops, fails, tmp_path, cache
 
 @pytest.mark.parametrize("strategy", [full("single"), "ddp", full("fsdp")])
 def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
-    """Compare the bits of losses, evaluations and weights between a recorded step and a called step."""
+    """Check that losses, evaluations and weights of a recorded and an eager step are bitwise identical."""
     mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if strategy == "fsdp" else {})
     if strategy == "single":
         mutants.pop("a rank that replays the graph of the last size")
     cases = graphed_ranks.CASES
-    # torch before 2.15 can't continue after a failed capture
+    # torch versions before 2.15 can't continue after a failed capture
     if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
         cases = {name: case for name, case in cases.items() if not case.fails_at}
     (tmp_path / "cases").write_text(json.dumps([*cases, *mutants]))
@@ -158,7 +159,7 @@ def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
 
 
 def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
-    """Check this because DDP keeps the stream. A CPU has no streams, so names replace them."""
+    """Check the stream of the wrapper, because DDP keeps it. A CPU has no streams, so names replace them."""
     streams, used = ["default"], {}
 
     @contextmanager
@@ -193,9 +194,9 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
     """Return the losses of STEPS steps of a small network with dropout and BatchNorm.
 
     Args:
-        graph: StepGraph, or a mutant of it.
-        inside: The value that is set inside the step instead of before it: the "seed", or a "factor" of the
-            inputs that the host draws.
+        graph: StepGraph or a mutant of StepGraph. None trains without a graph.
+        inside: The value that is set inside the step instead of before the step: the "seed", or a "factor" by
+            which the inputs are multiplied on the host.
         capture: The function that captures a step.
     """
     torch.manual_seed(0)
@@ -217,7 +218,7 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
         step.capture = partial(capture, step)
     values = []
     images = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    for index in range(STEPS):  # the step reads the index
+    for index in range(STEPS):  # the step reads `index`
         optimizer.param_groups[0]["lr"] = 0.1 / (index + 1)
         if inside != "seed":
             reseed(0, index, 0)
@@ -239,7 +240,7 @@ def test_numbers_that_the_graph_freezes_are_detected():
 
 @pytest.mark.parametrize("fails_at", [aten.native_batch_norm.default, aten._fused_adamw_.tensor_lr])
 def test_a_failed_capture_leaves_the_plain_step(fails_at, capsys):
-    """Fail in the forward pass, and later, when gradients exist that were recorded but not computed."""
+    """Fail in the forward pass or later, when the graph has recorded gradients but not computed them."""
     assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
     line = "the step can't be captured as a CUDA graph (operation not permitted when stream is capturing)"
     assert capsys.readouterr().out.count(line) == 1
@@ -252,7 +253,7 @@ def test_the_memory_of_a_failed_capture_is_freed_before_the_plain_step():
     graphs = []
 
     def capture(run: Callable[[], None], pool: None) -> Callable[[], None]:
-        graph = nn.Linear(1, 1)  # the error's traceback would keep this local variable
+        graph = nn.Linear(1, 1)  # the error's traceback would keep this local variable alive
         graphs.append(weakref.ref(graph))
         raise MemoryError
 
@@ -275,7 +276,8 @@ def test_the_memory_of_a_failed_capture_is_freed_before_the_plain_step():
         ({"compilation": Compilation("inductor", "reduce-overhead")}, False),
         ({"distributed_type": DistributedType.MULTI_GPU}, True),
         ({"distributed_type": DistributedType.MULTI_GPU, "ddp_handler": Mock(comm_hook="bf16")}, False),
-        ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),  # gloo
+        # the processes communicate over gloo
+        ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),
         (FSDP, True),
         (FSDP | {"state": fsdp(offload=True)}, False),
         (FSDP | {"parallelism_config": HYBRID}, False),
@@ -292,12 +294,12 @@ def test_where_the_graph_is_the_default_and_where_it_is_refused(changes, fits, c
 
     assert chosen(device=torch.device("cuda")) == fits
     assert not chosen("--no_step_graph", device=torch.device("cuda"))
-    assert not chosen()  # on a CPU, a graph is only a rehearsal
+    assert not chosen()  # on a CPU, a graph is used only in a rehearsal
     if fits:
         assert chosen("--step_graph")
     else:
         assert capsys.readouterr().out.count("steps run without CUDA graphs: ") == 1
-        if "num_processes" not in changes:  # over gloo, a GPU refuses what a rehearsal accepts
+        if "num_processes" not in changes:  # over gloo, a GPU refuses the flag that a rehearsal accepts
             with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove the flag\.$"):
                 chosen("--step_graph")
 
@@ -310,15 +312,16 @@ ADAMW, FUSED_SGD = torch.optim.AdamW([MATRIX], fused=True), torch.optim.SGD([MAT
     ("optimizer", "changes", "on_gpu", "on_cpu"),
     [
         (ADAMW, {}, True, True),
-        (torch.optim.Adam([MATRIX]), {}, False, True),  # on a GPU, `capturable` rounds differently
+        # on a GPU, a `capturable` optimizer rounds differently
+        (torch.optim.Adam([MATRIX]), {}, False, True),
         (FUSED_SGD, {}, True, True),
         (torch.optim.SGD([MATRIX]), {}, False, True),
         (ADAMW, FSDP, True, True),
         (torch.optim.SGD([MATRIX]), FSDP, False, False),
-        (Muon([MATRIX]), {}, False, False),  # rounds differently if the rate is a tensor
+        (Muon([MATRIX]), {}, False, False),  # Muon rounds differently if the learning rate is a tensor
         (torch.optim.NAdam([MATRIX]), {}, False, False),
         (Lamb([MATRIX]), {}, False, False),
-        (Lookahead(ADAMW), {}, False, False),  # a graph would never run its slow steps
+        (Lookahead(ADAMW), {}, False, False),  # a graph would never run Lookahead's slow steps
     ],
 )
 def test_an_optimizer_that_reads_numbers_on_the_host_gets_no_graph(
@@ -333,7 +336,7 @@ def test_an_optimizer_that_reads_numbers_on_the_host_gets_no_graph(
 
 
 def test_muon_rounds_differently_with_a_rate_on_the_device():
-    """Check the reason why Muon gets no graph."""
+    """Check the reason why Muon runs without a graph."""
     final_weights = []
     for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
         weights = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
@@ -347,7 +350,7 @@ def test_muon_rounds_differently_with_a_rate_on_the_device():
 
 @pytest.mark.parametrize("shape", [(2,), ()])
 def test_a_restored_count_of_steps_moves_to_the_device(shape):
-    """Use the device `meta` instead of a GPU. NAdam's checkpoint has its step count on the CPU."""
+    """Use the device `meta` instead of a GPU. NAdam's checkpoint stores the step count on the CPU."""
     parameter = torch.zeros(shape, device="meta", requires_grad=True)
     optimizer = torch.optim.NAdam([parameter])
     moments = {name: torch.zeros(shape, device="meta") for name in ("exp_avg", "exp_avg_sq")}
