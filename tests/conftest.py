@@ -1,4 +1,4 @@
-"""Shared helpers and fixtures: start real scripts, read their results and set up their environment."""
+"""Shared helpers and fixtures that start real scripts, read their results and set up their environment."""
 
 import contextlib
 import json
@@ -35,7 +35,8 @@ BIN = Path(sys.executable).parent
 CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
 RESNET = ["train_cnn_b.py", "--width", "8"]
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
-# Drop path, mixup, cutmix, label smoothing and EMA, with a parameter group for each layer and a test split.
+# The recipe uses drop path, mixup, cutmix, label smoothing and EMA, a parameter group for each layer, and a
+# test split.
 VIT_WITH_ALL = [*VIT, "--data", "digits", "--dropout", "0.1", "--clip_norm", "0.1"]
 VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 
@@ -54,7 +55,7 @@ def reserve_cores() -> None:
             torch.set_num_threads(1)
             return
         os.sched_setaffinity(0, cores[worker::workers])
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torch counted the cores at import
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # torch counted the cores when it was imported
 
 
 reserve_cores()
@@ -91,10 +92,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def needs(*names: str) -> None:
-    """Skip a test if the machine lacks one of these requirements. In CI, fail the test instead.
+    """Skip a test if the machine lacks one of the given requirements. In CI, fail the test instead.
 
-    A requirement is the name of a program, "root" or "TEST_DATA_DIR". Fixtures call this function. Tests use
-    the mark of the same name.
+    A requirement is the name of a program, "root" or "TEST_DATA_DIR". Fixtures call this function, and tests
+    use the mark with the same name.
     """
     if missing := packages.missing(names):
         refuse = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
@@ -128,7 +129,7 @@ def rows_of(table: str) -> Any:
 
 
 def full(*values):
-    """Mark a row of a parameter table so that it runs only in `make test-all`."""
+    """Return a parameter row that runs only in `make test-all`."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
@@ -174,17 +175,17 @@ def free_port() -> int:
 
 
 class Job:
-    """A command in a separate session, so that none of its processes outlives the test.
+    """A command that runs in a separate session, so that none of its processes outlives the test.
 
-    This Python interpreter runs scripts. A word of the command may be a function that returns the word.
-    Python processes, including a launcher's ranks, are forked from a process that has already imported torch
-    (support/forks.py), except with `warm=False` and in tests marked `real_processes`.
+    The current Python interpreter runs scripts. A word of the command may be a function that returns the
+    word. Python processes, including a launcher's ranks, are forked from a process that has already imported
+    torch (support/forks.py), except with `warm=False` and in tests marked `real_processes`.
     """
 
     warm = True  # set for each test by pytest_runtest_setup
 
     def __init__(self, words: list, cwd: Path = ROOT, env: dict | None = None, warm: bool | None = None):
-        # Tests must not use the W&B account of the person who runs them.
+        # Tests must not use the W&B account of the person who runs the tests.
         base_env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         base_env |= {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
         base_env |= {"NETRC": "/nonexistent", "WANDB_CONFIG_DIR": "/nonexistent"}
@@ -204,7 +205,7 @@ class Job:
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
         """Return the exit status and output of the job. Fail the test after the timeout.
 
-        At the end, all remaining processes of the job are killed.
+        The function kills all remaining processes of the job before it returns.
         """
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
@@ -433,7 +434,7 @@ def copy_project(copy: Path) -> Path:
 
 
 def link_environment(project: Path) -> None:
-    """Link this Python's environment to the project's .venv, so that `make setup` has nothing to do."""
+    """Link this Python's environment as the project's .venv, so that `make setup` has nothing to install."""
     (project / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         (project / ".venv" / path.name).symlink_to(path)

@@ -55,7 +55,7 @@ def straight(tmp_path_factory):
     return tmp_path / "run", operations(tmp_path)
 
 
-# --- Kill -9
+# --- SIGKILL
 
 
 FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json")
@@ -86,9 +86,9 @@ def test_killed_in_a_commit(parts, straight, tmp_path):
         assert not list((folder / "run" / "checkpoints").glob(".*"))
 
 
-# 100 steps per epoch leave time to kill the run between two checkpoints.
+# 100 steps per epoch leave enough time to kill the run between two checkpoints.
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
-# slows the scripts of `stoppable`, so that a LONG run does not end before the test acts
+# slows the scripts of `stoppable`, so that a run with LONG does not end before the test acts
 SLOW = {"STEP_S": "0.05"}
 
 

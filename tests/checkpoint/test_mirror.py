@@ -126,7 +126,7 @@ def test_a_fresh_machine_resumes_from_the_bucket(bucket, straight, tmp_path):  #
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
-    log = metrics(tmp_path / "second")  # the first lines came from the bucket
+    log = metrics(tmp_path / "second")  # the first lines were downloaded from the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
     (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
     assert sum("host" in line for line in lines(telemetry)) == 2, "the first machine's telemetry is lost"
@@ -187,7 +187,7 @@ def test_another_machine_finishes_a_run_that_was_stopped_in_its_last_upload(buck
     flags, file = ("--max_steps", "4"), tmp_path / "run" / "result.json"
 
     def terminate() -> bool:
-        wait_until(file.exists)  # the log is closed before result.json is written
+        wait_until(file.exists)  # the run closes the log before it writes result.json
         job.process.send_signal(signal.SIGTERM)
         wait_until(lambda: result(tmp_path / "run")["status"] == "preempted")
         return False
@@ -316,7 +316,7 @@ def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirr
 def test_a_suspended_run_leaves_its_successors_files(bucket, stoppable, tmp_path):
     """Write the successor's record, checkpoints and index.json while the first run's process is suspended."""
     words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
-    env = bucket.env | {"STEP_S": "0.1"}  # 5 s between checkpoints
+    env = bucket.env | {"STEP_S": "0.1"}  # a checkpoint every 5 s
     job = start_and_wait(words, tmp_path / "run", env=env, cwd=stoppable)
     # from here on, the run sends no request that the test checks
     wait_until(lambda: "metrics.jsonl" in bucket.store.list())
@@ -421,7 +421,8 @@ def test_a_run_killed_after_starting_from_anothers_checkpoint_is_still_new(bucke
     for _ in range(2):
         run_folder = RunFolder(recipe, "new", 24, lambda: None)
         assert (run_folder.is_new, run_folder.checkpoint.step) == (True, 14)
-        shutil.copy(tmp_path / "run" / "recipe.json", run_folder.path)  # written before the first step
+        # a run writes recipe.json before its first step
+        shutil.copy(tmp_path / "run" / "recipe.json", run_folder.path)
         run_folder.release()
 
 

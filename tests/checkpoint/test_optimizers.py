@@ -214,7 +214,7 @@ def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
 
 
 class Rows(Layout):
-    """Layout in which each optimizer updates half of the rows of each parameter."""
+    """Layout that gives the optimizer each parameter as two tensors, each with half of the rows."""
 
     parts = "shards"
 

@@ -1,4 +1,4 @@
-"""Tests that a resumed run equals the uninterrupted run: bit by bit, or within 1e-5 across strategies."""
+"""Tests that a resumed run equals the uninterrupted run bit by bit, or within 1e-5 across strategies."""
 
 import functools
 import json
@@ -37,8 +37,8 @@ FLAGS += ["--max_steps", STEPS, "--log_every", "4", "--log_samples", "--mixed_pr
 FLAGS += ["--trackers", "none"]
 SCRIPTS = {
     "cnn_a": CNN,
-    "cnn_b": [*RESNET, "--label_smoothing", "0.1"],  # SGD with momentum, BatchNorm
-    "vit": [*VIT, "--dropout", "0.1"],  # AdamW in two groups, drop path, mixup, clipping, EMA
+    "cnn_b": [*RESNET, "--label_smoothing", "0.1"],  # SGD with momentum, and BatchNorm
+    "vit": [*VIT, "--dropout", "0.1"],  # AdamW in two groups, drop path, mixup, clipping and EMA
 }
 LAUNCHERS = STRATEGIES | {
     "offload": accelerate("zero3_offload_4gpu", "--num_processes", "2"),
@@ -53,7 +53,8 @@ LAUNCHERS = STRATEGIES | {
         *("--parallelism_config_dp_shard_size", "2"),
     ),
 }
-STOPS = (1, 9, 14, 15)  # at step 1, inside an epoch, at its last step, at the first step of the next epoch
+# at step 1, inside an epoch, at an epoch's last step, and at the next epoch's first step
+STOPS = (1, 9, 14, 15)
 
 
 class Training:
@@ -169,15 +170,15 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
 
 
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# One, two and four processes share four micro-batches. The ring of strategies trains ResNet-18 with two
-# micro-batches, because a sum of two terms does not depend on their order. Different rounding in a sum can
-# move an activation across ReLU's threshold.
+# Each run divides four micro-batches among one, two or four processes. The ring of strategies trains
+# ResNet-18 with two micro-batches, because a sum of two terms does not depend on their order. Different
+# rounding in a sum can move an activation across ReLU's threshold.
 MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, cache, stoppable):
-    """Return a function that returns the folder of a run stopped inside the first epoch."""
+    """Return a function that returns the folder of a run that was stopped inside the first epoch."""
 
     @functools.cache
     def folder_of(launcher: str, *flags):
@@ -198,7 +199,7 @@ def test_each_strategy_resumes_each_other(source, target, uninterrupted, stopped
 
 
 def test_fp16_resumes_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):
-    """Let the first steps overflow, so that a run that resumed with the initial scale skips other steps."""
+    """Let the first steps overflow. A run that resumed with the initial loss scale would skip other steps."""
     flags = ("--mixed_precision", "fp16", "--max_steps", "12")
     training = Training("cnn_a", tmp_path / "run", cache, stoppable, *flags)
     training.start("single", 5)

@@ -26,7 +26,7 @@ def test_the_format_of_this_version_is_stored():
 
 @pytest.mark.parametrize("stored", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
 def test_a_stored_run_continues_with_the_same_result(stored, tmp_path, cache):
-    """Resume at step 16, between two log lines. The best checkpoint is the one of step 14."""
+    """Resume at step 16, between two log lines. The best checkpoint was written at step 14."""
     folder = tmp_path / "run"
     shutil.copytree(stored, folder)
     shutil.rmtree(folder / "checkpoints" / LATER)

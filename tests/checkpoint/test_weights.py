@@ -59,7 +59,7 @@ def test_embeddings_are_resampled_like_timm(flags, file):
 def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
     state, source = load_into_model(file, classes=3), load_file(file)
     assert state["head.weight"].shape == (3, 64)
-    assert 0.01 < state["head.weight"].std() < 0.03  # timm's initialisation
+    assert 0.01 < state["head.weight"].std() < 0.03  # timm's initialisation of a new head
     assert not state["head.bias"].any()
     for name in source.keys() - {"head.weight", "head.bias"}:
         assert torch.equal(state[name], source[name]), name
@@ -168,7 +168,7 @@ def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
     best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
     assert first(run) == 3.0  # without an index, the newest checkpoint is loaded
     write_step_index(run / "checkpoints", 20, 10)
-    assert first(run) == 2.0  # the averaged weights of the best checkpoint
+    assert first(run) == 2.0  # the averaged weights of the best checkpoint are loaded
     assert first(best) == 2.0
     assert first(latest) == 3.0
     assert first(best / "model.safetensors") == 1.0

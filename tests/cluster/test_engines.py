@@ -192,8 +192,8 @@ def test_the_image_gets_the_project_and_nothing_else():
         assert not ignored(name) or name.startswith(("tests/", ".")) or "__pycache__" in name, name
 
 
-# Runs in separate namespaces, which hide the processes of other tests. $1 is the folder, and $2 and the
-# following arguments are the health check.
+# Runs in separate namespaces, which hide the processes of other tests. $1 is the folder. The remaining
+# arguments are the health check.
 IN_A_CONTAINER = """
 cd $1 && shift
 check() { "$@"; echo "status $?"; }

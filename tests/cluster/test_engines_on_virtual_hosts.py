@@ -236,7 +236,7 @@ def pods_env(job: dict, rank: int) -> dict[str, str]:
 def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project, cache, one_process):
     """Kill one container, which must end both. Containers restarted without files must resume from S3."""
     job = load(TRAINJOB)
-    job["spec"]["trainer"]["numProcPerNode"] = 1  # instead of four, because the machine has few cores
+    job["spec"]["trainer"]["numProcPerNode"] = 1  # the default is four, but the machine has few cores
     trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
     pods = ["node3", "node4"]
     for host in pods:  # adds the names that the headless service would resolve

@@ -73,7 +73,7 @@ class Sandbox:
         self.at("/etc/hosts").write_text(HOSTS)
         # the last line does not end with a newline
         self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")
-        self.stub("nvidia-smi", "exit 9")  # the exit status without a driver
+        self.stub("nvidia-smi", "exit 9")  # nvidia-smi's exit status without a driver
         self.stub("apt-get", "exit 1")
 
     def at(self, path: str) -> Path:
@@ -141,7 +141,7 @@ def sandbox(tmp_path):
 
 @pytest.fixture
 def origin(sandbox) -> str:
-    """Create a repository to clone, and /opt/mine, a clone from which tests push to it."""
+    """Create a repository to clone, and the clone /opt/mine, from which tests push to the repository."""
     sandbox.do("git", "init", "--quiet", "--bare", "--initial-branch=main", "/opt/origin.git")
     sandbox.do("git", "clone", "--quiet", "/opt/origin.git", "/opt/mine")
     sandbox.do("git", "-C", "/opt/mine", "switch", "--quiet", "--orphan", "main")
@@ -199,7 +199,7 @@ def test_a_dry_run_and_a_second_run_change_nothing(sandbox, origin):
     for dry_run in ([], ["--dry_run"]):
         assert sandbox.setup(*flags, *dry_run).splitlines()[-1] == "node1: nothing to do"
         assert sandbox.snapshot() == before
-    assert len(sandbox.calls("apt-get")) == 2  # update and install
+    assert len(sandbox.calls("apt-get")) == 2  # one call to update the package lists, and one to install
     assert len(sandbox.calls("mount")) == 1
 
 
@@ -240,7 +240,8 @@ def test_a_loopback_line_without_another_name_is_removed(sandbox):
     sandbox.at("/etc/hosts").chmod(0o640)
     sandbox.at("/etc/cloud").mkdir(exist_ok=True)
     sandbox.at("/etc/cloud/cloud.cfg").write_text("manage_etc_hosts: true\n")
-    assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)  # cloud-init would overwrite /etc/hosts
+    # cloud-init would otherwise overwrite /etc/hosts
+    assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)
     assert sandbox.read("/etc/hosts") == "127.0.0.1 localhost\n" + BLOCK
     assert sandbox.at("/etc/hosts").stat().st_mode & 0o777 == 0o640
 
@@ -282,7 +283,8 @@ def test_a_repository_is_updated_by_fast_forward(sandbox, origin):
     output = sandbox.setup(*flags)
     assert sandbox.read("/opt/train/train.py") == "print('new')\n"
     assert sandbox.read("/opt/train/notes.txt") == "not in git\n"
-    assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns == stamp  # nothing to install
+    # the installation was not repeated
+    assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns == stamp
     assert f"ok: /opt/train is at {new} of main" in sandbox.setup(*flags)
     push(sandbox, "requirements.txt", "torch\nnumpy\n")
     assert "change: run make setup" in sandbox.setup(*flags)

@@ -63,7 +63,7 @@ PartitionName=low Nodes=node[1-4] Default=YES PriorityTier=1
 PartitionName=high Nodes=node[1-4] PriorityTier=2
 """
 
-# Runs in separate namespaces, in which the nodes have names. The end of the first process ends all others.
+# Runs in separate namespaces, in which the nodes have names. All processes end when the first one ends.
 START = """
 set -eu
 cd "$1"

@@ -137,7 +137,7 @@ def test_root_is_needed(cluster_tools):
 
 
 def test_down_leaves_nothing(cluster_tools):
-    """Check that `down` also ends running processes. This test removes the hosts of the module."""
+    """Check that `down` also ends running processes. This test removes the hosts that the module shares."""
     hosts.down()
     before = run(["ip", "-brief", "link"])
     run([*SCRIPT, "up", "--hosts", "2"])

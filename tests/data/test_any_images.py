@@ -139,7 +139,7 @@ def test_other_files_are_counted_and_do_not_block(tmp_path):
     (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
     prepared = prepare_with(root, tmp_path / "cache")
     images = open_images(Path(prepared.folder))
-    # 1.png, deep/2.png, out/more/7.png and twin.png in class a, and 1.png in class b
+    # class a contains 1.png, deep/2.png, out/more/7.png and twin.png; class b contains 1.png
     assert len(images.train) == 5
     assert sorted(prepared.left_out.split(", ")) == [
         *("1 .html", "1 .psd", "1 dangling links", "1 without an extension", "2 .txt"),
@@ -370,7 +370,7 @@ def contradictions(count: int, both: str | None) -> list[str]:
 
 @pytest.mark.parametrize("form", ["folders", "several sizes", "links", "holdout"])
 def test_contradictory_labels_are_reported(form, tmp_path):
-    """Use three identical images in two classes, within one split and across splits.
+    """Use three identical images in two classes, within one split or across splits.
 
     Two identical images of the same class are not reported.
     """
@@ -465,7 +465,7 @@ PLAIN += ["--telemetry_s", 0]
 
 @pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
 def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
-    """Compare samples and losses for every format and several sizes. Only one rank reports on the data."""
+    """Compare samples and losses for every format and several sizes. Only one rank describes the data."""
     images = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
     data = data_set(tmp_path / "pets", form, train=images, valid=images)
     os.makedirs(tmp_path / "pets/train/a", exist_ok=True)

@@ -187,8 +187,8 @@ def test_evaluation_crops_equal_timms(crop_mode, interpolation, crop_pct, size):
 def test_photographs_are_resized_like_pil(photographs):
     """Check that resized images are close to PIL's images.
 
-    Pixels of training crops differ from PIL's by at most 1 of 255. A few pixel values in ten million differ
-    by 2.
+    Pixels of training crops differ from PIL's by at most 1 of 255, except that a few values in ten million
+    differ by 2.
     """
     different, values = 0, 0
     for file in sorted(photographs.glob("*.JPEG"))[:20]:
@@ -212,7 +212,7 @@ def test_the_longest_image_needs_little_memory():
 
 @pytest.mark.parametrize("chunk", ["tEXt", "zTXt", "iTXt", "ICC"])
 def test_a_large_text_or_profile_does_not_prevent_decoding(chunk):
-    """Use a text or colour profile of 3 MiB that is compressed to a few bytes."""
+    """Use a text or colour profile of 3 MiB that compresses to a few bytes."""
     info, size = PngImagePlugin.PngInfo(), 3 * 2**20
     if chunk != "ICC":
         (info.add_itxt if chunk == "iTXt" else info.add_text)("workflow", "a" * size, zip=chunk != "tEXt")

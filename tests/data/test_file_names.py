@@ -30,7 +30,7 @@ def names_in(split) -> list[str]:
 @pytest.mark.parametrize("are_decoded", [True, False])
 @pytest.mark.parametrize("flags", [{}, {"holdout": 0.5}], ids=str)
 def test_an_image_has_the_name_of_its_file(form, are_decoded, flags, tmp_path):
-    """Check the names of whole and partial training splits, decoded into one array or not."""
+    """Check the names in whole and partial training splits, with encoded and with decoded images."""
     data = data_set(tmp_path / "pets", form, train=8, val=4, size=(32, 32) if are_decoded else (40, 30))
     if not are_decoded:
         write(tmp_path / "pets", {"train/a/0.png" if form == "folders" else "train/0.image": png(0, 50, 60)})

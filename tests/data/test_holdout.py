@@ -1,6 +1,6 @@
 """Tests of --holdout, which reserves training images for evaluation.
 
-If the data already contains a held-out split, this split is evaluated once, at the end, with the best
+If the data already contains a held-out split, the run evaluates this split once, at the end, with the best
 weights.
 """
 

@@ -46,7 +46,7 @@ PNG = png()
 
 
 def in_cache(folder: Path) -> list[Path]:
-    """Return the files in the cache, except the lock and the list of broken images."""
+    """Return the cached files except for the lock and the list of broken images."""
     return [path for path in folder.iterdir() if path.name not in (image_cache.LOCK, image_cache.BROKEN)]
 
 
@@ -330,7 +330,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
 
 
 def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
-    """Simulate NFS, over which the other host's folder may appear late."""
+    """Simulate NFS, which may show the other host's folder late."""
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     folder = prepare_data(str(root), cache)
     before = folder.stat().st_ino
@@ -351,7 +351,7 @@ def test_an_exception_in_the_heartbeat_ends_the_threads_and_leaves_no_files(tmp_
     with pytest.raises(SystemExit):
         prepare_data(str(root), tmp_path / "cache", beat)
     count = len(decoded)
-    assert 0 < count <= 4 * image_cache.allowed_cores()  # of 60 images
+    assert 0 < count <= 4 * image_cache.allowed_cores()  # the total is 60 images
     assert not in_cache(tmp_path / "cache")
     time.sleep(0.3)
     assert len(decoded) == count
@@ -709,8 +709,7 @@ NO_NAMES_IN = {
     "a list": '{"info": {"features": [1]}}',
     "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
 }
-# maps a name to a function that writes bad data and a pattern of the error; tests/test_messages.py checks
-# more
+# maps a name to a function that writes bad data and a pattern of the error; tests/test_messages.py has more
 BAD = {
     "a file": (lambda root: root.write_text("x"), ["is not a folder, CSV list or parquet file"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),

@@ -1,4 +1,4 @@
-"""Tests that create and open the data of each row in the table of layouts in docs/data.md."""
+"""Tests that create and open the data described by each row of the table of layouts in docs/data.md."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ LABELS = [k % 2 for k in range(EACH)]
 
 
 def make(root: Path, layout: str) -> None:
-    """Create the files that the code spans of a table row name."""
+    """Create the files that are named in the code spans of a table row."""
     if "save_to_disk" in layout:
         data_set(root, "saved", train=EACH, validation=EACH, test=EACH)
         return

@@ -30,7 +30,7 @@ from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
 TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # 4 streams of 54 images each; most streams end inside a shard
-STEPS = 9  # per epoch
+STEPS = 9  # steps per epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
 FILES = [f"train-{k:05d}.tar" for k in range(24)]
 SHARD_GIB = 30720 / 2**30  # includes headers, labels and tar padding
@@ -216,7 +216,7 @@ def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, t
 
 
 def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
-    """Let another process use the whole cache, which is an error after a timeout."""
+    """Let another process use the whole cache. A read then fails after a timeout."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
@@ -274,7 +274,7 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
 
 
 def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
-    """Raise an error while shards are being prefetched that the job will never read."""
+    """Raise an error while the job is prefetching shards that it will never read."""
     s3_proxy.delay(0.5, times=None, method="GET", path=r"\.tar")
     status, output = reader(url, tmp_path, s3_proxy, "raise RuntimeError('NCCL is gone')").wait()
     assert status == 1

@@ -154,7 +154,7 @@ def test_a_stream_needs_few_shards_at_once(window):
         needed = max(needed, *active)
     assert needed <= min(2 + window // 100, 17)
     if window == 1:
-        # shards are shuffled, but images within a shard are not
+        # the stream shuffles shards, but not the images within a shard
         assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)
 
 
@@ -356,7 +356,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     workers._skipped.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
     batches = read(split, plan)
-    # the IDs are those of the plan
+    # the IDs are those of the plan, even for skipped images
     assert [ids.tolist() for _, ids, _, _ in batches] == [ids.tolist() for _, ids in plan]
     # an image that replaces a broken one keeps its label
     assert [labels.tolist() for *_, labels in batches] == [[2, 1, 1, 1], [0, 0], [1, 1]]
@@ -451,7 +451,7 @@ def samples(folder: Path) -> list[list[int]]:
     return [line["samples"] for line in log]
 
 
-@pytest.mark.needs("root")  # to mount a file system
+@pytest.mark.needs("root")  # the test mounts a file system
 def test_a_full_dev_shm_is_one_line():
     code = "import torch; from onecurve.data.workers import _share; print(_share(torch.empty(2**20), 8))"
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'

@@ -16,7 +16,7 @@ from tests.support.data_sets import class_folders
 
 ALICE, MALLORY = 61001, 61002
 
-pytestmark = pytest.mark.needs("root")  # to switch between users
+pytestmark = pytest.mark.needs("root")  # the tests switch between users
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tests that --data accepts parquet tables, save_to_disk folders, the Hugging Face cache and CSV lists."""
+"""Tests that --data accepts parquet, save_to_disk folders, the Hugging Face cache and CSV lists."""
 
 import json
 import shutil

@@ -39,7 +39,7 @@ def test_too_few_gpus(monkeypatch):
         check_devices()
 
 
-# each host: the GPU's capability, and True if the CPU supports bf16
+# maps a host to its GPU's capability, and to True if its CPU supports bf16
 HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}
 IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
 

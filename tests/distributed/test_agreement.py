@@ -89,7 +89,7 @@ def test_another_strategy_on_one_host(tmp_path, cache):
 
 
 def test_a_checkpoint_on_the_other_hosts_disk_is_refused(tmp_path, cache):
-    """Simulate a rank 0 that moved to a newly joined host. A fresh start there would lose the progress."""
+    """Simulate a rank 0 that moved to a new host. A fresh start on that host would lose the progress."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b" / "run" / "checkpoints" / "step_00000009").mkdir(parents=True)
     words, output_flags = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]

@@ -1,4 +1,4 @@
-"""Tests of torch.compile for a model and its blocks: the number of graphs, and refused combinations."""
+"""Tests of torch.compile for whole models and blocks: the number of graphs, results and refusals."""
 
 import copy
 import os

@@ -17,8 +17,8 @@ from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 
 # Operations without a deterministic form on CUDA, as listed in the reference of
-# torch.use_deterministic_algorithms. nll_loss has a deterministic form, but nll_loss2d for label maps does
-# not.
+# torch.use_deterministic_algorithms. nll_loss has a deterministic form, but nll_loss2d (for label maps) has
+# none.
 NONE_ON_CUDA = {
     *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward"),
     *("fractional_max_pool2d_backward", "grid_sampler_2d_backward", "reflection_pad2d_backward"),
@@ -64,7 +64,7 @@ def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache
     assert ", deterministic" in output
     assert result(tmp_path / "run")["deterministic"] is True
     operations = set((tmp_path / "operations").read_text().split())
-    assert "_log_softmax_backward_data" in operations, operations  # check that the training loop was recorded
+    assert "_log_softmax_backward_data" in operations, operations  # the recording includes the training loop
     assert not operations & NONE_ON_CUDA
 
 

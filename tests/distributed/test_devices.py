@@ -23,7 +23,10 @@ from tests.distributed.test_accelerator import simulate_gpus
 
 @pytest.fixture
 def driver(monkeypatch):
-    """Return driver(count, cuda), which simulates a host with `count` T4 GPUs and a driver for that CUDA."""
+    """Return driver(count, cuda), which simulates a host with `count` T4 GPUs.
+
+    `cuda` is the CUDA version that the driver supports, for example 12020 for CUDA 12.2.
+    """
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -67,7 +70,7 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
         ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
         ({"error": MISMATCH}, None, "13.2", "does not answer"),  # the driver was updated but not reloaded
         ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
-        # torch's own error message
+        # torch's error message
         ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),
     ],
 )
@@ -118,7 +121,7 @@ ON_ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", VISIBLE:
     "launcher",
     [
         {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},  # torchrun with --virtual-local-rank
-        {"LOCAL_RANK": "1"},  # Slurm with --gpus-per-task=1 and variables that the user set
+        {"LOCAL_RANK": "1"},  # Slurm with --gpus-per-task=1 and variables set by the user
     ],
 )
 def test_each_process_sees_only_its_gpu(launcher, monkeypatch):

@@ -103,7 +103,7 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch_waits_then_fails(agent
 
 
 def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
-    """Check the number in each process. A launcher's config may start each process as a separate job."""
+    """Check the number in each process, because a launcher may start each process as a separate job."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
     with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is"):
         start(Recipe())
@@ -164,8 +164,7 @@ def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monke
     write_json(tmp_path / "result.json", {"status": "preempted"})
     count_restarts(tmp_path, 20)
     (tmp_path / "result.json").unlink()
-    # simulates another agent: the test's own process ID differs from the parent's, even if the parent's ID is
-    # 1
+    # simulates another agent: this process's ID differs from its parent's ID, even if the parent's ID is 1
     monkeypatch.setattr(os, "getppid", os.getpid)
     for _ in range(4):
         count_restarts(tmp_path, 20)
@@ -195,7 +194,7 @@ def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
 
 @pytest.mark.parametrize("numbers", [(signal.SIGKILL,), full((signal.SIGKILL, signal.SIGTERM))], ids=len)
 def test_hosts_join_are_lost_and_are_replaced(numbers, tmp_path, project_copy):
-    """Train on one host while a second host joins and is killed, and a third host joins and is told to stop.
+    """Train on one host. A second host joins and is killed, and a third host joins and is told to stop.
 
     Each sample is trained once, in the order of the uninterrupted run. Losses differ only by rounding errors.
     """

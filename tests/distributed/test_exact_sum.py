@@ -112,14 +112,17 @@ def test_bits_equal_those_of_one_process(script, launcher, one_process, tmp_path
     ],
 )
 def test_a_process_has_one_thread_or_the_users_number(launcher, user_env, monkeypatch, tmp_path):
-    """Override accelerate launch, which sets OMP_NUM_THREADS to the number of cores with cpu.yaml."""
+    """Check that a process uses one thread unless the user sets another number.
+
+    With cpu.yaml, accelerate launch sets OMP_NUM_THREADS to the number of cores.
+    """
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     words = [*SCRIPTS["hello"], "--max_steps", "1", "--output_dir", tmp_path / "run"]
     assert f", threads {user_env.get('OMP_NUM_THREADS', 1)}\n" in run([*launcher, *words], env=user_env)
 
 
 def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, project_copy, tmp_path, cache):
-    """Kill the run between two log lines, so that a logged mean loss includes steps on both sides of a kill."""
+    """Kill the run between log lines, so that a logged mean loss includes steps before and after a kill."""
     call = "            run.checkpoint(step)\n"
     kill = "            if str(step) == __import__('os').environ.get('KILL_AT'):\n"
     kill += "                run.ranks.saver.wait() if run.ranks.record else None\n"
@@ -245,7 +248,7 @@ def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 def gradients_of(seed: int, drawn: list[float]) -> torch.Tensor:
-    """Return gradients of shape [35, 501]: the values drawn by hypothesis and random columns.
+    """Return gradients of shape [35, 501]: one column of the drawn values, and random columns.
 
     In each random column, all values except one cancel out, and some values exceed the precision of float64.
     """

@@ -179,8 +179,7 @@ def test_launch_py_waits_for_reports(tmp_path, capsys):
 
 # --- A rank that fails
 
-# Simulates NCCL: a child of rank 1 keeps rank 1's connections open, so that collectives of gloo wait for
-# ever.
+# Simulates NCCL: a child of rank 1 keeps rank 1's connections open, so that gloo's collectives wait for ever.
 HOLD_CONNECTIONS = f"""{ON_RANK_1}import os, signal, time
                 launcher = os.getppid()
                 if os.fork() == 0:

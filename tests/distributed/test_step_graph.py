@@ -134,7 +134,7 @@ def test_a_graph_trains_the_same(strategy, script, stops, fails, tmp_path, cache
 
 @pytest.mark.parametrize("strategy", [full("single"), "ddp", full("fsdp")])
 def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
-    """Check that losses, evaluations and weights of a recorded and an eager step are bitwise identical."""
+    """Check that losses, evaluations and weights are bitwise identical with and without a recorded step."""
     mutants = graphed_ranks.MUTANTS | (graphed_ranks.OF_FSDP if strategy == "fsdp" else {})
     if strategy == "single":
         mutants.pop("a rank that replays the graph of the last size")
@@ -159,7 +159,7 @@ def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
 
 
 def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
-    """Check the stream of the wrapper, because DDP keeps it. A CPU has no streams, so names replace them."""
+    """Check the stream, because DDP keeps using it. A CPU has no streams, so names replace the streams."""
     streams, used = ["default"], {}
 
     @contextmanager

@@ -167,7 +167,7 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
 
 
 def test_the_last_of_several_values_wins(tmp_path):
-    """Check repeated flags, also when they override an earlier run's flags. A list in a file is one value."""
+    """Check repeated flags, also if they override an earlier run's flags. A list in a file is one value."""
     assert not parse(Sample, ["--no_pretrained", "--learning_rate=2"], ["--pretrained", "--lr=1"]).pretrained
     assert parse(CnnA, ["--widths", "4,8,32", "--widths", "8,8,8"]).widths == (8, 8, 8)
     (tmp_path / "a.yaml").write_text("widths: [4, 8, 32]\n")
@@ -230,7 +230,7 @@ def test_the_facts_of_each_flag_are_consistent(script):
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 @pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(Facts) if not fact.default])
 def test_facts_read_from_a_scripts_text_equal_its_recipes(script, fact):
-    """Compare both sources. The log book must read the text, because it must not import a recorded script."""
+    """Compare text and recipe. The log book reads the text, because it must not import a recorded script."""
     facts = facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
     answers = {name: value for name, flag_facts in facts.items() if (value := getattr(flag_facts, fact))}
     assert answers == {name: value for name, value in declared(fact).items() if name in facts}
@@ -284,9 +284,9 @@ def test_batch_arithmetic():
     ("batch_size", "streams"), [(64, 64), (1024, 64), (1, 1), (24, 24), (96, 48), (100, 20), (127, 1)]
 )
 def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
-    """Check that streams do not depend on the number of processes.
+    """Check that the number of streams does not depend on the number of processes.
 
-    The number of processes must not change the order of the images.
+    Otherwise, the number of processes would change the order of the images.
     """
     assert ImageRecipe(batch_size=batch_size).streams == streams
     assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams
@@ -326,12 +326,12 @@ def test_a_recipe_older_than_a_flag_has_the_default():
 @pytest.mark.parametrize(
     ("recorded", "now", "is_same"),
     [
-        ("D/pets", "D/pets/", True),  # Tab adds the slash
+        ("D/pets", "D/pets/", True),  # Tab completion adds the slash
         ("D/pets", "./D//pets", True),
         ("D/pets", f"{Path.cwd()}/D/pets", True),
         ("~/pets", f"{Path.home()}/pets", True),
         ("D/pets", "D/cats", False),
-        ("s3://bucket/pets", "s3://bucket//pets", False),  # another key in S3
+        ("s3://bucket/pets", "s3://bucket//pets", False),  # the second path is a different key in S3
     ],
 )
 @pytest.mark.parametrize("name", ["data", "weights"])

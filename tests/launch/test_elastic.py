@@ -49,14 +49,14 @@ class Hosts:
         return connection
 
     def launch(self, *names: str) -> None:
-        """Start a round on these hosts that has not started to train."""
+        """Start a round on these hosts and return before the round starts to train."""
         job = self.job
         job._connect_missing()
         job._start([c for c in job._ready() if c.host.name in names])
         job.on_event(job.members[0], BATCH)
 
     def start(self, *names: str) -> None:
-        """Start a round on these hosts that has started to train."""
+        """Start a round on these hosts and report that it has started to train."""
         self.launch(*names)
         began = {"event": "began", "step": 10, "in_s3": True, "is_shared": False}
         self.job.on_event(self.job.members[0], began)
