@@ -1,4 +1,4 @@
-"""Calls of logbook.py in this process."""
+"""Fixture that calls logbook.py in the test's process."""
 
 import sys
 
@@ -12,7 +12,7 @@ from onecurve.system.cli import run_command
 def book(tmp_path, monkeypatch, capsys):
     """Return a function that calls logbook.py with a log book in tmp_path.
 
-    The function returns the exit status, the output and the errors.
+    The returned function returns logbook.py's exit status, standard output and standard error.
     """
 
     def call(*words: object) -> tuple[int, str, str]:

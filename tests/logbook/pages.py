@@ -19,7 +19,7 @@ CLASSES = ["cat", HOSTILE, "d\u202eog"]
 
 
 def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = None, **facts: Any) -> Path:
-    """Write the folder of a finished run as a training leaves it, with these changes."""
+    """Write a run folder with the files of a finished training run, changed as the arguments say."""
     folder.mkdir(parents=True)
     flags = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
     flags |= {"layer_decay": None, **(recipe or {})}
@@ -44,11 +44,12 @@ def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = Non
 
 
 def write_starts(folder: Path, *changes: dict[str, Any]) -> Path:
-    """Write starts of a run of write_run(), one minute apart, on two GPUs with micro-batches of 64 images.
+    """Record starts of a run from write_run(), one minute apart, on two GPUs with micro-batches of 64.
 
     Args:
         folder: Run folder.
-        changes: Values that differ from the previous start. recipe.json gets the values of the last start.
+        changes: Values of each start that differ from the previous start. recipe.json stores the values of the
+            last start.
     """
     record = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
     record |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}
@@ -68,12 +69,12 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def change(file: Path, **changes: Any) -> None:
-    """Change keys of a JSON file."""
+    """Set the given keys of a JSON file."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def check(page: Path) -> None:
-    """Check a page: complete tables, no HTML except the log book's, and pictures that open."""
+    """Check that a page's tables are complete, its only HTML is the log book's, and its pictures open."""
     text = page.read_text()
     for token in MARKDOWN.parse(text):
         if token.type == "html_block":
@@ -88,7 +89,7 @@ def check(page: Path) -> None:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Return the rows of all tables as they are shown: first cell -> other cells."""
+    """Return the rows of all tables as a viewer shows them. Each first cell maps to the row's other cells."""
     table_rows, cells = {}, []
     for token in MARKDOWN.parse(text):
         if token.type == "tr_open":
@@ -101,12 +102,14 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def is_golden(name: str, text: str, runs: Path) -> bool:
-    """Compare a page with the stored page. WRITE_GOLDEN=1 stores it instead: then review the diff.
+    """Compare a page with the stored page.
+
+    WRITE_GOLDEN=1 stores the page instead. Review the diff afterwards.
 
     Args:
         name: Name of the stored page.
         text: Page to compare.
-        runs: Folder of the runs, which differs in each test.
+        runs: Folder of the runs. Each test uses a different folder.
     """
     file, text = GOLDEN / name, text.replace(str(runs), "PLACE")
     if os.environ.get("WRITE_GOLDEN"):

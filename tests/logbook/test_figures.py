@@ -8,7 +8,7 @@ from PIL import Image
 from onecurve.run import plots
 
 
-@pytest.mark.filterwarnings("error:Glyph")  # that no font has: such characters are shown escaped
+@pytest.mark.filterwarnings("error:Glyph")  # Characters that no font contains are shown escaped
 @pytest.mark.parametrize("classes", [2, 40, 1000])
 def test_confusion_matrices_of_any_size(classes, tmp_path):
     names = [f"${i} _class_ \u732b \U0001f431 of a name that is longer than others" for i in range(classes)]
@@ -20,7 +20,7 @@ def test_confusion_matrices_of_any_size(classes, tmp_path):
 @pytest.mark.filterwarnings("error:constrained_layout:UserWarning")
 @pytest.mark.parametrize("count", [1, 24])
 def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
-    """ImageNet's long names are shown whole, overlap nothing, and leave the images their size."""
+    """Show ImageNet's long class names in full, without overlaps and without shrinking the images."""
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), savefig(self, *a, **k)))
     name = "American Staffordshire terrier, Staffordshire terrier, American pit bull terrier"

@@ -1,4 +1,4 @@
-"""Pages of real, killed, broken and hostile runs, and comparisons."""
+"""Comparisons, and pages of real, killed, broken and hostile runs."""
 
 import itertools
 import json
@@ -41,20 +41,20 @@ FLAGS = ["--data", "digits", "--epochs", "3", "--log_every", "2", "--telemetry_s
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """Copy the project, without runs and log books."""
+    """Copy the project without its runs and log books."""
     return copy_project(tmp_path_factory.mktemp("logbook") / "project")
 
 
 @pytest.fixture(scope="module")
 def finished_run(project, cache) -> tuple[Path, str]:
-    """Train on one process with all metrics. Return the folder and the output."""
+    """Train a run on one process with all metrics. Return its folder and output."""
     output = run([*python(), *CNN, *FLAGS, *cache, "--output_dir", "runs/one"], cwd=project)
     run([*python(), "validate.py", project / "runs/one", *cache])
     return project / "runs/one", output
 
 
 def page_of(book, *words: object) -> str:
-    """Return the text of the page that a command has written."""
+    """Return the text of the page that a command wrote."""
     status, output, errors = book(*words)
     assert (status, errors) == (0, "")
     file = Path(output.splitlines()[-2])
@@ -66,14 +66,14 @@ def page_of(book, *words: object) -> str:
 
 
 def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project, finished_run):
-    """Follow a new user, who runs the last line that each command prints."""
+    """Run the last line that each command prints, as a new user would."""
     _, output = finished_run
     last = output.splitlines()[-1]
     assert last.endswith("logbook.py add runs/one")
     shown = " ".join(re.sub("[\u2502\u2503]", "", output).split())
     assert "use this: best accuracy on the val split" in shown
     added = run(shlex.split(last), cwd=project)
-    file = project / "runs/logbook/train_cnn_a/single/one.md"  # git ignores runs/
+    file = project / "runs/logbook/train_cnn_a/single/one.md"  # Git ignores runs/
     assert str(file.relative_to(project)) in added
     assert "train_cnn_a reaches accuracy" in run(shlex.split(added.splitlines()[-1]), cwd=project)
     assert "[train_cnn_a/single/one]" in (project / "runs/logbook/README.md").read_text()
@@ -110,7 +110,7 @@ def test_a_page_matches_the_files_of_its_run(finished_run, book, tmp_path):
 
 
 def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
-    """Send SIGKILL after the first evaluation."""
+    """Send SIGKILL to a run after its first evaluation."""
     killed = project / "runs/killed"
     words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
     job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
@@ -131,7 +131,7 @@ def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
 
 
 def gpu_run(folder: Path) -> Path:
-    """Write a run on two GPUs with all that a page can show: 100 W each, throttling, a joining host."""
+    """Write a run whose page uses every feature: two throttling GPUs at 100 W each and a joining host."""
     write_run(
         folder,
         lines=30,
@@ -198,7 +198,7 @@ def gpu_run(folder: Path) -> Path:
     return folder
 
 
-# Two starts are at step 2 because the first leaves no checkpoint. The last start changes the recipe.
+# Two starts begin at step 2 because the first start leaves no checkpoint. The last start changes the recipe.
 ONE = {"devices": ["NVIDIA T4"], "strategy": "single", "per_device_batch_size": 128}
 SEVERAL: list[dict[str, Any]] = [{"versions": {"torch": "2.11.0"}, "command": ["torchrun", "train_vit.py"]}]
 SEVERAL += [{"step": 2, "devices": ["NVIDIA T4"] * 4, "hosts": ["h1", "h2"], "strategy": "fsdp"}]
@@ -207,7 +207,7 @@ SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["pytho
 
 
 def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
-    """Combine all starts in the title, the settings and the command, as in the index and a comparison."""
+    """Show all starts in the title, settings and command of the page, the index and a comparison."""
     last = {"strategy": "single", "processes": 1, "train_s": 9.0}
     folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
     assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)
@@ -225,7 +225,7 @@ def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
 
 
 def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
-    """Let the first start train all 6 steps, and another start on one process complete result.json."""
+    """Let the first start train all 6 steps. Another start on one process completes result.json."""
     folder = write_run(tmp_path / "run", strategy="single", processes=1)
     record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
     assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
@@ -260,7 +260,7 @@ def test_unchanged_is_stated_only_if_it_is_known(name, tmp_path):
 
 
 def test_pages_of_synthetic_runs_match_the_stored_pages(book, tmp_path):
-    """Check the page of a run on GPUs, and its comparison with other work and a search for the batch size."""
+    """Check the page of a run on GPUs and its comparison with other work and with a batch-size search."""
     folder, other = gpu_run(tmp_path / "gpus"), tmp_path / "other"
     write_run(other, about={"versions": {"torch": "1.0"}}, recipe={"lr": 0.5}, batch_size=64)
     (other / "confusion.json").unlink()
@@ -280,7 +280,7 @@ def test_pages_of_synthetic_runs_match_the_stored_pages(book, tmp_path):
 # --- Broken and hostile folders
 
 
-BREAKS = {  # tests/logbook/test_names.py checks more malformed JSON
+BREAKS = {  # tests/logbook/test_names.py checks more malformed JSON files
     "missing": lambda file: file.unlink(),
     "empty": lambda file: file.write_text(""),
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-40]),
@@ -291,19 +291,19 @@ BREAKS = {  # tests/logbook/test_names.py checks more malformed JSON
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "a link": lambda file: file.symlink_to(file.rename(file.with_name(f"{file.name}.moved"))),
     "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
-    "huge": lambda file: os.truncate(file, 2**40),  # sparse
+    "huge": lambda file: os.truncate(file, 2**40),  # The file is sparse
 }
 
 
 def keys(file: Path) -> list[str]:
-    """Return the keys of a JSON file, or of the last line of a log."""
+    """Return the keys of a JSON file, or the keys in the last line of a log."""
     text = file.read_text()
     return list(json.loads(text.splitlines()[-1] if file.suffix == ".jsonl" else text))
 
 
 @pytest.mark.parametrize("damage", BREAKS)
 def test_missing_or_broken_files_are_named(damage, tmp_path):
-    """Damage each file separately, then all files of one run."""
+    """Damage each file of a run separately. Then damage all files of one run."""
     whole = gpu_run(tmp_path / "whole")
     names = ["recipe.json", "result.json", "metrics.jsonl", "confusion.json", "telemetry-h.jsonl"]
     names.append("validation/test_28/report.json")
@@ -316,13 +316,13 @@ def test_missing_or_broken_files_are_named(damage, tmp_path):
         is_unnamed = damage == "missing" and name.startswith("telemetry")
         assert problem.startswith("telemetry-<host>.jsonl" if is_unnamed else name), problem
     text = run_page(RunRecord(everything), "x", []).partition("## Missing or broken files")[2]
-    # A run without a result may lack these.
+    # A run without a result may lack these files.
     unknown = ("telemetry", "confusion") if damage == "missing" else ()
     assert all(name in text for name in names if not name.startswith(unknown)), text
 
 
 def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
-    """Use a run folder of unknown origin: links to the user's files, pipes, and text named like a picture."""
+    """Read an untrusted folder with links to the user's files, pipes, and text with a picture's file name."""
     secret, folder = tmp_path / "home" / "id_rsa", gpu_run(tmp_path / "run")
     secret.parent.mkdir()
     secret.write_text("SECRET")
@@ -345,19 +345,19 @@ def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
 
 
-# Characters that could break a table, a link, HTML or a terminal, then arbitrary text. A folder's name can
-# contain any bytes.
+# Characters that could break a table, a link, HTML or a terminal, followed by arbitrary text. A folder's name
+# can contain any bytes.
 ODD = ["\n", "\r\n", "\t", "\x1b[31m", "\u202e", "\ud800", " ", "a", "|", "`", "```", "<b>", "<!--", "-->"]
 ODD += ["&amp;", "\\", "_a_", "*a*", "**a", "[u](v)", "![", "~~a~~", "$x$", "# ", "../"]
 TEXTS = st.permutations(ODD).map(lambda odd: ["".join(odd[k : k + 3]) for k in range(0, len(odd), 3)])
-# every list contains all of ODD
+# Every list contains all of ODD
 TEXTS = st.builds(operator.add, TEXTS, st.lists(st.text(max_size=9), max_size=5))
 NAME = st.permutations(ODD).map(lambda odd: "".join(odd[:8])) | st.binary(max_size=9).map(os.fsdecode)
 NAME = NAME.map(lambda name: "x" + re.sub("[/\0\ud800-\udc7f\udd00-\udfff]", "", name))
 
 
 def with_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Replace the texts of a JSON value, and add these to tables whose keys come from a user."""
+    """Replace the strings in a JSON value, and add them to tables whose keys come from a user."""
     if isinstance(value, list):
         return [with_texts(inner, texts) for inner in value]
     if isinstance(value, dict):
@@ -374,10 +374,13 @@ def whole(tmp_path_factory) -> Path:
     return write_starts(folder, *SEVERAL)
 
 
-@settings(max_examples=20, phases=[Phase.generate])  # shrinking an example takes minutes
+@settings(max_examples=20, phases=[Phase.generate])  # Shrinking an example takes minutes
 @given(NAME, NAME, TEXTS, st.sampled_from(["finished", "failed"]))
 def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, status):
-    """Check that each text is shown if possible, and breaks no table of a page, comparison or index."""
+    """Show each text wherever possible.
+
+    No text may break a table on a page, in a comparison or in the index.
+    """
     with tempfile.TemporaryDirectory() as parent:
         folder, next_texts = shutil.copytree(whole, Path(parent) / name), itertools.cycle(texts)
         for file in [*folder.rglob("*.json"), *folder.rglob("*.jsonl")]:
@@ -401,7 +404,8 @@ def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, s
         fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
         words = [word for start in run.kept for word in map(printable_lines, start.about["command"])]
         command = [re.sub("\n{3,}", "\n\n", word) for word in words]
-        assert shlex.split(fence, comments=True) == command  # a page has no two blank lines in a row
+        # A page never contains two consecutive blank lines.
+        assert shlex.split(fence, comments=True) == command
         assert all(re.fullmatch(r"[\w-]+", logbook.file_name(text)) for text in texts)
 
 
@@ -410,7 +414,7 @@ def shown(text: object) -> str:
 
 
 def test_a_page_without_escaping_is_detected(tmp_path, monkeypatch):
-    """Use a mutant that inserts the values unescaped."""
+    """Fail for a mutant of the code that inserts values without escaping."""
     environment = markdown._environment()
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
     monkeypatch.setattr(environment, "cache", None)
@@ -457,7 +461,7 @@ def test_each_run_has_a_separate_page_with_reproducible_bytes(book, tmp_path):
     book("add", first_run)
     book("index")
     assert written() == first_files
-    second_run.rename(moved)  # as if copied from a cluster to a laptop
+    second_run.rename(moved)  # The folder looks as if it had been copied from a cluster to a laptop
     assert f"`{moved}`" in page_of(book, "add", moved)
     assert written().keys() == first_files.keys()
     moved.rename(second_run)
@@ -491,7 +495,7 @@ def test_runs_that_saw_different_images_are_not_compared(name, book, tmp_path):
 
 
 def test_columns_are_named_by_what_differs(tmp_path):
-    """Compare data by content, because the same images may have another name."""
+    """Compare data by content, because the same images may be stored under another name."""
 
     def names(*changes: dict, **facts) -> list[str]:
         parent = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -522,12 +526,12 @@ def test_columns_are_named_by_what_differs(tmp_path):
             ["The throughput of single x 1 varied by ", "the first run was slowed down"],
         ),
         ([1000] * 20, 23.6, ["the first run may have been slow"]),
-        ([10, *[1000] * 20], 8.0, []),  # the first line covers the warm-up
-        ([100, 1000] * 3, 8.0, []),  # too few lines
+        ([10, *[1000] * 20], 8.0, []),  # The first line includes the warm-up
+        ([100, 1000] * 3, 8.0, []),  # Too few lines
     ],
 )
 def test_doubtful_times_get_a_remark(speeds, train_s, doubts, book, tmp_path):
-    """Slow down the first run, which one process trained."""
+    """Compare with a slower first run, which was trained on one process."""
     slow_run = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
     fast_run = write_run(tmp_path / "two", train_s=5.0)
     lines = [{"step": k, "epoch": k, "wall_s": k, "train/images_per_s": v} for k, v in enumerate(speeds)]
@@ -551,7 +555,10 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
 
 
 def test_the_largest_batch_belongs_to_the_same_model_and_strategy(book, tmp_path):
-    """Use searches of other models and strategies. A stored page shows a search of the run's model."""
+    """Ignore batch-size searches for other models and strategies.
+
+    A stored page shows a search for the run's model.
+    """
     runs, file = [write_run(tmp_path / "run")] * 2, tmp_path / "search.json"
     search = {"script": "train_vit", "strategy": "ddp", "processes": 2, "recipe": {}, "sharding": {}}
     for other in ({"recipe": {"model": "vit_small"}}, {"sharding": {"replicas": 2}}, {"compile": "default"}):

@@ -1,4 +1,4 @@
-"""Untrusted names and JSON: they are shown escaped, or refused in one line that names the file."""
+"""Untrusted names and JSON files: each is shown escaped, or refused in one line that names the file."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_printable_text_stays_unchanged(text, shown):
 
 
 def renamed_classes(root: Path) -> Path:
-    """Write class folders and a file whose names are not UTF-8, or contain terminal escapes."""
+    """Write class folders and a file whose names are not UTF-8 or contain terminal escapes."""
     class_folders(root, train=16, val=8)
     for split in ("train", "val"):
         for letter, name in (("a", LATIN_1), ("b", RED)):
@@ -80,12 +80,12 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
     assert read_json(report)["classes"] == SHOWN
     record = RunRecord(folder)
     text = run_page(record, "run", draw_run(record, tmp_path / "pictures"))
-    assert r"caf\\xe9" in text  # Markdown's backslash
+    assert r"caf\\xe9" in text  # Markdown escapes the backslash
     text.encode()
 
 
 def test_escaped_names_are_shown_everywhere(tmp_path):
-    """Check a broken image of such a class, different splits, doctor.py's comparison, plots and pages."""
+    """Check a broken image of a class with such a name, split names, doctor.py, plots and pages."""
     root = renamed_classes(tmp_path / "data")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
     assert list(split.classes) == SHOWN
@@ -108,10 +108,10 @@ def test_escaped_names_are_shown_everywhere(tmp_path):
 
 def deep_restart(file: Path) -> None:
     count_restarts(file.parent, 0)
-    raise ValueError(file.name)  # an unreadable count is replaced
+    raise ValueError(file.name)  # An unreadable count is replaced
 
 
-READERS = {  # file: its reader; readers that continue without the file report an error here
+READERS = {  # Maps each file to its reader. Readers that continue without the file report an error here.
     "any.json": read_json,
     STATE_FILE: lambda file: RunState.read(Checkpoint(file.parent, {"step": 1})),
     MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
@@ -144,7 +144,7 @@ def test_malformed_json_is_one_line_that_names_its_file(content, tmp_path, monke
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(CONTENTS[content])
         if name == "config.yaml" and content == "long number":
-            continue  # its key `a` is unknown like any other
+            continue  # Readers treat the key `a` like any other unknown key
         with pytest.raises(ValueError, match=r".+") as error:
             read(file)
         assert file.name in str(error.value), name
@@ -154,7 +154,7 @@ def test_malformed_json_is_one_line_that_names_its_file(content, tmp_path, monke
 
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
-    """Name the fault on the page. No new run continues this one, and a broken owner.json blocks no start."""
+    """Name the fault on the page. No new run resumes this run, and a broken owner.json blocks no start."""
     for name in ("recipe.json", "result.json", "confusion.json", "metrics.jsonl", "telemetry-a.jsonl"):
         (tmp_path / name).write_bytes(CONTENTS[content])
     record = RunRecord(tmp_path)

@@ -1,4 +1,4 @@
-"""Time of a run: its parts, the loss at restarts, and the section of the page."""
+"""Time that a run spent: its parts, the work lost at restarts, and the section on the page."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SPENT |= {"first evaluation": 1.5, "plots": 0.5}
 
 
 def section(run: RunRecord) -> str:
-    """Return the section. It contains no other heading."""
+    """Return the section. It must not contain another heading."""
     return run_page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
 
 
@@ -34,10 +34,10 @@ def header(host: str, t: float, age_s: float | None = None, before_s: float = 0.
 
 
 def test_telemetry_measures_the_loss_at_restarts(tmp_path):
-    """Simulate three processes of a run.
+    """Simulate a run with three consecutive processes.
 
-    The first ends 30 s after its last checkpoint. The second ends 10 s after its last checkpoint, on another
-    host, which was a worker before. The next processes begin 60 s and 5 s later.
+    The first process ends 30 s after its last checkpoint. The second process ends 10 s after its last
+    checkpoint, on another host, which previously was a worker. The next processes begin 60 s and 5 s later.
     """
     first = [header("h1", 1010, 10), {"t": 1011, "step": 1}, {"t": 1100, "step": 90}]
     first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
@@ -53,7 +53,8 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
         (120, 135),
     ]
     assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
-    assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}  # without the pauses
+    # Pauses between processes do not count.
+    assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}
     text = section(run)
     table = rows(text)
     assert table["lost at restarts: work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
@@ -62,7 +63,7 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
 
 
 def test_the_telemetry_of_weeks_is_thinned():
-    """Check that thinning keeps all lines where processes begin and end."""
+    """Check that thinning keeps every line at which a process begins or ends."""
     texts = ['{"host"', *map(str, range(20_000)), "end", '{"host"', "last"]
     thinned = _thinned(texts)
     assert len(thinned) < 5_010
@@ -77,7 +78,7 @@ def test_odd_values_break_no_page(spent, tmp_path):
 
 
 def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
-    """Train in two processes, one after the other. The time between them does not count."""
+    """Train with two consecutive processes. The time between the processes does not count."""
     folder, flags = tmp_path / "run", ["--data", "digits", "--batch_size", "64", "--epochs", "2"]
     words = [*python(), *CNN, *flags, *cache, "--log_every", "10", "--telemetry_s", "0.1"]
     words += ["--output_dir", folder, "--max_steps"]

@@ -1,4 +1,4 @@
-"""Calls of the project's commands in this process."""
+"""Helpers that run the project's commands in the test's process."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def call(main: Callable[[], int], *words: object) -> tuple[int, str]:
     """Run a command with these arguments. Return its exit status and output.
 
-    The process's umask and signal handlers are restored.
+    The process's umask and signal handlers are restored afterwards.
     """
     output, umask = io.StringIO(), os.umask(0)
     os.umask(umask)
@@ -28,7 +28,7 @@ def call(main: Callable[[], int], *words: object) -> tuple[int, str]:
         stack.enter_context(contextlib.redirect_stderr(output))
         try:
             status = run_command(main)
-        except SystemExit as exit:  # raised by the parser of flags
+        except SystemExit as exit:  # The flag parser raises this
             status = int(exit.code or 0)
         finally:
             os.umask(umask)

@@ -36,7 +36,7 @@ PNG = png()
 
 
 def pixels(*seeds: int) -> np.ndarray:
-    """Return the pictures of these seeds: [n, 32, 32, 3] uint8."""
+    """Return the pictures for these seeds: uint8 [n, 32, 32, 3]."""
     return np.stack([np.asarray(picture(seed)) for seed in seeds])
 
 
@@ -45,7 +45,7 @@ def opened(data: object, cache: Path, **flags) -> Images:
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
-    """Write each content to its path below root."""
+    """Write each file's content to its path below `root`."""
     for path, content in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
@@ -53,23 +53,23 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def put(root: Path, *paths: str) -> Path:
-    """Write a different picture to each path below root."""
+    """Write a different picture to each path below `root`."""
     return write(root, {path: png(k) for k, path in enumerate(paths)})
 
 
 def data_set(
     root: Path, kind="folders", names="ab", labels: Sequence[int] = (), size=(32, 32), **splits: int | list
 ) -> Path:
-    """Write class folders, a list, Parquet files or the output of save_to_disk.
+    """Write a data set as class folders, a list, Parquet files or the output of save_to_disk.
 
     Args:
         root: Folder to write.
         kind: `folders`, `list`, `parquet` or `saved`.
-        names: Names of the classes.
-        labels: Labels of each split's images. By default, the classes alternate.
+        names: Class names.
+        labels: Labels of the images in each split. By default, the classes alternate.
         size: Width and height of the pictures.
-        splits: Images of each split, or their number: image k of the n-th split is picture(1000 * n + k).
-            The name `whole` stands for data without splits.
+        splits: Images of each split, or the number of images. Image k of the n-th split is then
+            picture(1000 * n + k). The name `whole` means data without splits.
 
     Returns:
         The value for --data.
@@ -132,7 +132,7 @@ CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane"
 
 
 def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bool = False) -> bytes:
-    """Return an archive of regular files, with reproducible bytes. `folders` adds members for folders."""
+    """Return a tar archive of regular files with reproducible bytes. `folders` adds folder members."""
     buffer, parents = io.BytesIO(), {str(parent) for name in members for parent in Path(name).parents} - {"."}
     with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
         for name in sorted(parents) if folders else ():
@@ -147,14 +147,14 @@ def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bo
 
 
 def jpeg(seed: int) -> bytes:
-    """Return a JPEG of 40 x 36 to 55 x 36 pixels and about 1 kB."""
+    """Return a JPEG of about 1 kB, 40 to 55 pixels wide and 36 pixels high."""
     return encode(picture(seed, 40 + seed % 16, 36))
 
 
 def write_shards(
     folder: Path, train: tuple[int, ...] = (31, 30, 29, 31, 30, 32), val: tuple[int, ...] = (13, 12)
 ) -> Path:
-    """Write a prepared folder of shards with these image counts. Image i of a split has label i % 4."""
+    """Write a prepared folder of shards with these image counts. Image i of each split has label i % 4."""
     folder.mkdir(parents=True)
     splits, first = {}, 0
     for split, counts in (("train", train), ("val", val)):

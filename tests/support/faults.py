@@ -1,8 +1,8 @@
-"""Faults at a chosen file operation of a process, injected by Python's audit events.
+"""Faults at a chosen file operation of a process, injected through Python's audit events.
 
 Every Python process first imports `sitecustomize` from its path. The module counts the operations on paths
-that contain WATCHED, and causes the fault before the selected operation. A mark file ensures that it happens
-only once.
+that contain WATCHED and injects the fault before the selected operation. A mark file ensures that the fault
+occurs only once.
 """
 
 import errno
@@ -49,14 +49,14 @@ sys.addaudithook(hook)
 
 
 def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | None = None) -> dict:
-    """Return the environment of a process that gets a fault before a file operation.
+    """Return an environment that injects a fault before a file operation of a process.
 
     Args:
         tmp_path: Folder of the hook and the mark file.
-        watched: Part of the paths to watch.
+        watched: Text in the paths to watch.
         at: Number of the operation, counted from 1, or an event and a file name, for example
             "os.rename step_00000008". "list" writes all operations to <mark>.list instead.
-        fill: Fill the disk of this folder. By default, the process is killed.
+        fill: Folder whose disk is filled. By default, the process is killed instead.
     """
     fault = {"WATCHED": watched, "AT": str(at), "MARK": str(mark(tmp_path)), "FILL": str(fill or "")}
     return _imported_first(tmp_path, HOOK) | fault
@@ -69,7 +69,7 @@ def called_first(tmp_path: Path, function: Callable[[], None]) -> dict[str, str]
 
 
 def without_folders() -> None:
-    """Replace os.fsync with a version that fails for folders, as on some file systems."""
+    """Replace os.fsync with a version that fails for folders, as it does on some file systems."""
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -88,10 +88,10 @@ def _imported_first(tmp_path: Path, code: str) -> dict[str, str]:
 
 
 def mark(tmp_path: Path) -> Path:
-    """Return the file that names the operation once the fault has happened."""
+    """Return the mark file. After the fault, this file names the operation."""
     return tmp_path / "happened"
 
 
 def operations(tmp_path: Path) -> list[str]:
-    """Return the operations that "list" wrote, as "<number> <event> <file>"."""
+    """Return the operations that "list" recorded, in the form "<number> <event> <file>"."""
     return Path(f"{mark(tmp_path)}.list").read_text().splitlines()

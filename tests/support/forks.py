@@ -1,12 +1,13 @@
-"""Python processes that a server forks after it has imported torch.
+"""Python processes that are forked from a server with torch already imported.
 
 Starting torch and accelerate costs 5 s of processor time, and a launch with two ranks costs 13 s. A fork
-costs 0.1 s. Popen is subprocess.Popen. The process that it forks is a child of the caller, with the command
-line, environment, folder, session, standard streams, signals and processor affinity of a started process. Its
-child processes are forked as well: a launcher forks its ranks from another server.
+costs 0.1 s. Popen replaces subprocess.Popen. A process that Popen forks is a child of the caller. Its command
+line, environment, folder, session, standard streams, signals and processor affinity are the same as if it had
+been started. The children of a forked process are also forked. For example, a launcher forks its ranks from
+another server.
 
-Other programs, `python -c`, and commands whose environment matters to an import can't be forked, so they are
-started. The server runs no torch operation and has no threads.
+Other programs, `python -c`, and commands whose environment affects an import can't be forked, so Popen starts
+them. The server runs no torch operation and has no threads.
 """
 
 import atexit
@@ -44,11 +45,12 @@ PRELOADED = (
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
 OF_DEEPSPEED = ("deepspeed", "transformers.integrations", "setuptools")
-# Variables that the interpreter or a preloaded package reads at startup: their values must be the server's.
+# Variables that the interpreter or a preloaded package reads at startup. Their values must equal the
+# server's.
 READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL", "PYTHON", "XDG_")
 READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TRITON_")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "HF_TOKEN")
-# These commands start nothing that can be forked, or wait until no process below them is left.
+# These commands start nothing that can be forked, or wait until all their child processes have ended.
 WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent")
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
@@ -58,7 +60,7 @@ _start_process = subprocess.Popen._execute_child  # type: ignore[attr-defined]  
 
 
 class Server:
-    """The caller's end of a server's socket."""
+    """The caller's end of the socket to a server."""
 
     def __init__(self, channel: socket.socket, environment: dict[str, str]):
         self.channel = channel
@@ -66,7 +68,7 @@ class Server:
         self.lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
-        """Fork a process that becomes a child of this one. Return its pid."""
+        """Fork a process that becomes a child of this process. Return its pid."""
         with self.lock, _adopting_orphans():
             self.send(request, streams)
             return struct.unpack("!i", _receive(self.channel, 4))[0]
@@ -78,7 +80,7 @@ class Server:
 
 
 class Popen(subprocess.Popen):
-    """A subprocess.Popen that forks where possible."""
+    """A subprocess.Popen that forks Python processes where possible."""
 
     def _execute_child(self, args, *rest):
         packages = "deepspeed" if any("zero" in str(w) or "deepspeed" in str(w) for w in args) else "torch"
@@ -89,7 +91,10 @@ RESET = {signal.SIGINT, signal.SIGHUP}
 
 
 def reset_signals() -> None:
-    """Reset SIGINT and SIGHUP, as a preexec_fn. A shell's background and nohup ignore these signals."""
+    """Reset SIGINT and SIGHUP, which nohup and a shell's background ignore.
+
+    Use this function as a preexec_fn.
+    """
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
 
@@ -100,7 +105,7 @@ def _execute(self, server, *values):
     args, cwd, preexec_fn = arguments["args"], arguments["cwd"], arguments["preexec_fn"]
     env = os.environ if arguments["env"] is None else arguments["env"]
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    # The caller asks only for a program, its streams, folder, environment and session.
+    # The caller sets only the program, its streams, its folder, its environment and its session.
     is_plain = preexec_fn in (None, reset_signals) and not (arguments["shell"] or arguments["pass_fds"])
     python_words = _python_words(args, env) if is_plain and isinstance(args, (list, tuple)) else None
     fork_server = server() if python_words else None
@@ -133,7 +138,7 @@ def _execute(self, server, *values):
 
 
 def _python_words(args: Sequence, env: dict[str, str]) -> list[str] | None:
-    """Return the words after `python`, or None for another Python and for commands that can't be forked."""
+    """Return the words after `python`, or None for another Python or a command that can't be forked."""
     program, *rest = [os.fsdecode(word) for word in args]
     if (program := shutil.which(program, path=env.get("PATH")) or "") and not _is_this_python(program):
         with open(program, "rb") as file:
@@ -145,7 +150,7 @@ def _python_words(args: Sequence, env: dict[str, str]) -> list[str] | None:
 
 
 def _is_this_python(program: str) -> bool:
-    """Return whether the program is this Python, possibly through another path to its environment."""
+    """Return True if the program is this Python, possibly through another path to its environment."""
     path, executable = Path(program), Path(sys.executable)
     return path.name.startswith("python") and path.parent.resolve() == executable.parent.resolve()
 
@@ -156,7 +161,7 @@ def _read_at_start(env: dict[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _adopting_orphans():
-    """Let this process adopt the forked process: the server's intermediate process ends at once."""
+    """Let this process adopt the forked process. The server's intermediate process ends immediately."""
     before = ctypes.c_int()
     _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -203,10 +208,11 @@ def _server(packages: str) -> Server | None:
 
 
 def _preload() -> None:
-    # With one core, OpenBLAS and OpenMP start no threads; _start_like_python sets torch's number.
+    # With one core, OpenBLAS and OpenMP start no threads. _start_like_python sets torch's number of threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     _import(*PRELOADED)
-    # timm imports wandb, which makes temporary folders: the first process to end would remove them for all.
+    # timm imports wandb, which creates temporary folders. The first process to end would remove the folders
+    # of all processes.
     sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises ImportError
     _import("timm")
     del sys.modules["wandb"]
@@ -227,7 +233,10 @@ def _import(*names: str) -> None:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork processes on request, and return the request in each. A fork with more imports serves as well."""
+    """Fork a process for each request and return the request in the child.
+
+    A fork with more imports can also act as a server.
+    """
     while True:
         try:
             head, streams, _, _ = socket.recv_fds(channel, 4, 3)
@@ -260,10 +269,10 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Set everything that a started process inherits."""
+    """Set all the attributes that a started process inherits."""
     if request["new_session"]:
         os.setsid()
-    for number, descriptor in enumerate(streams):  # all are above 2, which the server uses
+    for number, descriptor in enumerate(streams):  # All descriptors are above 2, which the server uses
         os.dup2(descriptor, number)
         os.close(descriptor)
     for number, limits in request["limits"].items():
@@ -285,10 +294,10 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def _show_as(cmdline: list[str], env: dict[str, str]) -> bool:
-    """Show this command line and environment in /proc, where tests look for them. Return False on failure.
+    """Show this command line and environment in /proc, where tests read them. Return False on failure.
 
-    prctl(2) with PR_SET_MM_MAP sets all borders of the memory at once: the current ones (proc_pid_stat(5)),
-    except for the command line and the environment.
+    prctl(2) with PR_SET_MM_MAP sets all memory boundaries at once. The new boundaries equal the current ones
+    (proc_pid_stat(5)), except for the command line and the environment.
     """
     words = b"".join(os.fsencode(word) + b"\0" for word in cmdline)
     pairs = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
@@ -311,7 +320,10 @@ _shown: list = []
 
 
 def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
-    """Fork a server for the processes that this one starts. Return the channel, but only in the server."""
+    """Fork a server for this process's children.
+
+    Return the channel in the server, and None in the caller.
+    """
     channel, server_channel = socket.socketpair()
     if os.fork() == 0:
         channel.close()
@@ -319,7 +331,7 @@ def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         devnull = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):  # otherwise, readers of the job's output would wait for this process
+        for number in (0, 1, 2):  # Otherwise, readers of the job's output would wait for this process
             os.dup2(devnull, number)
         return server_channel
     server_channel.close()
@@ -329,13 +341,13 @@ def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
 
 
 def _start_like_python(words: list[str], env: dict[str, str]) -> None:
-    """Bring the interpreter into the state in which it begins `python WORDS`."""
+    """Set up the interpreter as at the start of `python WORDS`."""
     import numpy
     import torch
 
     numpy.random.seed()
     tempfile.tempdir = None
-    # where a spawned process looks for a relative main script
+    # A spawned process looks for a relative main script in this folder
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     threads = env.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
@@ -369,7 +381,7 @@ def _start_like_python(words: list[str], env: dict[str, str]) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """Run `python WORDS` in a new module __main__."""
+    """Run `python WORDS` in a new `__main__` module."""
     if words[0] == "-m":
         sys.argv[:] = ["-m", *words[2:]]
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -407,7 +419,7 @@ def _end_like_python(words: list[str]) -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            status = 120 if stream is sys.stdout else status  # the output has no reader
+            status = 120 if stream is sys.stdout else status  # Nothing reads the output any more
     if status < 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,9 +1,10 @@
-"""Train a small network step by step and with a recorded graph, in one launch, for many cases and mutants.
+"""Train a small network with and without a recorded graph, in one launch, for many cases and mutants.
 
     torchrun --nproc_per_node=2 -m tests.support.graphed_ranks CASES
 
-CASES is a file with a JSON list of case names. Each output line is JSON with the case, whether the losses,
-evaluations and weights of all ranks have the same bits with and without the graph, and which ranks kept it.
+CASES is a file with a JSON list of case names. Each output line is a JSON object. The object names the case,
+says whether the losses, evaluations and weights of all ranks are bitwise identical with and without the
+graph, and lists the ranks that kept the graph.
 """
 
 import dataclasses
@@ -41,15 +42,15 @@ SIZES, IMAGES, CLASSES = (8, 6), 4, 5
 
 @dataclass(frozen=True)
 class Case:
-    """A training to compare, possibly with mutated code.
+    """A training run to compare, possibly with mutated code.
 
     Attributes:
-        accumulations: Micro-batches of a step on each rank.
-        deterministic: Use --deterministic.
-        is_recorded: Record the step. Otherwise the step is called, as in a rehearsal.
-        fails_at: Operation at which the capture fails on the last rank.
-        mutant: Pieces of code in step_graph.py and their replacements.
-        of_sum: Pieces of code in exact_sum.py and their replacements.
+        accumulations: Number of micro-batches per step on each rank.
+        deterministic: Whether to train with --deterministic.
+        is_recorded: Whether to record the step. Otherwise the step is called, as in a rehearsal.
+        fails_at: Operation at which the last rank's capture fails.
+        mutant: Text to replace in step_graph.py, and the replacements.
+        of_sum: Text to replace in exact_sum.py, and the replacements.
     """
 
     accumulations: int = 1
@@ -62,7 +63,7 @@ class Case:
 
 COPY = "        self.shape.inputs.copy_(inputs)\n"
 LABELS = "self.shape.labels.copy_"
-DROP = "parts.append(part := GraphPart())"  # runs between captures
+DROP = "parts.append(part := GraphPart())"  # The code runs between captures
 DROPPED = f"""{DROP}
                     [setattr(p, "grad", None) for group in self.groups for p in group["params"]]
                     getattr(self.model, "reset_iter_state", lambda: None)()"""
@@ -107,7 +108,7 @@ MUTANTS = {
 OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.is_gathered:", "if False:"),))}
 
 
-GRAPHS: list[Any] = []  # all StepGraphs, because a script's loop keeps its graph to the end
+GRAPHS: list[Any] = []  # All StepGraphs, because a script's loop keeps its graph until the end
 
 
 class Block(nn.Sequential):
@@ -115,7 +116,7 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """[B, 3, S, S] -> logits [B, CLASSES]"""
+    """Network that maps images [B, 3, S, S] to logits [B, CLASSES]."""
 
     _no_split_modules = ("Block",)
 
@@ -150,7 +151,7 @@ def main() -> None:
 
 
 def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Callable[[], None]:
-    """Report at the end of the process group whether a graph is left, which could hold NCCL's collectives."""
+    """Report at the end of the process group whether a graph still exists, which could hold NCCL's collectives."""
 
     def ended() -> None:
         accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in GRAPHS)]))
@@ -160,7 +161,7 @@ def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Call
 
 
 def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleType:
-    """Return the module with other pieces of code."""
+    """Return a copy of the module in which some pieces of code are replaced."""
     if not pairs:
         return module
     text = Path(str(module.__file__)).read_text()
@@ -173,12 +174,12 @@ def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleTyp
 
 
 def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tuple[Any, list[bool]]:
-    """Train with both image sizes. Return the bits of the training, and whether each rank ended with a graph.
+    """Train with both image sizes. Return the result's bits, and whether each rank ended with a graph.
 
     Args:
         accelerator: Accelerator of this rank.
         case: Case to train.
-        module: Module with StepGraph. None calls the step directly.
+        module: Module that defines StepGraph. With None, the step is called directly.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     accelerator.step, accelerator.exact_sum, accelerator.step_graph = 0, None, module is not None
@@ -214,7 +215,7 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
     else:
         warm_up = step_graph.WARM_UP_STEPS[accelerators.strategy(accelerator)]
     bits: list[Any] = []
-    factor = torch.ones(())  # scales the loss: one gradient becomes too large for an exact sum
+    factor = torch.ones(())  # Scales the loss. One gradient becomes too large for an exact sum.
     for step_number in range(2 * (warm_up + 3)):
         size = SIZES[step_number // (warm_up + 3)]
         optimizer.param_groups[0]["lr"] = 0.01 / (step_number + 1)
@@ -229,7 +230,7 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
             )
             factor.fill_(1e6 if is_large else 1)
             bits.append(step(inputs, labels).item())
-        if step_number % (warm_up + 3) >= warm_up - 1:  # before the capture and between replays
+        if step_number % (warm_up + 3) >= warm_up - 1:  # Steps before the capture and between replays
             bits.append(evaluated(model))
     if accelerator.exact_sum:
         bits.append([accelerator.exact_sum.steps.item(), accelerator.exact_sum.failed.tolist()])

@@ -21,29 +21,30 @@ from tools.prepare.writer import ShardWriter
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-ROTATE_90 = 6  # EXIF: the image is upright after a rotation by 90 degrees clockwise
+ROTATE_90 = 6  # EXIF orientation: the image is upright after a clockwise rotation by 90 degrees
 
 
 @dataclass(frozen=True)
 class Ilsvrc:
     """Content of the archives. Labels are positions in the sorted `wnids`; file names identify images."""
 
-    folder: Path  # contains the three archives
+    folder: Path  # Contains the three archives
     train_tar: Path
     val_tar: Path
     devkit: Path
     wnids: list[str]
     names: list[str]  # "words" of meta.mat, in label order
-    ids: list[int]  # ILSVRC2012_ID in label order: 1 to the number of classes, unsorted
-    train: dict[str, bytes]  # contents by name, in the archive's order
-    val: dict[str, bytes]  # contents by name, in the archive's order, which is not the order of the names
+    ids: list[int]  # ILSVRC2012_ID in label order: the numbers from 1 to the number of classes, unsorted
+    train: dict[str, bytes]  # Contents by name, in the order of the archive
+    # Contents by name, in the order of the archive, which differs from the order of the names.
+    val: dict[str, bytes]
     train_labels: dict[str, int]
     val_labels: dict[str, int]
-    cmyk: str  # an unusual image of train: a JPEG with four colours
-    png: str  # an unusual image of train: a PNG, although its name ends with .JPEG
+    cmyk: str  # Name of an unusual training image: a JPEG with four color channels
+    png: str  # Name of an unusual training image: a PNG file whose name ends with .JPEG
 
     def md5(self, file: Path) -> str:
-        """Return the MD5 sum of one of the three archives, as hex."""
+        """Return the MD5 sum of one of the three archives as a hexadecimal string."""
         return hashlib.md5(file.read_bytes()).hexdigest()
 
 
@@ -62,13 +63,14 @@ def fails(*words: object, status: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of a forked process before it prepares images: batches of 2, and a signal to itself."""
+    """Changes to a forked process before it prepares images: batches of 2 images, and a signal to itself."""
 
-    # Number of images of a split; or a split's name, for its end before the journal records it; or "manifest"
+    # Where the signal is sent: after this number of images of a split, at the end of the split with this name
+    # before the journal records it, or at "manifest"
     place: str | int = ""
     signal: int = signal.SIGKILL
-    md5: tuple[tuple[str, str], ...] = ()  # published MD5 sums
-    limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # arguments of setrlimit(2)
+    md5: tuple[tuple[str, str], ...] = ()  # MD5 sums that replace the published ones
+    limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # Arguments of setrlimit(2)
 
     def __call__(self) -> None:
         originals.BATCH_IMAGES = 2
@@ -99,18 +101,18 @@ class Fault:
 
 
 def forked(folder: Path, *words: object, **fault) -> Job:
-    """Start prep_imagenet.py in another process, with a Fault of these fields."""
+    """Start prep_imagenet.py in another process, with a Fault that has these fields."""
     return Job(["prep_imagenet.py", *words], env=called_first(folder, Fault(**fault)))
 
 
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:
-    """Write the archives to `folder`, with reproducible bytes.
+    """Write the archives to `folder` with reproducible bytes.
 
     Args:
         folder: Folder of the archives.
         classes: Number of classes, at most 100.
-        train: Training images of each class, at least 4: the first class begins with the unusual images.
-        val: Validation images of each class.
+        train: Training images per class, at least 4. The first class begins with the unusual images.
+        val: Validation images per class.
     """
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[:classes]
     assert len(files) == classes
@@ -138,7 +140,7 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
             train_images[name] = make(crops[i][j])
     train_labels = {name: i for i in range(classes) for name in train_names[i]}
 
-    truth = random.permutation(np.repeat(np.arange(classes), val))  # labels in the order of the names
+    truth = random.permutation(np.repeat(np.arange(classes), val))  # Labels in the order of the image names
     left = [crops[i][train:] for i in range(classes)]
     val_names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, len(truth) + 1)]
     val_images = {name: _jpeg(left[i].pop()) for name, i in zip(val_names, truth, strict=True)}
@@ -170,7 +172,10 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
 
 
 def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None:
-    """Write the development kit with val's ground truth. It lacks meta.mat if `synsets` is None."""
+    """Write the development kit with the labels of the validation images.
+
+    Leave out meta.mat if `synsets` is None.
+    """
     from scipy.io import savemat
 
     top = "ILSVRC2012_devkit_t12"
@@ -178,7 +183,7 @@ def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None
     if synsets is not None:
         meta = io.BytesIO()
         savemat(meta, {"synsets": synsets}, do_compression=True)
-        # The first 116 bytes are text that contains the time.
+        # The first 116 bytes are a text that contains the time.
         members[f"{top}/data/meta.mat"] = b"MATLAB 5.0 MAT-file".ljust(116) + meta.getvalue()[116:]
     truth = "".join(f"{i}\n" for i in ids)
     members[f"{top}/data/ILSVRC2012_validation_ground_truth.txt"] = truth.encode()
@@ -209,7 +214,7 @@ def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) 
 
 
 def _crops(photograph: Image.Image, count: int, random: np.random.Generator) -> list[Image.Image]:
-    """Return random RGB crops of 100 to 260 pixels, landscape and portrait."""
+    """Return random RGB crops in landscape and portrait format, with edges of 100 to 260 pixels."""
     photograph = photograph.convert("RGB")
     crops = []
     for _ in range(count):
@@ -226,5 +231,5 @@ def _jpeg(image: Image.Image, **options) -> bytes:
 
 def _rotated(image: Image.Image) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = ROTATE_90  # orientation
+    exif[0x0112] = ROTATE_90  # EXIF tag of the orientation
     return _jpeg(image.transpose(Image.Transpose.ROTATE_90), exif=exif)

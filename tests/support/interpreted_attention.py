@@ -1,8 +1,8 @@
-"""Run the attention kernel, or a mutant, under Triton's interpreter and print its problems.
+"""Run the attention kernel, or a mutant, under Triton's interpreter and print the problems.
 
-`TRITON_INTERPRET=1 python -m tests.support.interpreted_attention` reads one line of JSON for each case from
-standard input, and prints a list of problems for each. It needs a separate process because Triton reads the
-variable at import.
+`TRITON_INTERPRET=1 python -m tests.support.interpreted_attention` reads one line of JSON per case from
+standard input and prints a list of problems for each case. A separate process is needed because Triton reads
+the variable at import.
 """
 
 import importlib.util
@@ -22,15 +22,13 @@ from triton.runtime import interpreter
 import onecurve.models.attention_kernels
 from onecurve.models.attention import plain_attention
 
-TIMES_EPS = (
-    6  # error bound in units of the output dtype's eps, per unit of the absolute values that are summed
-)
-STEPS_OF_FP16 = 1e-6  # spacing of fp16 numbers near 0
-written: list[np.ndarray] = []  # addresses of each store
+TIMES_EPS = 6  # Error bound in units of the output dtype's eps, relative to the sum of absolute values
+STEPS_OF_FP16 = 1e-6  # Spacing of fp16 numbers near 0
+written: list[np.ndarray] = []  # Addresses that each store wrote
 
 
 def watch_the_interpreter() -> None:
-    """Let the interpreter record addresses, and multiply bf16 numbers, which it stores as uint16."""
+    """Make the interpreter record addresses and multiply bf16 numbers, which it stores as uint16."""
     builder = interpreter.InterpreterBuilder
     store, dot = builder.create_masked_store, builder.create_dot
 
@@ -69,7 +67,7 @@ def problems(
 ) -> list[str]:
     """Return the problems of a case.
 
-    `order` is the memory layout of qkv: `packed`, or `parts first`, which is not contiguous.
+    `order` is the memory layout of qkv: `packed`, or the non-contiguous layout `parts first`.
     """
     torch.manual_seed(tokens)
     torch_dtype = getattr(torch, dtype)
@@ -91,7 +89,8 @@ def problems(
     expected = plain_attention(exact)
     (expected_grad,) = torch.autograd.grad(expected, exact, gradient.double())
     bound, bound_grad, added = _bounds(qkv.detach().double(), gradient.double())
-    eps = torch.finfo(torch_dtype).eps + 4 * torch.finfo(torch.float32).eps * added  # scores are sums in fp32
+    # Scores are summed in fp32.
+    eps = torch.finfo(torch_dtype).eps + 4 * torch.finfo(torch.float32).eps * added
     pairs = {"outputs": (out, expected, bound), "gradients": (grad, expected_grad, bound_grad)}
     pairs["packed gradients"] = packed, expected_grad, bound_grad
     for name, (value, expected_value, bound_of_sum) in pairs.items():
@@ -102,7 +101,7 @@ def problems(
 
 
 def _written_once(name: str, *results: Tensor) -> list[str]:
-    """Check that one program writes each number of the results. Numbers that are not written are NaN."""
+    """Check that exactly one program writes each number of the results. Unwritten numbers are NaN."""
     addresses = np.concatenate([part.ravel() for part in written])
     expected = [r.data_ptr() + r.element_size() * np.arange(r.numel(), dtype=np.uint64) for r in results]
     distinct = np.unique(addresses)
@@ -112,7 +111,7 @@ def _written_once(name: str, *results: Tensor) -> list[str]:
 
 
 def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return the sums of absolute values behind each output and gradient, and the largest score's sum.
+    """Return the sums of absolute values behind each output and gradient, and the largest sum of a score.
 
     Error bounds are fractions of these sums.
     """
@@ -128,7 +127,7 @@ def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def main() -> None:
-    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    torch.use_deterministic_algorithms(True)  # Fills new tensors with NaN
     watch_the_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         for number, line in enumerate(sys.stdin):

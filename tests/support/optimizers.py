@@ -1,7 +1,8 @@
-"""Train a tiny model with each of many optimizers: 10 steps, and 5 steps, a checkpoint and 5 more steps.
+"""Train a tiny model with many optimizers, each for 10 steps without and with a resume after 5 steps.
 
-A launcher starts this module like a train script. The module writes the last checkpoints to
-FOLDER/<name>/straight and FOLDER/<name>/resumed, or the reason for a refusal to FOLDER/<name>/refused.
+A launcher starts this module like a train script. The module writes the uninterrupted run's last
+checkpoint to FOLDER/<name>/straight and the resumed run's last checkpoint to FOLDER/<name>/resumed. If the
+optimizer is refused, the module writes the reason to FOLDER/<name>/refused.
 
     torchrun --standalone --nproc_per_node=2 -m tests.support.optimizers FOLDER [--only NAME,NAME]
 """
@@ -33,13 +34,14 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """A model, [B, 3, 6, 6] -> [B, 3], whose odd sizes need padding on two processes."""
+    """A model [B, 3, 6, 6] -> [B, 3] whose odd sizes need padding on two processes."""
 
     _no_split_modules = ("Block",)
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Parameter(torch.ones(3))  # comes first; without a gradient unless it is used
+        # The first parameter of the model, without a gradient unless the model uses it.
+        self.first = nn.Parameter(torch.ones(3))
         self.convolution = nn.Conv2d(3, 5, 3)
         self.block = Block()
         self.head = nn.Linear(5, 3)
@@ -51,7 +53,7 @@ class Net(nn.Module):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """A small schedule-free SGD (arXiv 2405.15682) with z for each parameter and counters in the group."""
+    """A small schedule-free SGD (arXiv 2405.15682) with z for each parameter and counters for each group."""
 
     def __init__(self, params, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0):
         super().__init__(
@@ -76,7 +78,7 @@ class ScheduleFree(torch.optim.Optimizer):
 class Case:
     make: Callable[[list[dict]], torch.optim.Optimizer]
     lr: float = 0.01
-    only_matrices: bool = False  # all other parameters are frozen
+    only_matrices: bool = False  # All other parameters are frozen
     uses_first: bool = True
 
 
@@ -112,7 +114,7 @@ class Optimizers(Recipe):
 def train(
     accelerator: Accelerator, case: Case, begin: int, end: int, checkpoint: checkpoints.Checkpoint | None
 ) -> TrainingState:
-    """Train the steps begin ... end - 1. Return the training's state."""
+    """Train the steps from `begin` up to but not including `end`. Return the training state."""
     torch.manual_seed(0)
     model = Net()
     model.uses_first = case.uses_first
@@ -124,7 +126,7 @@ def train(
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    accelerator.deepspeed_engine_wrapped = None  # removes the previous case's engine
+    accelerator.deepspeed_engine_wrapped = None  # Removes the previous case's engine
     model, optimizer = prepare(accelerator, model, case.make(groups))
     training = TrainingState(accelerator, model, optimizer, None)
     if checkpoint:
@@ -160,7 +162,7 @@ def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkp
 
 
 def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:
-    """Train with and without a resume, or write the reason of a refusal."""
+    """Train with and without a resume. If the optimizer is refused, write the reason."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         half = save(train(accelerator, case, 0, 5, None), folder / "half", 5)

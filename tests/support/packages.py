@@ -1,4 +1,4 @@
-"""Requirements of the tests besides Python packages: Debian programs, root and real images.
+"""Requirements of the tests in addition to Python packages: Debian packages, root rights and real images.
 
 `python3 -m tests.support.packages` prints the packages that this machine lacks, for `make packages`.
 """
@@ -10,24 +10,24 @@ import sys
 from pathlib import Path
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-PACKAGES = {  # Debian package of each program
-    "ip": "iproute2",  # virtual hosts and networks on this machine
+PACKAGES = {  # Maps each program to its Debian package
+    "ip": "iproute2",  # Creates virtual hosts and networks on this machine
     "tc": "iproute2",
     "nft": "nftables",
     "sshd": "openssh-server",
-    "git": "git",  # records the commit of a run
-    "g++": "g++",  # for torch.compile's kernels
+    "git": "git",  # Records the commit of a run
+    "g++": "g++",  # Compiles the kernels of torch.compile
     "ps": "procps",
     "pgrep": "procps",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
-    "pdsh": "pdsh",  # DeepSpeed's launcher reaches several hosts with it
+    "pdsh": "pdsh",  # DeepSpeed's launcher uses pdsh to reach several hosts
     "slurmctld": "slurm-wlm",
     "slurmd": "slurm-wlm",
     "sbatch": "slurm-wlm",
     "munged": "munge",
 }
-OTHERS = {  # True if available
+OTHERS = {  # Maps each requirement to True if this machine meets it
     "root": os.geteuid() == 0,
     "two cores": len(os.sched_getaffinity(1)) >= 2,
     "make setup": Path(sys.prefix, "installed").exists(),  # `make setup` created this environment
@@ -43,5 +43,6 @@ def missing(names: tuple[str, ...]) -> list[str]:
 
 
 if __name__ == "__main__":
-    venv = [] if importlib.util.find_spec("ensurepip") else ["python3-venv"]  # for `make setup`
+    # `make setup` needs this package.
+    venv = [] if importlib.util.find_spec("ensurepip") else ["python3-venv"]
     print(*venv, *missing(tuple(PACKAGES)))

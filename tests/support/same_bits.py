@@ -1,7 +1,7 @@
-"""Train models with --deterministic in one launch, and print the SHA-256 of each model's tensors.
+"""Train models with --deterministic in one launch, and print a SHA-256 hash of each model's tensors.
 
-The argument is a file with a JSON list of rows. Each row is a train script with its flags;
---per_device_batch_size is the size of a micro-batch. Each model trains two steps of six micro-batches.
+The argument is a file with a JSON list of rows. Each row is a train script with flags. The flag
+--per_device_batch_size sets the size of a micro-batch. Each model trains two steps of six micro-batches.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ def main() -> None:
         accelerator.print(json.dumps([" ".join(words), trained]))
         accelerator.free_memory()
         if plugin := getattr(accelerator.state, "fsdp_plugin", None):
-            plugin.transformer_cls_names_to_wrap = None  # its default is the blocks of the first model
+            # The default would be the block classes of the first model.
+            plugin.transformer_cls_names_to_wrap = None
 
 
 def train(accelerator: Accelerator, batch: Batch, words: list[str]) -> str:
@@ -60,7 +61,7 @@ def train(accelerator: Accelerator, batch: Batch, words: list[str]) -> str:
 
 
 def images(recipe: Any, number: int, *pixels: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch like the scripts': float [b, 3, S, S] channels_last, labels int64 [b]."""
+    """Return a micro-batch in the scripts' format: float [b, 3, S, S] channels_last, and labels int64 [b]."""
     random = np.random.RandomState([recipe.seed, number])
     count = recipe.per_device_batch_size
     raw = torch.from_numpy(random.randint(0, 256, (count, 8, 8, 3), np.uint8))
@@ -68,7 +69,7 @@ def images(recipe: Any, number: int, *pixels: tuple[float, ...]) -> tuple[Tensor
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return a training's parameters, buffers and optimizer state, as one process holds them."""
+    """Return a training run's parameters, buffers and optimizer state, as one process would hold them."""
     states = [value for p in model.parameters() for _, value in sorted(optimizer.state[p].items())]
     return [getattr(t, "full_tensor", lambda t=t: t)() for t in (*model.state_dict().values(), *states)]
 

@@ -1,4 +1,4 @@
-"""A failing comparison names the promise, the step and both values."""
+"""Failing comparisons name the promise, the step and both values."""
 
 from pathlib import Path
 

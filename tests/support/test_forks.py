@@ -1,4 +1,4 @@
-"""A forked process equals a started process, in its view and in the view of other processes."""
+"""Forked processes look like started processes, to themselves and to other processes."""
 
 import signal
 import sys
@@ -36,7 +36,7 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_fork_equals_a_started_process(end, tmp_path):
     last, status = ENDS[end]
-    script = tmp_path / "train_probe.py"  # starts no Python by its name, so it needs no server
+    script = tmp_path / "train_probe.py"  # This command starts no Python by name, so it needs no server
     script.write_text(f"{SCRIPT}\n{last}\n")
     outcomes = []
     for warm in (False, True):
@@ -47,7 +47,7 @@ def test_a_fork_equals_a_started_process(end, tmp_path):
 
 
 def test_forked_ranks_have_torch_and_belong_to_their_launcher(tmp_path):
-    """Check that torchrun's processes are its children, and end when it is killed."""
+    """Check that torchrun's processes are its children and end when torchrun is killed."""
     script = tmp_path / "script.py"
     script.write_text("import sys, time\nprint('torch' in sys.modules, flush=True)\ntime.sleep(100)\n")
     job = Job([BIN / "torchrun", "--standalone", "--nproc_per_node=2", script])
@@ -68,7 +68,7 @@ def test_forked_ranks_have_torch_and_belong_to_their_launcher(tmp_path):
 
 @pytest.mark.parametrize("words", [["-c", "import sys; print('torch' in sys.modules)"], ["SCRIPT"]])
 def test_commands_that_can_not_be_forked_are_started(words, tmp_path):
-    """Check `python -c`, and a process whose environment affects an import."""
+    """Run `python -c`, and a process whose environment affects an import."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('torch' in sys.modules)")
     words = [script if word == "SCRIPT" else word for word in words]

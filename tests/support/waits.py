@@ -1,10 +1,10 @@
-"""Counts of the waits that a training on a GPU would cause, from a script's main() on fake CUDA tensors.
+"""Counter of the waits that a training run on a GPU would cause, from a script's main() on fake CUDA tensors.
 
-No GPU is needed: torch's FakeTensorMode computes shapes and devices without values, and this module sees each
-operator before it runs. It counts values that the host reads (`.item()`, `float()`, `if tensor:`), blocking
-copies between host and device, and operators whose result size only the device knows. It does not see waits
-inside kernels, collectives, and the backward pass: torch's engine has no thread for a device that does not
-exist, so gradients are zeros. Functions that open, write and end a run's folder are replaced.
+No GPU is needed. torch's FakeTensorMode computes shapes and devices without values, and this module sees each
+operator before it runs. The module counts values that the host reads (`.item()`, `float()`, `if tensor:`),
+blocking copies between host and device, and operators whose result size only the device knows. Waits inside
+kernels, collectives and the backward pass are not counted. torch's backward engine has no thread for a device
+that does not exist, so gradients are zeros. Functions that open, write and close a run's folder are replaced.
 """
 
 import traceback
@@ -35,12 +35,12 @@ from onecurve.run.session import Meter, Ranks
 from onecurve.run.state import RunState
 
 aten = torch.ops.aten
-STAGED_BYTES = 65536  # larger copies from memory that is not page-locked wait even with non_blocking
+STAGED_BYTES = 65536  # Larger copies from pageable memory wait even with non_blocking
 OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount", "equal"}
 
 
 class Waits(TorchDispatchMode):
-    """Count the waits by `file:function`, and the copies to the device.
+    """Counter of the waits, by `file:function`, and of the copies to the device.
 
     Args:
         value: Number that the host reads from each tensor on the device.
@@ -52,12 +52,12 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten._pin_memory.default:  # fake tensors do not support it
+        if func is aten._pin_memory.default:  # Fake tensors do not support this operator
             args[0].was_pinned = True
             return args[0]
         if self._waits(func, args, kwargs):
             self.places[_caller()] += 1
-        if func is aten._fused_sgd_.default:  # fake tensors do not support it
+        if func is aten._fused_sgd_.default:  # Fake tensors do not support this operator
             return None
         if func is aten._local_scalar_dense.default:
             value = self.value if args[0].device.type == "cuda" else 0.5
@@ -87,7 +87,7 @@ class Waits(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """Return the innermost function of the project on the stack: `file:function`."""
+    """Return the project's innermost function on the stack, in the form `file:function`."""
     stack = traceback.extract_stack()
     for frame in reversed(stack):
         file = Path(frame.filename)
@@ -98,13 +98,13 @@ def _caller() -> str:
 
 @contextmanager
 def counted(value: float = 0.0) -> Iterator[Waits]:
-    """Use fake CUDA tensors inside the context, and count the waits for them."""
+    """Use fake CUDA tensors inside the context, and count the waits that they cause."""
     with FakeTensorMode(allow_non_fake_inputs=True), Waits(value) as waits:
         yield waits
 
 
 def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> Counter[str]:
-    """Count the waits of a training after Run.begin, by function. An evaluation counts `read` images."""
+    """Count the waits of a training run after Run.begin, by function. An evaluation counts `read` images."""
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, 1)
     builder = "build_model" if hasattr(script, "build_model") else "Net"
     build = getattr(script, builder)
@@ -112,7 +112,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     def begin(
         run: Run, model: nn.Module, optimizer: Any, steps: Steps, preprocessing: Any = None, **_: Any
     ) -> Steps:
-        """Replace Run.begin without a folder, checkpoints, telemetry and other processes."""
+        """Replace Run.begin with a version without a folder, checkpoints, telemetry and other processes."""
         meter = Meter(run.accelerator, run.batch, keeps_ids=False)
         parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
         run._preprocessing = preprocessing
@@ -129,7 +129,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (Accelerator, "backward"): lambda *_: None,
         (torch.cuda, "mem_get_info"): lambda device: (2**40, 2**40),
         (torch.cuda, "get_device_capability"): lambda *_: (9, 0),
-        (nn.Module, "to"): lambda module, *args, **options: module,  # does not support fake tensors
+        (nn.Module, "to"): lambda module, *args, **options: module,  # Fake tensors do not support this method
         (accelerators, "agree"): lambda *_: None,
         (Run, "begin"): begin,
         (Run, "folder"): Path(),
