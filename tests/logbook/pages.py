@@ -48,8 +48,8 @@ def write_starts(folder: Path, *changes: dict[str, Any]) -> Path:
 
     Args:
         folder: Run folder.
-        changes: Values of each start that differ from the previous start. recipe.json stores the values of the
-            last start.
+        changes: Values of each start that differ from the previous start. recipe.json stores those of
+            the last start.
     """
     record = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
     record |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}

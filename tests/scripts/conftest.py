@@ -1,4 +1,4 @@
-"""A trained run that several tests of scripts read."""
+"""Fixture with a trained run that several tests of scripts read."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "-
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, cache) -> Path:
-    """Return a run on the digits with correct and wrong predictions. Tests write only reports to it."""
+    """Return a run on the digits with correct and wrong predictions.
+
+    Tests write nothing to it except reports.
+    """
     folder = tmp_path_factory.mktemp("trained") / "run"
     run([*python(), *CNN, *QUICK, *cache, "--output_dir", folder])
     return folder

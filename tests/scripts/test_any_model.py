@@ -1,4 +1,7 @@
-"""The models of docs/models.md: each one trains everywhere, resumes, exports and gives the same bits."""
+"""Models of docs/models.md.
+
+Each model trains on every launcher, resumes, exports, and is bitwise reproducible.
+"""
 
 import json
 import re
@@ -16,8 +19,9 @@ from tests.support.compare import assert_same_training
 
 SECTION = (ROOT / "docs" / "models.md").read_text().partition("## Models to train\n")[2]
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", SECTION.partition("\n## ")[0], re.MULTILINE)
-QUICK = ("test_efficientnet",)  # contains BatchNorm and three classes of blocks
-# BatchNorm over few values amplifies rounding beyond the tolerance, so these models use --deterministic.
+QUICK = ("test_efficientnet",)  # This model contains BatchNorm and three classes of blocks
+# BatchNorm over few values amplifies rounding errors beyond the tolerance, so these models use
+# --deterministic.
 ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
@@ -50,7 +54,7 @@ def timm_commands(models: Iterable[str], *sizes: str) -> list[list[str]]:
     ids=["some", "all"],
 )
 def test_the_bits_of_one_process(rows, tmp_path):
-    """With --deterministic, of two steps of all the rows in one launch of each kind."""
+    """Train two steps of every row with --deterministic, in one launch per launcher."""
     (tmp_path / "rows").write_text(json.dumps(rows))
 
     def bits(launcher: list) -> list[str]:
@@ -69,7 +73,7 @@ def test_the_bits_of_one_process(rows, tmp_path):
     ("model", "blocks"), [row if row[0] in QUICK else full(*row) for row in TABLE], ids=lambda text: text
 )
 def test_a_model_trains_the_same_everywhere_and_is_exported(model, blocks, tmp_path, cache, stoppable):
-    """FSDP2's run is stopped after 2 steps, and DDP resumes it."""
+    """Stop a run under FSDP2 after 2 steps. DDP resumes it."""
 
     def train(strategy: str, folder: str, stop_at: str = "-1") -> str:
         command = ["train_vit.py", "--model", model, *FLAGS, *cache, "--output_dir", tmp_path / folder]

@@ -1,4 +1,4 @@
-"""Bad input gives one clear error, a nonzero exit status, no hang and no partial run folder."""
+"""Bad input causes one clear error and a nonzero exit status, without a hang or a partial run folder."""
 
 import resource
 
@@ -10,7 +10,9 @@ from tests.support.data_sets import data_set, encode, picture
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
 ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json"]
-CASES = {  # launcher, script and flags, message; see also test_mistakes.py and tests/test_messages.py
+# Each case lists the launcher, the script and its flags, and the message. See also test_mistakes.py and
+# tests/test_messages.py.
+CASES = {
     "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "needs a launcher"),
     "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "give one of them"),
     "an interface that is not there": (torchrun(2), ON_DIGITS, "GLOO_SOCKET_IFNAME=eth99 matches no inter"),
@@ -25,15 +27,16 @@ def test_one_clear_error(name, tmp_path, cache):
     assert status != 0
     assert output.count("error: ") == 1, output
     assert message in output
-    assert "Traceback" not in output.split(message)[0], output  # the launcher prints a traceback afterwards
+    # The launcher prints a traceback after the message.
+    assert "Traceback" not in output.split(message)[0], output
     assert not (tmp_path / "run").exists()
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """Train with a batch that needs 96 GiB in each process, and an address space of 64 GiB."""
+    """Train with a batch that needs 96 GiB in each process. The address space is limited to 64 GiB."""
     flags = ["--data", "digits", "--image_size", "4096", "--batch_size", "1024", "--trackers", "none"]
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # the job's processes inherit the limit
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # The job's processes inherit the limit
     try:
         job = Job([*torchrun(2), *RESNET, *flags, *cache, "--output_dir", tmp_path / "run"])
     finally:
@@ -64,7 +67,7 @@ def test_mixup_of_one_image_is_reported(tmp_path, cache):
 @pytest.mark.full
 @pytest.mark.parametrize(("is_searched", "workers"), [(True, "0"), (False, "0"), (False, "2")])
 def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp_path, cache):
-    """Name the file at startup, where all images are decoded, or during training if there is much data."""
+    """Name the broken file at startup if all images are decoded there, otherwise during training."""
     if not is_searched:
         mutate(project_copy, "onecurve/data/cache.py", "SEARCHED_BYTES = 4 * 2**30", "SEARCHED_BYTES = 0")
     data = data_set(tmp_path / "images", train=[encode(picture(k)) for k in range(12)], val=4)

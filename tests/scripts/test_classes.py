@@ -1,4 +1,4 @@
-"""Trained models on data with other classes or another class order: classes are matched by name."""
+"""Trained models on data with other classes or another class order. Classes are matched by name."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.support.commands import call
 from tests.support.data_sets import encode, opened, write, write_parquet
 from train_cnn_a import CnnA, build_model
 
-REVERSED = "9876543210"  # a class's label is 9 - its digit
-FEW = "83"  # classes of a small test set, in another order
+REVERSED = "9876543210"  # The label of each class is 9 minus its digit
+FEW = "83"  # Classes of a small test set, in a different order
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,10 @@ def digits(cache):
 
 @pytest.fixture(scope="module")
 def data(digits, tmp_path_factory) -> dict[str, Path]:
-    """Write the digits' held-out images in several forms. `reversed` also has the training images."""
+    """Write the digits' held-out images in several forms.
+
+    The form `reversed` also contains the training images.
+    """
     root, files = tmp_path_factory.mktemp("data"), {}
     held_out = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.val)]
     training = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.train)]
@@ -54,7 +57,7 @@ def pairs(split) -> zip:
 
 @pytest.fixture(scope="module")
 def logits(trained, digits) -> torch.Tensor:
-    """Compute the model's logits of the held-out images: [360, 10]."""
+    """Compute the model's logits for the held-out images: [360, 10]."""
     script = __import__("train_cnn_a")
     model = build_model(CnnA(widths=(4, 8, 32)), 10)
     load_trained(model, latest(trained) / "model.safetensors")
@@ -80,7 +83,7 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
 
 
 OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent classes."
-CASES = [  # model, data, flags, classes that the accuracy includes, message
+CASES = [  # Model, data, flags, classes that the accuracy includes, and message
     ("run", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
     ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy covers the 2 of 10 classes that have"),
@@ -93,7 +96,7 @@ CASES = [  # model, data, flags, classes that the accuracy includes, message
 
 
 def expected(logits: torch.Tensor, labels: np.ndarray, name: str, predicted) -> float:
-    """Return the expected accuracy on the named data when only the given classes are predicted."""
+    """Return the expected accuracy on the named data if the model predicts only the given classes."""
     digits = {"few": (3, 8), "one": (8,)}.get(name, range(10))
     rows = np.isin(labels, digits)
     masked = torch.full_like(logits, -torch.inf)
@@ -152,7 +155,10 @@ def vit(tmp_path_factory, cache) -> Path:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", *map(full, ("ddp", "zero2", "zero3"))])
 def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, cache, tmp_path):
-    """Check the head's rows in the model, the EMA and AdamW's moments. No step trains, so bits are equal."""
+    """Check the head's rows in the model, the EMA and AdamW's moments.
+
+    The run trains no step, so the rows must be bitwise identical.
+    """
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
     assert "in another order. They are matched by name. The head's rows and their state follow" in output
@@ -168,7 +174,7 @@ def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, ca
 
 @pytest.mark.full
 def test_an_optimizer_state_that_cannot_follow_the_classes_is_refused(data, cache, project_copy, tmp_path):
-    """Use Adafactor, whose state holds sums over a matrix's rows and columns instead of moments."""
+    """Use Adafactor, whose state contains sums over the rows and columns of a matrix instead of moments."""
     adamw = "torch.optim.AdamW(groups, lr=recipe.lr, fused=True)"
     mutate(project_copy, "train_vit.py", adamw, "torch.optim.Adafactor(groups, lr=recipe.lr)")
     command = [*python(), *VIT, *QUICK, *cache, "--max_steps", 1]

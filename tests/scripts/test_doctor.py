@@ -1,4 +1,4 @@
-"""doctor.py finds faults on real hosts. They have no GPUs, so findings about GPUs use given facts."""
+"""doctor.py finds faults on real hosts. The hosts have no GPUs, so the checks of GPUs use simulated facts."""
 
 import contextlib
 import copy
@@ -23,10 +23,10 @@ from tools.launch.hosts import Host
 
 
 def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[str, str]]]:
-    """Run doctor.py on node1, which has two slots, and on further hosts.
+    """Run doctor.py on node1, with two slots, and on further hosts.
 
     Returns:
-        The exit status, the output, and the code and host of each finding that fails.
+        The exit status, the output, and the code and host of each failed check.
     """
     further_lines = "".join(f"{name} slots=1\n" for name in hosts.names()[1:count])
     (tmp_path / "hostfile").write_text(f"node1 slots=2\n{further_lines}")
@@ -38,7 +38,7 @@ def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[s
 
 
 def test_sound_hosts(cluster, tmp_path):
-    """Run the all-reduce on three processes. A dangling link in --data is not a fault."""
+    """Run the all-reduce on three processes. A dangling link in --data must not count as a fault."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gone").symlink_to("nowhere")
     folder = tmp_path / "runs"
@@ -61,14 +61,14 @@ def test_hosts_without_sshd_or_with_another_key(cluster, tmp_path):
 
 
 def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
-    """Find other code, another package, other data, a closed port, an unusable folder and unreachable S3."""
+    """Detect other code, packages and data, a closed port, an unusable folder and an unreachable S3."""
     runs, data = tmp_path / "runs", tmp_path / "data"
     runs.mkdir()
     data.mkdir()
     (data / "a.parquet").write_text("one")
     rule = "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
     rule += " add rule inet wall in tcp dport 29500 reject"
-    faults = [  # host, command that breaks it, command that repairs it
+    faults = [  # Host, command that injects the fault, and command that repairs the host
         ("node2", *OTHER_CODE),
         ("node2", *OTHER_TIMM),
         ("node2", ["mount", "-t", "tmpfs", "tmpfs", data], ["umount", data]),
@@ -119,7 +119,7 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
 
 
 def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
-    """Use the shipped hostfile without an sshd, then with one. Several hosts also need pdsh."""
+    """Use the default hostfile without an sshd, then with one. Several hosts also require pdsh."""
     client = SimpleNamespace(name="localhost")
     checks = Checks([client, client], SimpleNamespace(), {})
     checks.facts = {"localhost": {"versions": {"deepspeed": "0.19.8"}}}
@@ -169,7 +169,7 @@ FACTS |= {"data": {"digest": "a", "problem": None}}
         (lambda b: b["devices"].update(driver_cuda=[12, 2]), [("old-driver", True)]),
         (lambda b: b["devices"].update(problem="version mismatch"), [("driver-broken", True)]),
         (lambda b: b.update(torch_cuda=None), [("unusable-gpu", True)]),
-        # an unknown value is not a fault
+        # An unknown value is not a fault
         (lambda b: b["devices"]["gpus"][1].update(memory_gib=None, free_gib=None, capability=None), []),
         (lambda b: b.update(nccl="2.20"), [("driver", True)]),
         (lambda b: b["devices"]["gpus"][1].update(free_gib=40.0, held_by=["7"]), [("device-memory", False)]),
@@ -181,7 +181,7 @@ FACTS |= {"data": {"digest": "a", "problem": None}}
     ],
 )
 def test_a_fault_of_one_host(change, expected):
-    """Change the second of two hosts."""
+    """Change the facts of the second of two hosts."""
     facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
     change(facts["b"])
     findings = [*check_hosts([Host("a", (0, 1)), Host("b", (0, 1))], facts), *compare_hosts(facts)]
@@ -193,7 +193,7 @@ def test_a_fault_of_one_host(change, expected):
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
     assert all_reduced(answer) == [("unsupported-gpu", "torch is built")]
-    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch's message
+    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch prints this message
     assert all_reduced(failed) == [("unsupported-gpu", "torch is built")]
     assert all_reduced(failed | {"capability": None}) == [("all-reduce", "CUDA error: no")]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
@@ -209,7 +209,7 @@ def test_one_gpu_of_a_host_fails():
 
 
 def all_reduced(*ranks: dict) -> list[tuple[str, str]]:
-    """Return the code and first three words of each finding about one host."""
+    """Return the code and the first three words of each finding about one host."""
     findings = check_all_reduce(Host("a", tuple(range(len(ranks)))), {"ranks": list(ranks)})
     return [(finding.code, " ".join(finding.what.split()[:3])) for finding in findings]
 

@@ -1,4 +1,4 @@
-"""Models that export.py writes: other libraries load them, and they give the trained model's bits."""
+"""Models that export.py writes: other libraries load them and compute bitwise identical outputs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ SCRIPTS = {"cnn_b": RESNET, "vit": VIT}
 IMAGES = 4
 WITH_BATCH_NORM = ["train_vit.py", "--model", "test_efficientnet", "--image_size", "32", "--mixup", "0"]
 
-# Runs without this repository on the path. Prints the logits of PNG files.
+# This program runs without this repository on its path. It prints the logits of PNG files.
 LOAD = """
 import json, sys, torch
 from PIL import Image
@@ -94,7 +94,7 @@ def made(*words, status: int = 0) -> str:
 
 
 def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
-    """Write the sample's images as PNG files, as they were before normalization."""
+    """Write the sample's images as PNG files with their pixels before normalization."""
     mean, std = (np.reshape(values, (3, 1, 1)) for values in trained.preprocessing[:2])
     files = [folder / f"{name}{k}.png" for k in range(IMAGES)]
     for file, image in zip(files, trained.sample.numpy(), strict=True):
@@ -109,7 +109,7 @@ def open_run(run_folder: Path, scratch: Path, cache: list) -> Exported:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
 def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
-    """Rotate by the EXIF tag, put transparency on white, and scale 16 bits."""
+    """Rotate an image by its EXIF tag, composite transparency onto white, and scale 16-bit values."""
     values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
     config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -124,7 +124,7 @@ def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
 
 
 def test_other_libraries_load_an_export_and_get_the_same_logits(runs, exported, tmp_path, cache):
-    """Read PNG files in a process without this project. timm and transformers both load the ViT."""
+    """Read PNG files in a process without this project. Both timm and transformers load the ViT."""
     models = {name: open_run(run_folder, tmp_path, cache) for name, run_folder in runs.items()}
     files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
     request = [[str(exported[name]), *files[name]] for name in models]
@@ -173,7 +173,7 @@ def test_the_card_says_what_the_run_reached(runs, exported):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "single", "ddp"])
 def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
-    """Train, resume, validate and export: each gives the same model, including its buffers."""
+    """Train, resume, validate and export. Every command must use the same model, including its buffers."""
     run_folder = tmp_path / "run"
     flags = [*QUICK, "--batch_size", "96", "--lr", "1e-2", "--ema_decay", "0.8", *cache]
     for steps in ("6", "14"):
@@ -247,9 +247,9 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])
 def test_an_exported_folder_is_accepted_as_a_model(name, runs, exported, tmp_path, cache):
-    """Use the folder without its run in validate.py and predict.py.
+    """Use the exported folder without its run in validate.py and predict.py.
 
-    No code from the folder is executed, and other users can read its files.
+    No command executes code from the folder, and other users can read the folder's files.
     """
     folder = shutil.copytree(exported[name], tmp_path / "mine")
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
@@ -344,7 +344,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def test_push(exported, runs, tmp_path, cache):
-    """Let the hub's client send all files of the folder to a server on loopback."""
+    """Let the hub's client upload all files of the folder to a server on loopback."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.requests = []
         Thread(target=server.serve_forever, daemon=True).start()

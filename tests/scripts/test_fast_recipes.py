@@ -1,4 +1,4 @@
-"""The fast recipes of train_cnn_b.py and their flags. test_real_data.py runs the CIFAR-10 recipe."""
+"""Fast recipes of train_cnn_b.py and their flags. test_real_data.py runs the CIFAR-10 recipe."""
 
 from functools import partial
 
@@ -27,8 +27,8 @@ def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache,
             folder = tmp_path / "images" / split / file.stem
             folder.mkdir(parents=True)
             (folder / file.name).symlink_to(file)
-    # On an AMD EPYC, oneDNN in torch 2.15 writes out of bounds in the backward of a 1x1 convolution with
-    # stride 2, fewer than 16 channels and images of 64 pixels.
+    # On an AMD EPYC CPU, oneDNN in torch 2.15 writes out of bounds in the backward pass of a 1x1 convolution
+    # with stride 2, fewer than 16 channels and images of 64 pixels.
     words = ["train_cnn_b.py", "--config", "recipes/cnn_b_imagenet_16epochs.yaml", "--width", "16", *cache]
     words += ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "4", "--workers", "0"]
     words += ["--log_every", "1", "--mixed_precision", "no", "--lr", "0.01", "--output_dir", tmp_path / "run"]
@@ -50,7 +50,7 @@ def test_the_epoch_determines_the_image_size():
     batches = list(training_batches(images, plan, torch.device("cpu"), recipe))
     assert [len(inputs[0][0]) for inputs, _, _ in batches] == [16] * 4 + [24] * 4
     assert all(np.array_equal(ids, planned) for (_, _, ids), (_, planned) in zip(batches, plan, strict=True))
-    # A run that resumes in the third epoch keeps that epoch's size.
+    # A run that resumes in the third epoch continues with the image size of that epoch.
     later = list(training_batches(images, plan[5:], torch.device("cpu"), recipe))
     assert [len(inputs[0][0]) for inputs, _, _ in later] == [24] * 3
     for (resumed_images, *_), (images_of_run, *_) in zip(later, batches[5:], strict=True):

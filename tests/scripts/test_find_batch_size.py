@@ -1,4 +1,4 @@
-"""find_batch_size.py in real launches under a real limit: the answer runs, and the next size does not."""
+"""find_batch_size.py in real launches under a real memory limit: the answer fits, the next size fails."""
 
 import itertools
 import json
@@ -21,8 +21,8 @@ from tests.support.commands import call
 from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
 
 LARGEST = "tools.batch_size.largest"
-# Large activations in small networks: 8 images take 0.09 to 0.13 GiB, many times the difference between
-# two launches of the same size.
+# Small networks with large activations: 8 images take 0.09 to 0.13 GiB, which is many times the difference
+# between two launches of the same size.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,4,4", "--image_size=320"]
 RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
 VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "--patch_size=4"]
@@ -34,7 +34,7 @@ def finder(config: str, *words: str) -> list[str]:
 
 
 def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
-    """Run a search. Check that it leaves only its result. Return the result and the output."""
+    """Run a search. Check that no file except its result remains. Return the result and the output."""
     file = tmp_path / "found" / "result.json"
     status, output = Job([*finder(config, f"--output={file}"), *words]).wait(1200)
     assert status == 0, output
@@ -50,7 +50,7 @@ def check(search_result: dict) -> None:
     assert len(outcomes) == len(search_result["trials"]), "a size was tried twice"
     for trial in search_result["trials"]:
         if trial["outcome"] == "ran":
-            # Linux may grant a page more
+            # Linux may grant one page more than the limit
             assert 0.5 < trial["memory_gib"] <= search_result["limit_gib"] + 1e-5
             assert trial["images_per_s"] > 0
     assert outcomes[search_result["knee"]] == "ran"
@@ -60,7 +60,10 @@ def check(search_result: dict) -> None:
 
 
 def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
-    """Return the answer and the sizes that were tried. `memory(size)` returns GiB."""
+    """Return the answer and the sizes that the search tried.
+
+    `memory(size)` returns the size's memory in GiB.
+    """
     ran, failed, tried = {}, set(), []
     while (size := next_size(ran, failed, limit_gib, quantum)) is not None:
         assert size % quantum == 0
@@ -76,7 +79,7 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize(("quantum", "max_trials"), [(1, 7), (4, 5), (8, 5), (24, 5)])
 def test_five_trials_suffice_for_linear_memory(quantum, max_trials):
-    """Allow two more trials for a quantum of 1 if fewer than 32 images fit: there is no line yet."""
+    """Allow two more trials for a quantum of 1 if fewer than 32 images fit, because no line is known yet."""
     sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
     for fixed_gib, image_gib, limit_gib in sizes:
         fits = int((limit_gib - fixed_gib) / image_gib + 1e-6) // quantum * quantum
@@ -89,10 +92,11 @@ def test_five_trials_suffice_for_linear_memory(quantum, max_trials):
 @pytest.mark.parametrize(
     "gib",
     [
-        lambda image, size, limit, draw: 1 + image * size + draw.gauss(0, 0.2),  # noise
-        lambda image, size, limit, draw: 1 + image * size // 0.5 / 2,  # steps
-        lambda image, size, limit, draw: 1 + image * max(0, size - 100),  # flat at first
-        # a cache that fills the available memory
+        lambda image, size, limit, draw: 1 + image * size + draw.gauss(0, 0.2),  # Memory with noise
+        lambda image, size, limit, draw: 1 + image * size // 0.5 / 2,  # Memory that grows in steps
+        # Memory that is constant for small sizes.
+        lambda image, size, limit, draw: 1 + image * max(0, size - 100),
+        # A cache that fills the available memory
         lambda image, size, limit, draw: min(1 + 1.3 * image * size, limit) + (image * size > limit),
     ],
     ids=range(4),
@@ -118,7 +122,10 @@ def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
 
 
 def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
-    """Start a process that has left its session and whose parent has ended: it must end as well."""
+    """Start a process that leaves its session and outlives its parent.
+
+    The search must also end this process.
+    """
     monkeypatch.chdir(tmp_path)
     sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
     sleeper.write_text("import os, time\nopen('pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(600)")
@@ -141,7 +148,7 @@ def test_out_of_memory_is_recognized(code, is_out_of_memory, monkeypatch):
 
 @pytest.mark.parametrize(("message", "is_out_of_memory"), rows_of("out of memory on a GPU"))
 def test_a_gpu_out_of_memory_is_recognized_by_its_message(message, is_out_of_memory, monkeypatch):
-    """Simulate the message that the libraries print on a GPU."""
+    """Simulate the message that the libraries print when a GPU is out of memory."""
     monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
     ended = launch_limited(
         [sys.executable, "-c", f"print({message!r}); exit(1)"], limit_gib=None, timeout_s=60
@@ -162,7 +169,7 @@ def test_the_largest_process_is_measured():
 
 @pytest.mark.full
 def test_the_answer_ran_and_the_next_size_did_not(tmp_path):
-    """Check that 32 images run and 64 do not."""
+    """Check that 32 images fit and 64 do not."""
     search_result, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)
     check(search_result)
     assert len(search_result["trials"]) <= 3
@@ -190,7 +197,7 @@ def test_scripts_and_strategies(script, config, tmp_path):
 
 @pytest.mark.full
 def test_the_data_set_limits_the_size(tmp_path):
-    """Use the 1,437 images of digits: only the first multiple of 1,024 fits."""
+    """Use the 1,437 images of digits, so that only the first multiple of 1,024 is possible."""
     words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]
     search_result, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
     outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in search_result["trials"]]
@@ -213,14 +220,17 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Return a search with simulated trials: a process needs a fixed size plus 0.01 GiB per image."""
+    """Return a function that searches with simulated trials.
+
+    A process needs a fixed amount of memory plus 0.01 GiB per image.
+    """
     monkeypatch.chdir(ROOT)
     file = tmp_path / "found" / "result.json"
 
     def run_search(fixed_gib: float, *words: str, gpu_gib: float | None = None) -> dict:
         def launched(words, limit_gib, timeout_s):
             flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-            # a flag given under a second name is refused
+            # A script refuses a flag that is given under two names
             assert not {"learning_rate", "model_folder"} & flags.keys()
             size = int(flags["per_device_batch_size"])
             gib = fixed_gib + size / 100
@@ -249,7 +259,7 @@ def simulated(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
 def test_a_margin_stays_free_with_randaugment(layers, answer, simulated, capsys):
-    """Search on a GPU of 1 GiB."""
+    """Search on a simulated GPU with 1 GiB of memory."""
     words = ["--patience=1", "--learning-rate=1", "--model_folder=elsewhere", f"--randaug_layers={layers}"]
     search_result = simulated(0.02, *VIT, *words, gpu_gib=1.0)
     assert (search_result["answer"], search_result["margin"]) == (answer, 0.05 if layers == "2" else 0)
@@ -263,7 +273,7 @@ def test_a_margin_stays_free_with_randaugment(layers, answer, simulated, capsys)
 
 @pytest.mark.parametrize("fixed_gib", [0.4, 1.52])
 def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simulated):
-    """Check that some images fit, but not all, whatever the data and the libraries need."""
+    """Check that some sizes fit and others do not, whatever memory the data and the libraries need."""
     search_result = simulated(fixed_gib, *VIT)
     assert search_result["limit_gib"] == pytest.approx(1.25 * (fixed_gib + 0.08))
     assert 8 < search_result["answer"] == int((search_result["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8

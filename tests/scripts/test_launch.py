@@ -44,7 +44,7 @@ def write_hostfile(tmp_path, slots: Sequence[int]) -> Path:
 
 
 def start(words: list, tmp_path, flags=(), env=None, slots: Sequence[int] = (1, 1)) -> Job:
-    """Start launch.py on node1. `slots` gives the number of processes on each of the first hosts."""
+    """Start launch.py on node1. `slots` lists the number of processes on each of the first hosts."""
     launcher = ["launch.py", "--hostfile", write_hostfile(tmp_path, slots), "--log_dir", tmp_path / "logs"]
     return Job(hosts.inside("node1", [sys.executable, *launcher, *flags, *words], ROOT), env=env)
 
@@ -64,7 +64,7 @@ def wait_until_empty(names, within_s: float) -> None:
 
 
 def launcher_of(job: Job) -> psutil.Process:
-    """Return the process of launch.py, a descendant of nsenter."""
+    """Return the launch.py process, which is a descendant of nsenter."""
     for process in psutil.Process(job.process.pid).children(recursive=True):
         if "launch.py" in process.cmdline()[:2]:
             return process
@@ -94,7 +94,7 @@ SLOTS = ((1, 1), (2, 2), (1, 2))
     ],
 )
 def test_hosts_train_as_one_process(launcher, config, slots, cluster, one_process, tmp_path, cache):
-    """Run each command on every host, but launch.py and deepspeed only on the first, which uses ssh."""
+    """Run each command on every host. launch.py and deepspeed run only on the first host and use ssh."""
     names, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
     write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
@@ -129,7 +129,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", ["single-node", full("multi-node")])
 def test_the_default_script(mode, request, tmp_path):
-    """Start train_hello.py with the given flags if no script is named."""
+    """Start train_hello.py with the given flags unless another script is named."""
     words = [sys.executable, "launch.py", "--mode", mode, *MODES[mode], "--log-dir", tmp_path / "logs"]
     words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
     words += ["--output_dir", tmp_path / "run"]
@@ -170,7 +170,7 @@ for epoch in range(10_000 if args.fault else 1):
 
 
 def foreign(tmp_path, fault: str = "") -> list:
-    """Write the script above to a folder. Return its path and flags.
+    """Write the script above to a folder. Return the script's path and flags.
 
     Args:
         tmp_path: Folder of the script and of its results.
@@ -182,7 +182,10 @@ def foreign(tmp_path, fault: str = "") -> list:
 
 @pytest.mark.parametrize(("flags", "jobs"), [(["--dry_run"], 0), full([], 2)])
 def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
-    """Run it without GPUs: Accelerate makes each process a separate job unless the printed flag is given."""
+    """Run the script without GPUs.
+
+    Accelerate makes each process a separate job unless the flag that launch.py prints is given.
+    """
     words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
     output = run([*words, *flags, *foreign(tmp_path)])
     assert output.count("process 0 of 1") == jobs
@@ -202,7 +205,7 @@ def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
     ],
 )
 def test_a_foreign_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):
-    """Check that each end is named, including SIGTERM, and that no process is left."""
+    """Check that launch.py names the cause of each end, including SIGTERM, and leaves no process."""
     use_cpu, log = "ACCELERATE_USE_CPU", tmp_path / "logs" / "node1.log"
     job = start(foreign(tmp_path, fault), tmp_path, ["--env", use_cpu], {use_cpu: "true"}, slots=(2, 1))
     if fault == "pass":
@@ -226,7 +229,7 @@ def test_a_dry_run_needs_no_network(tmp_path):
 
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
-    """Start each host's part by hand with the command that the dry run prints for it."""
+    """Start each host's part manually, with the command that the dry run prints for the host."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
     flags = ["--dry_run", "--master_addr", "10.77.0.1"]
     status, output = start(words, tmp_path, flags, slots=(2, 2)).wait(30)
@@ -245,7 +248,7 @@ def test_a_dry_run_starts_nothing(cluster, tmp_path):
 
 
 class Training:
-    """A long training job on two hosts, which the same command resumes."""
+    """A long training job on two hosts. The same command resumes it."""
 
     def __init__(self, tmp_path: Path, *flags, **options):
         self.tmp_path, self.folder = tmp_path, tmp_path / "run"
@@ -278,7 +281,7 @@ def training(cluster, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
 def test_all_hosts_save_at_a_signal_and_the_same_command_continues(number, cluster, tmp_path):
-    """Print at every step: a print without a reader must not fail, and all ranks must save."""
+    """Print at every step. A print without a reader must not fail, and all ranks must save."""
     training = Training(tmp_path, "--log_every", "1")
     launcher_of(training.job).send_signal(number)
     status, output = training.job.wait(60)
@@ -299,7 +302,7 @@ def test_all_hosts_save_at_a_signal_and_the_same_command_continues(number, clust
 
 
 def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path):
-    """Pass a variable by --env NAME to every process, without showing it in a command, file or output."""
+    """Pass a variable to every process with --env NAME. No command, file or output may contain its value."""
     canary = "s3cr3t-canary"
     training = Training(tmp_path, flags=["--env", "CANARY"], env={"CANARY": canary})
     assert {rank.environ()["CANARY"] for name in hosts.names()[:2] for rank in ranks_on(name)} == {canary}
@@ -342,7 +345,7 @@ main()
     ],
 )
 def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
-    """Name the host that failed, whatever the output of this and other hosts looks like."""
+    """Name the host that failed, regardless of the hosts' output."""
     (tmp_path / "cause.py").write_text(CAUSE.replace("FAIL", fail))
     words = [tmp_path / "cause.py", "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, ["--env", "PYTHONPATH"], {"PYTHONPATH": str(ROOT)}).wait(120)
@@ -355,7 +358,7 @@ def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("node1", "its agent was killed by signal 9"),  # the host of launch.py
+        ("node1", "its agent was killed by signal 9"),  # This host runs launch.py
         ("node2", "its agent was killed, or the connection is lost"),
     ],
 )
@@ -365,7 +368,7 @@ def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name,
     killed = [agent, *agent.children(recursive=True)]
     assert len(killed) > 2
     for process in killed:
-        process.suspend()  # so that no process notices another's end
+        process.suspend()  # Then no process notices that another process has ended
     for process in killed:
         process.kill()
     status, output = training.job.wait(60)
@@ -378,7 +381,7 @@ def cut_off(_):
     hosts.cut("node2")
     try:
         yield
-        wait_until_empty(hosts.names(), 90)  # the job ends on both sides of the cut
+        wait_until_empty(hosts.names(), 90)  # The job must end on both sides of the network partition
     finally:
         hosts.heal("node2")
 
@@ -394,7 +397,7 @@ def powered_off(_):
 
 @contextlib.contextmanager
 def suspended(_):
-    """Suspend a rank: all hosts end after --timeout_s, including the host of the suspended rank."""
+    """Suspend a rank. All hosts end after --timeout_s, including the suspended rank's host."""
     (rank,) = ranks_on("node2")
     rank.suspend()
     yield
@@ -402,7 +405,7 @@ def suspended(_):
 
 @contextlib.contextmanager
 def lossy(training):
-    """Drop 30 percent of the packets to node2: it either trains, or ends in time and names the host."""
+    """Drop 30 percent of the packets to node2. The job must continue, or end in time and name the host."""
     process, log = training.job.process, training.folder / "metrics.jsonl"
     before = log.read_text().count("\n")
     hosts.lose("node2", 30)
@@ -418,9 +421,9 @@ def lossy(training):
 
 @contextlib.contextmanager
 def closed_output(training):
-    """Close the reader first, as `| tee` does at Ctrl-C: the hosts still save."""
+    """Close the reader first, as `| tee` does at Ctrl-C. All hosts must still save a checkpoint."""
     training.job.process.stdout.close()
-    time.sleep(1)  # the next lines have no reader
+    time.sleep(1)  # Nothing reads the next lines
     launcher_of(training.job).send_signal(signal.SIGINT)
     yield
 
@@ -451,7 +454,7 @@ def test_a_fault_ends_the_job_and_the_same_command_continues(fault, statuses, re
 @pytest.mark.full
 @pytest.mark.real_processes
 def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
-    """Suspend a host's launcher before the script runs, while the other hosts' launchers wait for it."""
+    """Suspend a host's launcher before the script runs. The other hosts' launchers wait for it."""
     job = start([*HELLO, "--timeout_s", "15", "--output_dir", tmp_path / "run"], tmp_path)
     wait_until(lambda: any("accelerate.commands.launch" in words for words in left("node2")), job)
     for number in hosts.processes("node2"):
@@ -493,7 +496,7 @@ def no_sshd(_):
 
 @contextlib.contextmanager
 def another_host_key(_, host: int = 2):
-    """Present another host key, which means another host: nothing may be sent to it."""
+    """Present the key of another host. launch.py must not send anything to this host."""
     known_hosts = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
     text = known_hosts.read_text()
     first = text.splitlines()[0]
@@ -572,7 +575,7 @@ def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
 
 
 def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
-    """Keep secrets out of the file: DeepSpeed puts each of its lines on the command line of ssh."""
+    """Keep secrets out of .deepspeed_env, because DeepSpeed copies each line into the command line of ssh."""
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
     env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
     for name, value in (env | {"NCCL_DEBUG": "INFO"}).items():
@@ -588,7 +591,10 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "visible", "slots"), [(3, None, 3), (3, "", 1), (0, None, 1)])
 def test_a_mode_uses_the_gpus_of_this_machine(gpus, visible, slots, monkeypatch):
-    """Simulate the driver's number of GPUs. Without a GPU, or in a rehearsal, a host gets one process."""
+    """Simulate the number of GPUs from the driver.
+
+    Without a GPU, or in a rehearsal, a host runs one process.
+    """
     monkeypatch.setattr(launch, "list_gpus", lambda: Devices(gpus=({},) * gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

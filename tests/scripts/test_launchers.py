@@ -1,4 +1,4 @@
-"""Every command of the README and its pages, shortened by flags. This machine stands in for every host."""
+"""Every command in the README and its pages, shortened by flags. This machine stands in for every host."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from onecurve.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
-# Appended to a command, so that it takes seconds and needs no hub. The last of two equal flags takes effect.
+# Flags appended to a command, so that it takes seconds and needs no hub. If a flag appears twice, the last
+# value applies.
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16", "--max_val_images", "32"]
 SMALL = {
     "train_hello.py": ["--max_steps", "20"],
@@ -24,17 +25,19 @@ SMALL = {
     "train_cnn_b.py": [*DIGITS, "--width", "8"],
     "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
 }
-# Without docs/imagenet.md and docs/cluster.md, which need archives and machines that tests do not have.
+# docs/imagenet.md and docs/cluster.md are missing here because they need archives and machines that tests
+# lack.
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("launching", "resuming", "results", "trouble")))
-ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # the commands that work for three scripts alike
-# Each command of the documents' code blocks and of the table of results, once
+ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # Flag of the commands that work for three scripts
+# Each command in the documents' code blocks and in the table of results, once
 TEXT = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
 IN_BLOCKS = list(dict.fromkeys("".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()))
 RESULTS = TEXT.split("## Results")[1].split("## ")[0]
 IN_TABLES = re.findall(r"^\|.*?\| `([^`]+)` \|", RESULTS, re.MULTILINE)
-# The first matching pattern decides a command's category. Comments name tests in other files that run it.
+# The first matching pattern determines a command's category. Comments name the file whose tests run the
+# category.
 CATEGORIES = {
-    "make": r"make (train|same_bits|test|test-all)\b",  # the last two run these tests
+    "make": r"make (train|same_bits|test|test-all)\b",  # `test` and `test-all` run these tests
     "experiment": r"make (experiment_vit|experiment_speedup|tensorboard)\b|experiments/\w+\.sh --seeds",
     "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",
     "peers": r"python -m benchmarks\.peers ",  # test_gpu_suite.py
@@ -42,7 +45,7 @@ CATEGORIES = {
     "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
     "doctor": r"python doctor\.py ",  # test_doctor.py
     "tensorboard": r"tensorboard --logdir runs$",
-    "fetching": r"(scp|rsync) ",  # copies from a host
+    "fetching": r"(scp|rsync) ",  # These commands copy files from a host
     "accelerate config": r"accelerate config$|accelerate launch train_cnn_a\.py$",
     "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
     "named hosts": r"python launch\.py --mode ",  # test_launch.py
@@ -68,20 +71,20 @@ LAUNCHES = in_category("launch")
 
 
 def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables before a command, and its words."""
+    """Return the variables before a command and the words of the command."""
     words = shlex.split(command)
     count = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
 def launch_type(command: str) -> tuple:
-    """Return the launcher and the options that set the hosts. Other tests cover everything else."""
+    """Return the launcher and the options that set the hosts. Other tests cover all other options."""
     words = ("launch.py", "hostfile", "--nnodes=2", "--nnodes=1:4")
     return split_environment(command)[1][0], *(word in command for word in words)
 
 
 FIRST_OF_TYPE = {launch_type(command): command for command in reversed(LAUNCHES)}
-# test_preemption.py, test_elastic.py and the practice test below start these.
+# test_preemption.py, test_elastic.py and the practice test below start these commands.
 for covered in ("deepspeed --num_gpus 2", "torchrun --nnodes=1:4", "python launch.py --hostfile hostfile"):
     del FIRST_OF_TYPE[launch_type(covered)]
 
@@ -97,7 +100,7 @@ OTHER_SCRIPTS = [
 
 @pytest.mark.full
 def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
-    """Run the commands in order, each with a few more steps than the previous one."""
+    """Run the commands in order, each with a few more steps than the previous command."""
     in_s3 = aws_env(s3)
     outputs = []
     for number, command in enumerate(in_category("stopped runs"), 1):
@@ -122,7 +125,7 @@ def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
 
 
 def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path, cache):
-    """Run the README's commands with a small model's weights instead of the hub's."""
+    """Run the README's commands with a small model's weights instead of weights from the hub."""
     for k, file in enumerate(sorted(photographs.glob("*.JPEG"))):
         path = project_copy / "photographs" / f"class_{k % 4}" / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +203,7 @@ def expected_processes(command: str) -> int:
 
 
 def test_no_command_is_left_out():
-    """A new category of commands needs a test."""
+    """Check that every category has a test, so that a new category needs a new test."""
     assert not [command for command in [*IN_BLOCKS, *IN_TABLES] if category(command) is None]
     for command in IN_TABLES:
         if command.startswith("python -m pytest"):
@@ -213,7 +216,10 @@ WRITE_UPS = (ROOT / "docs/launching.md").read_text().partition("## Five write-up
 
 @pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
 def test_a_write_up_uses_commands_of_the_documents(row):
-    """Check that the documents contain each command. Other tests run it; `CATEGORIES` names them."""
+    """Check that the documents contain each command.
+
+    Other tests run the commands; `CATEGORIES` names these tests.
+    """
     assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
     assert (WRITE_UPS.count("| `"), len(in_category("one GPU each"))) == (5, 3)
 
@@ -254,9 +260,9 @@ def test_tensorboard_starts(tmp_path):
 @pytest.mark.needs("make setup")
 @pytest.mark.parametrize(("flags", "accuracy"), [(" --max_steps 22", 0.6), full("", 0.97)])
 def test_make_train(flags, accuracy, project_copy, cache):
-    """Check that `make train` installs nothing twice and imports nothing unused, then use its run.
+    """Check that `make train` installs nothing twice and imports nothing unused.
 
-    The README's other commands run on it.
+    The README's other commands then use its run.
     """
     venv, end = BIN.parent, " train_cnn_a.py --data digits\n"
     mutate(project_copy, "Makefile", end, f"{end[:-1]}{flags}\n")
@@ -264,7 +270,7 @@ def test_make_train(flags, accuracy, project_copy, cache):
     output = run(make, cwd=project_copy, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert "pip install" not in output
     stderr = (project_copy / "stderr").read_text()
-    assert "were not passed" not in stderr  # accelerate's warning about defaults
+    assert "were not passed" not in stderr  # Accelerate's warning about default values
     packages = set(re.findall(r"^import time:.*\| +(\S+)$", stderr, re.MULTILINE))
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
@@ -287,20 +293,20 @@ def test_make_same_bits(project_copy):
     assert len(set(hashes)) == 1, output
 
 
-ANSWERS = {  # strategy: answers that differ from the defaults
+ANSWERS = {  # Maps each strategy to the answers that differ from the defaults
     "ddp": {},
     "fsdp": {
         r"torch dynamo\?.*?\]:": "yes\r",
         r"use FullyShardedDataParallel\?.*?\]:": "yes\r",
         r"FSDP activation checkpointing\?.*?\]:": "yes\r",
     },
-    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # one entry down
+    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # One entry down
 }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp"), full("zero3")])
 def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_copy, tmp_path, cache):
-    """Answer accelerate's questions at a terminal, then run the plain command.
+    """Answer accelerate's questions at a terminal. Then run the command without a config file.
 
     `make test` names the file that accelerate would find.
     """
@@ -313,7 +319,7 @@ def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_co
         assert "fsdp_activation_checkpointing: true" in config
     script = "train_vit.py" if strategy == "fsdp" else "train_cnn_a.py"
     words = ["launch", script, *SMALL[script], *cache, "--output_dir", tmp_path / "run"]
-    if strategy == "ddp":  # a named config allows a fork, but another HF_HOME needs a new process
+    if strategy == "ddp":  # A named config file allows a fork. Another HF_HOME requires a new process.
         words[1:1] = ["--config_file", tmp_path / "hf" / "accelerate" / "default_config.yaml"]
         home = {}
     run(["accelerate", *words], cwd=project_copy, env=home)
@@ -322,18 +328,18 @@ def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_co
 
 
 def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
-    """Choose multi-GPU and two processes. Give these answers, and accept the defaults otherwise."""
+    """Choose multi-GPU and two processes. Accept the defaults of all other questions."""
     env = {**os.environ, **env}
     child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=240)
     child.logfile_read = sys.stdout
     answers = {
-        "Which type of machine": "\x1b[B" * 4 + "\r",  # four entries down: multi-GPU
+        "Which type of machine": "\x1b[B" * 4 + "\r",  # Four entries down is multi-GPU
         r"How many GPU.*\]: ?": "2\r",
         **answers,
-        # menus, at their default entries
+        # These menus keep their default entries
         "In which compute environment|mixed precision|dynamo backend|Where to offload": "\r",
         "FSDP version|wrap policy|state dict": "\r",
-        r"\]: ?": "\r",  # all other questions show their default
+        r"\]: ?": "\r",  # All other questions show their default answers
         pexpect.EOF: None,
     }
     while (answer := list(answers.values())[child.expect(list(answers))]) is not None:

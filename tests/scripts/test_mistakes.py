@@ -1,4 +1,4 @@
-"""A mistake prints one line under every launcher. The test counts the lines that launchers add."""
+"""Mistakes print one line under every launcher. The test counts the additional lines from the launchers."""
 
 import re
 
@@ -7,17 +7,18 @@ import pytest
 from tests.conftest import CNN, Job, accelerate, deepspeed, full, mutate, python, torchrun
 
 LAUNCH = [*python(), "launch.py", "--mode", "single-node"]
-LAUNCHERS = {  # name: (words, maximum number of lines that the launcher adds)
+LAUNCHERS = {  # Maps each launcher to its words and the maximum number of lines that it adds
     "python": (python(), 0),
-    "accelerate, one process": (accelerate("cpu"), 16),  # its traceback names the command that returned 1
+    "accelerate, one process": (accelerate("cpu"), 16),  # Its traceback names the command that returned 1
     "torchrun, one process": (torchrun(1), 34),
     "torchrun": (torchrun(2), 50),
     "accelerate": (accelerate("ddp_2gpu"), 50),
-    "deepspeed": (deepspeed("--num_gpus", "2"), 34),  # c10d's stack if it kills a rank that connects
+    # C10d prints a stack if the launcher kills a rank while it connects.
+    "deepspeed": (deepspeed("--num_gpus", "2"), 34),
     "launch.py": ([*LAUNCH], 6),
     "launch.py, two": ([*LAUNCH, "--gpus", "2", "--log_dir", "LOGS"], 6),
 }
-MISTAKES = {  # flags, message, number of other lines that the script prints
+MISTAKES = {  # Maps each mistake to flags, a message, and the number of other lines that the script prints
     "unknown flag": (["--epoch", "1"], "error: unknown flag --epoch: did you mean --epochs?", 0),
     "no such data": (["--data", "nowhere"], "error: --data nowhere does not exist", 2),
     "exception": (["--data", "digits"], "ZeroDivisionError: division by zero", 16),
@@ -37,7 +38,7 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
     status, output = Job(words, cwd=project_copy).wait()
     assert status != 0
     warnings = (
-        r"torch/distributed/run\.py|OMP_NUM_THREADS"  # launchers also print these when nothing is wrong
+        r"torch/distributed/run\.py|OMP_NUM_THREADS"  # Launchers print these lines even without a mistake
     )
     lines = [line for line in output.splitlines() if not re.search(warnings, line)]
     pattern = rf"(localhost \| )?(train_cnn_a.py: )?{re.escape(message)}"
@@ -46,8 +47,9 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
     assert len(lines) <= 1 + other_lines + added, output
     if mistake != "exception":
         assert "Traceback" not in "\n".join(lines[: lines.index(message_lines[0])]), output
-    if launcher in ("torchrun, one process", "torchrun", "accelerate"):  # torchrun says who failed, and why
+    # Torchrun prints which rank failed, and why.
+    if launcher in ("torchrun, one process", "torchrun", "accelerate"):
         assert f"traceback : {message.removeprefix('error: ')}" in output
     if launcher.startswith("launch.py"):
-        rank = r"(rank \d \(host \S+\) failed: )?"  # launch.py names the rank if there are several
+        rank = r"(rank \d \(host \S+\) failed: )?"  # launch.py names the rank if there are several ranks
         assert re.match(f"error: localhost: {rank}{re.escape(message.removeprefix('error: '))}", lines[-1])

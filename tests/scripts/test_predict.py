@@ -1,4 +1,4 @@
-"""predict.py predicts each picture once, under any launcher, as validate.py does."""
+"""predict.py predicts each picture once under any launcher, with the same results as validate.py."""
 
 import csv
 import io
@@ -29,12 +29,12 @@ from onecurve.numerics.augment import to_float
 from tests.conftest import Job, full, lines, python, result, run, torchrun
 from tools.inference.inference import keep_features
 
-COUNT = 360  # all held-out digits
+COUNT = 360  # Number of held-out digits
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory, cache) -> Path:
-    """Write held-out digits as PNG files in two folders, and a file that is not an image."""
+    """Write held-out digits as PNG files in two folders, and add a file that is not an image."""
     folder = tmp_path_factory.mktemp("pictures")
     images = open_images(prepare_data("digits", Path(cache[1]))).val
     for k in range(COUNT):
@@ -47,7 +47,7 @@ def pictures(tmp_path_factory, cache) -> Path:
 
 @pytest.mark.parametrize("launcher", [python(), torchrun(2), full(torchrun(3))], ids=["1", "2", "3"])
 def test_each_picture_is_predicted_once_and_like_validate(launcher, trained, pictures, tmp_path, cache):
-    """Run on up to three processes. A file that is not an image does not end the command."""
+    """Run on up to three processes. A file that is not an image must not end the command."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
     words += ["--embeddings", tmp_path / "features.npy"]
@@ -105,7 +105,7 @@ def test_embeddings_are_timms_features_before_the_head(name):
 
 
 def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
-    """Crop and normalize as for a data set of photographs."""
+    """Crop and normalize pictures as for a data set of photographs."""
     noise = np.random.RandomState(0).randint(0, 256, (50, 70, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     preparation = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
@@ -125,7 +125,7 @@ def test_an_output_that_is_not_finite_is_refused(pictures):
 
 
 class Unsent(Pictures):
-    """Pictures whose worker can't open a file to send a batch."""
+    """Pictures for a worker that can't open another file to send a batch."""
 
     def __getitem__(self, i):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -156,7 +156,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
 
 
 def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
-    """Check only the pictures of the sheet, which are decoded anyway."""
+    """Check only the pictures on the sheet, which are decoded in any case."""
     values = np.random.RandomState(0).randint(0, 4096, (20, 100)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
     row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}
@@ -171,7 +171,8 @@ def test_words_for_pictures(pictures, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n\n{first}\r\nnot there.jpg\n"))
     assert find_pictures(["-", first]) == [second, first, "not there.jpg"]
     assert len(find_pictures([str(pictures / "odd"), str(pictures / "*.png")])) == COUNT // 2 + 1
-    assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]  # reported later as left out
+    # The missing file is reported later.
+    assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]
     with pytest.raises(ValueError, match="matches no file"):
         find_pictures(["nothing/*.jpg"])
     with pytest.raises(ValueError, match="no pictures"):

@@ -30,7 +30,7 @@ from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
 from tools.prepare import devkit, originals, preparation
 
 MINI = ["--no_verify", "--subset"]
-SMALL = ["--shard_mib", "0.1"]  # about 7 shards of training images
+SMALL = ["--shard_mib", "0.1"]  # About 7 shards of training images
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
 
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
-    """Check the manifest. Return the label and bytes of each image, by the stem of its name."""
+    """Check the manifest. Return the label and bytes of each image, by the stem of its file name."""
     manifest = find_local(folder)
     images = {}
     rows = parse_shard_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
@@ -158,7 +158,7 @@ def test_resize(ilsvrc, tmp_path):
     images = read_index(out, "train")
     for stem, (label, data) in expected(ilsvrc, "train").items():
         assert images[stem][0] == label
-        resized, original = decode_image(images[stem][1]), decode_image(data)  # both are upright
+        resized, original = decode_image(images[stem][1]), decode_image(data)  # Both images are upright
         height, width = original.shape[:2]
         if min(height, width) <= 120:
             assert stem in odd(ilsvrc) or images[stem][1] == data
@@ -175,9 +175,9 @@ def test_resize(ilsvrc, tmp_path):
 
 @pytest.mark.parametrize("source", ["tar", "folder"])
 def test_other_images(source, ilsvrc, tmp_path):
-    """Prepare names with dots and spaces, a real PNG, the same name in two classes, and other files.
+    """Prepare names with dots and spaces, a real PNG, a name that two classes share, and other files.
 
-    Folders also contain links and images in subfolders.
+    The folders also contain links and images in subfolders.
     """
     photograph, drawing = next(iter(ilsvrc.val.values())), encode(Image.new("RGB", (8, 8), "red"), "PNG")
     classes = {
@@ -227,7 +227,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_a_file_lists_the_classes_of_val(form, ilsvrc, tmp_path):
-    """Copy nothing if the file is missing or if train lacks a class of val."""
+    """Copy nothing if the file is missing, or if train lacks a class of val."""
     files, below = PUBLISHED[form]
     photographs = list(ilsvrc.val.values())
     images = {f"{below}/train/n0{c}/images/{k}.JPEG": photographs[c + k] for c in (1, 2) for k in (0, 2)}
@@ -254,7 +254,7 @@ def test_a_file_lists_the_classes_of_val(form, ilsvrc, tmp_path):
     assert not (tmp_path / "wrong").exists()
 
 
-VAL_LABELS = {  # formats of label lists, given an image's name, WordNet ID and label
+VAL_LABELS = {  # Formats of label lists, each a function of an image's name, WordNet ID and label
     "synsets, as TensorFlow's": lambda name, wnid, label: f"{wnid}\n",
     "indices": lambda name, wnid, label: f"{label}\r\n",
     "names and indices, as Caffe's": lambda name, wnid, label: f"{name} {label}\n",
@@ -264,7 +264,7 @@ VAL_LABELS = {  # formats of label lists, given an image's name, WordNet ID and 
 
 @pytest.fixture
 def two_tars(ilsvrc, tmp_path) -> Path:
-    """Return a folder with ILSVRC2012's image archives, without the development kit."""
+    """Return a folder with ILSVRC2012's image archives, but without the development kit."""
     (tmp_path / "tars").mkdir()
     for name in (TRAIN, VAL):
         (tmp_path / "tars" / name).symlink_to(ilsvrc.folder / name)
@@ -322,7 +322,7 @@ def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
 
 
 def test_missing_labels_are_reported_with_a_remedy(ilsvrc, two_tars, tmp_path):
-    """Check that only val needs the kit, because the training archive names its classes."""
+    """Check that only val needs the development kit, because the training archive names its classes."""
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
         output = fails("--from", source, *words)
@@ -370,10 +370,10 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
-    """Resume with the journal in --work_dir, which lists the uploads to one destination, or start again.
+    """Resume with the journal in --work_dir, which lists the uploads to one destination, or start over.
 
     Args:
-        lost: --work_dir is gone.
+        lost: Whether --work_dir has been deleted.
     """
     use_s3(monkeypatch, s3_proxy.endpoint)
     store = ObjectStore(f"s3://{BUCKET}/killed-{lost}")
@@ -425,7 +425,7 @@ def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
 
 ESCAPED = "../../../escaped.JPEG"
 TWICE = dict.fromkeys(("a.JPEG", "./a.JPEG"), b"x")
-BROKEN = {  # training tar, message
+BROKEN = {  # Maps each fault to the training tar and the message
     "parent": (lambda _: tar({"n01440764.tar": tar({ESCAPED: b"x"})}), f".tar: {ESCAPED} is not a plain"),
     "truncated": (lambda i: i.train_tar.read_bytes()[:500_000], f"{TRAIN} is truncated: it ends at"),
     "unknown class": (lambda _: tar({"n99999999.tar": tar({"a.JPEG": b"x"})}), "n99999999"),
@@ -449,7 +449,7 @@ def test_a_broken_archive(fault, ilsvrc, tmp_path):
 
 
 def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
-    """Try another MD5 sum, other counts, and a devkit that is missing, incomplete or of other images."""
+    """Try a wrong MD5 sum, wrong counts, and a devkit that is missing, incomplete or for other images."""
     words = ["--data", broken(ilsvrc, tmp_path / "data"), "--out", tmp_path / "out"]
     assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(*words)
     assert "1,000" in fails(*words, "--no_verify")
@@ -464,7 +464,7 @@ def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
 
 @pytest.fixture
 def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
-    """Replace the published MD5 sums with the miniature's."""
+    """Replace the published MD5 sums with the miniature's sums."""
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     sums = {part: ilsvrc.md5(file) for part, file in files.items()}
     for part, md5 in sums.items():
@@ -473,9 +473,12 @@ def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
 
 
 def test_md5(ilsvrc, shards, published, tmp_path):
-    """Refuse a training tar with a flipped bit. The correct tar then replaces all its output."""
+    """Refuse a training tar with a flipped bit.
+
+    A preparation from the correct tar then replaces all output.
+    """
     content, out = bytearray(ilsvrc.train_tar.read_bytes()), tmp_path / "out"
-    content[2000] ^= 1  # in the first image
+    content[2000] ^= 1  # This byte lies in the first image
     data = broken(ilsvrc, tmp_path / "data", train=content)
     words = ["--subset", *SMALL, "--data", data, "--out", out]
     output = fails(*words)
@@ -544,7 +547,7 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
 
 
 def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):
-    """Run without --subset, with other published counts."""
+    """Run without --subset, with the miniature's counts instead of the published counts."""
     monkeypatch.setattr(devkit, "CLASSES", 10)
     monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
     words = ["--no_verify"]
@@ -570,7 +573,7 @@ def test_a_complete_data_set_that_lost_a_file(damage, ilsvrc, shards, tmp_path):
 
 
 def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
-    """Refuse other settings and foreign files, and leave the folder unchanged."""
+    """Refuse different settings and foreign files. The folder must stay unchanged."""
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
     assert "is already complete" in prep(*words)
@@ -607,7 +610,8 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
 def test_open_files(ilsvrc, shards, tmp_path):
     limits = ((resource.RLIMIT_NOFILE, (80, 96)),)
     words = ["--data", ilsvrc.folder, *MINI, "--out"]
-    job = forked(tmp_path, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)  # 24 shards
+    # The preparation writes 24 shards.
+    job = forked(tmp_path, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)
     assert job.wait()[0] == 0, "the soft limit is raised"
     status, output = forked(tmp_path, *words, tmp_path / "more", "--shard_mib", 0.005, limits=limits).wait()
     assert status == 1
@@ -619,7 +623,7 @@ def test_open_files(ilsvrc, shards, tmp_path):
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Use batches of 2 images, as a forked preparation does."""
+    """Use batches of 2 images, the same size as in a forked preparation."""
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
 
 
@@ -629,7 +633,7 @@ def command(ilsvrc: Ilsvrc) -> list:
 
 @pytest.fixture
 def killed(eager, tmp_path):
-    """Return a function that starts a preparation, which kills itself where `stop_at` says."""
+    """Return a function that starts a preparation. The preparation kills itself at `stop_at`."""
 
     def killed(stop_at: str | int, *words: object, **options) -> None:
         status, output = forked(tmp_path, *words, place=stop_at, **options).wait()
@@ -640,7 +644,7 @@ def killed(eager, tmp_path):
 
 @pytest.fixture(scope="module")
 def straight(ilsvrc, tmp_path_factory) -> Path:
-    """Prepare shards without interruption."""
+    """Prepare shards without an interruption."""
     out = tmp_path_factory.mktemp("straight") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(originals, "BATCH_IMAGES", 2)
@@ -648,7 +652,9 @@ def straight(ilsvrc, tmp_path_factory) -> Path:
     return out
 
 
-STORIES = {  # where it is killed, flags, archive that is then replaced, reason why it refuses to resume
+# Maps each case to the moment of the kill, flags, the archive that is then replaced, and the reason for
+# refusing to resume.
+STORIES = {
     "the first images": (2, [], "", ""),
     "images": (40, [], "", ""),
     "all images of train": ("train", [], "", ""),
@@ -665,7 +671,7 @@ KEPT = {"val": ["train"], "manifest": ["train", "val"]}
 
 @pytest.mark.parametrize("story", STORIES)
 def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
-    """Keep finished splits with their inputs and settings, and prepare an unfinished split again."""
+    """Keep finished splits if their inputs and settings are unchanged. Prepare an unfinished split again."""
     stop_at, flags, replaced, refusal = STORIES[story]
     data, out = shutil.copytree(ilsvrc.folder, tmp_path / "data"), tmp_path / "out"
     words = ["--data", data, *MINI, *SMALL, "--out", out]
@@ -729,7 +735,7 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
 
 
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
-    """Let val fail after some of its images. The next archive lacks their class."""
+    """Let val fail after some of its images. The next archive lacks the class of these images."""
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
     data = tmp_path / "data"
@@ -738,7 +744,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
     monkeypatch.setattr(preparation, "SAMPLED", 1)
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
-    # threads that check images would be one batch behind
+    # Threads that check images would be one batch behind
     words = ["--from", "tar", "--data", data, "--no_verify", "--out"]
     output = fails(*words, tmp_path / "out")
     assert "class wolf is not one of the 2 classes" in output
@@ -759,7 +765,7 @@ def test_a_split_finished_without_md5_needs_no_verify(killed, published, ilsvrc,
 def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, *MINI, "--resize", 64, "--out"]
     job = forked(tmp_path, *words, tmp_path / "out", place=2)
-    assert job.wait(60)[0] == -signal.SIGKILL  # no process holds its output
+    assert job.wait(60)[0] == -signal.SIGKILL  # No other process keeps its output open
     for folder in ("out", "straight"):
         prep(*words, tmp_path / folder)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")

@@ -1,4 +1,4 @@
-"""Published models: evaluation, export and fine-tuning give the same results as in timm."""
+"""Published models: evaluation, export and fine-tuning produce the same results as timm."""
 
 import csv
 import json
@@ -44,7 +44,7 @@ def by_class(photographs, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def timm_results(hub, photographs) -> tuple[float, list[str]]:
-    """Return the loss of timm's pipeline and the class that it predicts for each photograph."""
+    """Return the loss of timm's pipeline and the predicted class of each photograph."""
     model = timm.create_model(f"local-dir:{hub}", pretrained=True).eval()
     transform = create_transform(**resolve_model_data_config(model), is_training=False)
     files = sorted(photographs.glob("*.JPEG"))
@@ -55,7 +55,7 @@ def timm_results(hub, photographs) -> tuple[float, list[str]]:
 
 
 def shown(synsets: list[str]) -> list[str]:
-    """Return the names under which ImageNet's classes are shown."""
+    """Return the displayed names of ImageNet's classes."""
     names = {synset: name for name, synset, *_ in class_names(of_name(NAME))}
     return [names[synset] for synset in synsets]
 
@@ -97,7 +97,7 @@ def test_an_exported_copy_has_the_same_logits(hub, by_class, cache, tmp_path):
 
 @pytest.mark.full
 def test_a_linear_probe_of_cifar10(hub, cifar10, cache, tmp_path):
-    """Train on 2,000 images for four epochs. Random weights would reach an accuracy of 0.1 to 0.3."""
+    """Train on 2,000 images for four epochs. Random weights would reach an accuracy of only 0.1 to 0.3."""
     data = tmp_path / "data"
     data.mkdir()
     for split, count in (("train", 2000), ("test", 1000)):
@@ -116,7 +116,10 @@ def test_a_linear_probe_of_cifar10(hub, cifar10, cache, tmp_path):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """Write pictures of several sizes to two class folders. They stay encoded because of their sizes."""
+    """Write pictures of several sizes to two class folders.
+
+    Because the sizes differ, the pictures stay encoded.
+    """
     root = tmp_path_factory.mktemp("pictures")
     for split, count in (("train", 8), ("val", 4)):
         for k in range(2 * count):
@@ -137,7 +140,10 @@ def records(folder: Path) -> list[dict]:
 
 
 def test_a_run_of_an_earlier_version_keeps_its_preprocessing(folders, cache, tmp_path):
-    """Resume a run without recorded preprocessing (bilinear, 224/256). The losses match a recorded one's."""
+    """Resume a run without recorded preprocessing (bilinear, 224/256).
+
+    Its losses must equal the losses of a run with recorded preprocessing.
+    """
     legacy, run_ = tmp_path / "legacy", tmp_path / "run"
     run(small(folders, cache, legacy, "--interpolation", "legacy", "--max_steps", "6"))
     run(small(folders, cache, run_, "--interpolation", "legacy", "--max_steps", "3"))
@@ -173,7 +179,7 @@ def test_a_run_records_the_models_own_preprocessing(folders, cache, tmp_path):
 
 @pytest.mark.parametrize("count", [1000, 11821, 21841, 21843, 11221])
 def test_names_of_imagenets_classes(count):
-    """Check that shown names are unique, and that data may also name a class by its synset."""
+    """Check that displayed names are unique, and that data may also name a class by its synset."""
     names = class_names(replace(of_name(NAME), classes=count))
     assert len({name for name, *_ in names}) == len(names) == count
     assert ("crane (n02012849)", "n02012849", "crane", "crane") in names or count != 1000
@@ -201,7 +207,7 @@ def test_a_lone_file_and_other_classes(hub, tmp_path):
     [("test_vit", True), ("timm/test_vit.r160_in1k", False), ("hf-hub:timm/test_vit", 0)],
 )
 def test_a_name_on_the_hub(name, pretrained, tmp_path, monkeypatch):
-    """Let the hub's client find the model in its cache, as without a network."""
+    """Let the hub's client find the model in its cache when there is no network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     find_model = partial(Prediction(pretrained=pretrained)._find, name, tmp_path, lambda: None)

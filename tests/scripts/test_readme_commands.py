@@ -1,8 +1,9 @@
 """Every command in the README's code blocks, run unchanged to its end.
 
-The data are small, in the locations and formats that the README names: a copy of the hub's CIFAR-10, folders,
-an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a CPU train one epoch.
-`make test` stops commands with several trainings early. test_launchers.py shortens the others with flags.
+The data are small but have the locations and formats that the README names: a copy of CIFAR-10 from the hub,
+image folders, an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a CPU
+train for one epoch. `make test` stops commands with several training runs early. test_launchers.py shortens
+the other commands with flags.
 """
 
 import os
@@ -36,19 +37,19 @@ BLOCKS = re.findall(r"^```(?:sh)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 # In a block with prompts, the lines without a prompt are output.
 LINES = [line for block in BLOCKS for line in block.splitlines() if block[0] != "$" or line[0] == "$"]
 WORDS = [shlex.split(line.removeprefix("$ "), comments=True) for line in LINES]
-# `make test` is this test run
+# `make test` is the command that runs this test
 COMMANDS = [shlex.join(words) for words in WORDS if words and words != ["make", "test"]]
-FOR_GPUS = {  # flags that shorten commands whose models take hours on a CPU
+FOR_GPUS = {  # Flags that shorten commands whose models take hours on a CPU
     "fsdp_4gpu.yaml train_vit.py": ["--epochs", "1", "--batch_size", "64"],
     "vit_b16_finetune_small.yaml": ["--epochs", "1"],
     "vit_s16_imagenet.yaml": ["--epochs", "1", "--batch_size", "32"],
 }
-EARLY = {  # text that a command with several trainings prints in its first minute
+EARLY = {  # Text that a command with several training runs prints in its first minute
     "make same_bits": "epoch 1/2",
     "make experiment_speedup DATA=/data/cifar10": "epoch 1/1",
     "make experiment_vit DATA=/data/cifar10": "       8  ran ",
 }
-BEFORE = {  # path or recipe in a command: the earlier command that creates it
+BEFORE = {  # Maps a path or recipe in a command to the earlier command that creates it
     "runs/train_cnn_a/single_128_10_1_1": "make train",
     "runs/train_vit/photographs": "vit_b16_finetune_small",
     "/data/imagenet256 ": "prep_imagenet.py",
@@ -85,7 +86,7 @@ class Project:
         self.done: set[str] = set()
 
     def run(self, command: str) -> None:
-        """Run a command to its end, after the commands that create its files."""
+        """Run a command to its end, after the commands that create its input files."""
         if command in self.done:
             return
         for needed in [first for part, first in BEFORE.items() if part in f"{command} "]:
@@ -114,7 +115,10 @@ class Project:
         return Job([*words, *flags], cwd=self.root, env=env)
 
     def put_into_the_hubs_cache(self, name: str) -> dict[str, str]:
-        """Store random weights like a download of the hub's client. Return the variables that select them."""
+        """Store random weights in the layout of a download from the hub.
+
+        Return the environment variables that select the weights.
+        """
         hub_name = timm.get_pretrained_cfg(name).hf_hub_id.replace("/", "--")
         repository = self.folder / "hub/hub" / f"models--{hub_name}"
         for part in ("refs", "snapshots/1"):

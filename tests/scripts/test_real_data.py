@@ -1,4 +1,4 @@
-"""CIFAR-10 under every config, and the accuracies in the README."""
+"""CIFAR-10 under every config, and the accuracies that the README reports."""
 
 import re
 from itertools import cycle
@@ -10,7 +10,7 @@ from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metric
 # tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
 SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
-QUICK = ("cpu", "single_gpu", "fsdp_2gpu")  # `make test-all` runs the other configs
+QUICK = ("cpu", "single_gpu", "fsdp_2gpu")  # `make test-all` also runs the other configs
 PAIRS = [
     (config, script) if config in QUICK else full(config, script)
     for config, script in zip(CONFIGS, cycle(SCRIPTS))
@@ -19,7 +19,10 @@ PAIRS = [
 
 @pytest.mark.parametrize(("config", "script"), PAIRS)
 def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
-    """Use each config's processes and precision unchanged. One config evaluates all 10,000 images."""
+    """Use each config's number of processes and precision unchanged.
+
+    One config evaluates all 10,000 images.
+    """
     count = re.search(r"_(\d)gpu", config)
     processes = int(count.group(1)) if count else 1
     flags = ["--data", cifar10, "--batch_size", "64", "--max_steps", "4", "--log_every", "2", *cache]

@@ -1,4 +1,4 @@
-"""validate.py under real launchers: its numbers match the run's and scikit-learn's."""
+"""validate.py under real launchers. Its metrics match those of the run and of scikit-learn."""
 
 import contextlib
 import json
@@ -57,13 +57,13 @@ def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
 
 @pytest.fixture
 def report(trained, validated) -> dict:
-    """Return the report of one process."""
+    """Return the report of the validation on one process."""
     return read(trained / "validation" / f"val_{result(trained)['best_step']}")
 
 
 @pytest.fixture
 def copy(trained, tmp_path) -> Path:
-    """Copy the run, so that a test can damage it."""
+    """Copy the run, so that a test can damage the copy."""
     return shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation"))
 
 
@@ -74,7 +74,7 @@ def modules(tmp_path_factory):
 
 @contextlib.contextmanager
 def listener() -> Iterator[tuple[str, list]]:
-    """Run a server that closes each connection. Yield its URL and its clients' addresses."""
+    """Run a server that closes each connection. Yield its URL and the addresses of its clients."""
     callers = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -99,7 +99,10 @@ def words(*rest) -> list:
 
 
 def fails(words: list, status: int = 1, **options) -> str:
-    """Run a command that must fail with this status. Return its output, without a traceback."""
+    """Run a command that must fail with this status.
+
+    Return its output, which must not contain a traceback.
+    """
     exit_status, output = Job(words, **options).wait()
     assert exit_status == status, output
     assert "Traceback" not in output
@@ -107,7 +110,7 @@ def fails(words: list, status: int = 1, **options) -> str:
 
 
 def assert_same(report: dict, other_report: dict) -> None:
-    """Compare the values that do not depend on the number of processes."""
+    """Compare the parts of two reports that do not depend on the number of processes."""
     for name in ("images", "top1", "top5", "per_class", "confusion", "classes", "split", "data"):
         assert report[name] == other_report[name], name
     assert report["loss"] == pytest.approx(other_report["loss"], abs=1e-6)
@@ -184,7 +187,7 @@ def test_a_lone_file(trained, report, cache, tmp_path):
     assert_same(read(tmp_path / "out"), report)
     assert read(tmp_path / "out")["checkpoint"] == str(file)
     assert "is a single file" in fails(words(file, "--data", "digits"))
-    output = fails(words(file, *flags))  # without --widths
+    output = fails(words(file, *flags))  # The command lacks --widths
     assert "belongs to another model: 7 tensors differ" in output
 
 
@@ -208,7 +211,10 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("launcher", ["python", full("torchrun")])
 def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path, cache):
-    """Check training, validate.py and the page. A matrix of all classes would need quadratic memory."""
+    """Check training, validate.py and the page.
+
+    A confusion matrix of all classes would need quadratic memory.
+    """
     rows = ["file,label,split"]
     for k in range(1001 + 80):
         (tmp_path / f"{k}.png").write_bytes(png(k, 8, 8))
@@ -241,7 +247,7 @@ def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path
 
 @pytest.mark.parametrize("classes", [2, 10, 1000, 1001])
 def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
-    """Leave two classes without samples, and never predict one of them and a third class."""
+    """Leave two classes without samples. Never predict one of these classes and a third class."""
     draws = np.random.default_rng(classes)
     labels = draws.integers(0, max(1, classes - 2), 3000)
     predicted = np.where(draws.random(3000) < 0.6, labels, draws.integers(0, classes, 3000))
@@ -260,7 +266,7 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
     for true, guess, count in frequent_mistakes(labels, predicted, classes):
         assert true != guess
         assert confusion[true, guess] == count
-    # The recall of "is another class" for each class
+    # The specificity of a class is the recall of "is another class"
     negatives = sklearn_metrics.multilabel_confusion_matrix(labels, predicted, labels=range(classes))[:, 0]
     specificity = negatives[:, 0] / np.maximum(1, negatives.sum(1))
     np.testing.assert_allclose(scores["specificity"], specificity, atol=1e-12)
@@ -273,7 +279,7 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
 
 
 def test_calibration_error_bin_by_bin(modules):
-    """Compare with the sum in the paper. Bins are open below and closed above."""
+    """Compare with the sum in the paper. Bins exclude their lower bound and include their upper bound."""
     draws = np.random.default_rng(0)
     probabilities = np.append(draws.random(2000), [1.0, 0.2, 1 / 15, 1e-9])
     labels = draws.integers(0, 3, len(probabilities))
@@ -299,7 +305,7 @@ def test_an_image_counted_twice_is_detected(trained, project_copy, cache, tmp_pa
     )
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1
-    assert "image 359 was counted 25 times" in output  # 360 is 24 less than 3 x 128
+    assert "image 359 was counted 25 times" in output  # 360 equals 3 x 128 minus 24
     assert not (tmp_path / "out").exists()
 
 
@@ -343,7 +349,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
         with pytest.raises(ValueError, match=f"its recipe has '{key}'"):
             as_flags(recipe | {key: "x"}, recipe_type)
     vit = recipe_class(load_script(ROOT / "train_vit.py"))
-    # Nothing is downloaded, because a checkpoint that is validated contains its weights.
+    # Nothing is downloaded, because a checkpoint to validate already contains its weights.
     assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
     with pytest.raises(SystemExit):
         parse(recipe_type, [], as_flags(recipe | {"widths": [4, 8]}, recipe_type))

@@ -1,4 +1,4 @@
-"""verify.py on finished runs, and on copies with one false statement each."""
+"""verify.py on finished runs, and on copies of runs with one false statement each."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ from tools.logbook.run_record import RunRecord
 from tools.verify import replay, verification
 from tools.verify.replay import contradictions
 
-STEPS = 32  # in 4 epochs, each with 8 steps, an evaluation and a kept checkpoint
+STEPS = 32  # 4 epochs, each with 8 steps, an evaluation and a kept checkpoint
 FLAGS = ["--epochs", 4, "--batch_size", 8, "--per_device_batch_size", 4, "--holdout", 16, "--log_every", 2]
 FLAGS += ["--checkpoint_every", 8, "--keep_every", 8, "--checkpoint_s", 0, "--workers", 0]
 FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--mixup", 0, "--cutmix", 0, "--warmup", 0]
-FLAGS += ["--drop_path", 0]  # drop path depends on per_device_batch_size
+FLAGS += ["--drop_path", 0]  # Drop path depends on per_device_batch_size
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def finished(data, tmp_path_factory, cache) -> Path:
 
 @pytest.fixture(scope="module")
 def half(data, tmp_path_factory, cache) -> Path:
-    """Train the same run in bf16, without --deterministic."""
+    """Train the same run in bf16 without --deterministic."""
     return trained(data, cache, tmp_path_factory.mktemp("half") / "run", "bf16")
 
 
 def verified(folder: Path, cache: list, *flags) -> tuple[int, str, dict]:
-    """Return the exit status, the output and the stamp."""
+    """Run verify.py. Return its exit status, its output and the stamp."""
     status, output = Job([*python(), "verify.py", folder, *flags, *cache]).wait()
     return status, output, last_stamp(folder)
 
@@ -72,7 +72,7 @@ def replays(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def check(replays, cache, monkeypatch, capsys):
-    """Return a function like verified() that runs in this process and launches equal replays once."""
+    """Return a function like verified() that runs in this process and launches equal replays only once."""
 
     def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
         first = words.index("--config")
@@ -100,7 +100,7 @@ def check(replays, cache, monkeypatch, capsys):
 
 
 def only(start: int, steps: int = 8) -> list:
-    """Return flags that choose the interval of `steps` steps that begins at step `start`."""
+    """Return flags that select the interval of `steps` steps from step `start`."""
     starts = list(range(0, STEPS, steps))
     seed = next(s for s in range(100) if random.Random(s).sample(starts, 1) == [start])
     return ["--sample", 1, "--seed", seed, "--steps", steps]
@@ -119,7 +119,7 @@ def edit(file: Path, change) -> None:
 
 
 def edit_about(folder: Path, change) -> None:
-    """Change recipe.json and starts.jsonl in the same way."""
+    """Apply the same change to recipe.json and starts.jsonl."""
     edit(folder / "recipe.json", change)
     starts = lines(folder / "starts.jsonl")
     for start in starts:
@@ -128,17 +128,17 @@ def edit_about(folder: Path, change) -> None:
 
 
 def edit_log(folder: Path, change) -> None:
-    """Change each line of the log. A line for which `change` returns None is removed."""
+    """Change each line of the log. If `change` returns None, the line is removed."""
     log = [changed for line in lines(folder / "metrics.jsonl") if (changed := change(line)) is not None]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
 
 def sign(folder: Path, step: int, **changes) -> None:
-    """Write a checkpoint's manifest again, with its files' current hashes and the given changes."""
+    """Rewrite a checkpoint's manifest with the given changes and the files' current hashes."""
     forge(folder / "checkpoints" / f"step_{step:08d}", **changes)
 
 
-# Forgeries: each gets a copy of a run
+# Forgeries: each forgery changes a copy of a run
 
 
 def in_result(**changes):
@@ -146,13 +146,13 @@ def in_result(**changes):
 
 
 def in_lines(name: str, step: int | None = None, change=None, **changes):
-    """Change the log's lines that contain a value.
+    """Return a forgery that changes the log's lines that contain a value.
 
     Args:
         name: Name of the value.
         step: Step of the only line to change. Default: every line with the value.
-        change: Function of the value.
-        changes: Values to set in the line.
+        change: Function from the old value to the new value.
+        changes: Other values to set in the line.
     """
 
     def changed(line: dict) -> dict:
@@ -164,7 +164,7 @@ def in_lines(name: str, step: int | None = None, change=None, **changes):
 
 
 def in_tensors(step: int, file: str, change, only: str = ""):
-    """Change the tensors whose names end with `only`."""
+    """Return a forgery that changes the tensors whose names end with `only`."""
 
     def edited(folder: Path) -> None:
         path = folder / "checkpoints" / f"step_{step:08d}" / f"{file}.safetensors"
@@ -176,7 +176,7 @@ def in_tensors(step: int, file: str, change, only: str = ""):
 
 
 def in_recipe(**changes):
-    """Change recipe.json and all manifests."""
+    """Return a forgery that changes recipe.json and all manifests."""
 
     def change(folder: Path) -> None:
         edit(folder / "recipe.json", lambda record: record["recipe"].update(changes))
@@ -205,7 +205,7 @@ def log_cut(folder: Path) -> None:
 
 
 def run_cut(folder: Path) -> None:
-    """Cut the run as if it had ended at step 16 of 32."""
+    """Shorten the run as if it had ended at step 16 of 32."""
     log_cut(folder)
     last = lines(folder / "metrics.jsonl")[-1]
     for step in (24, 32):
@@ -221,7 +221,7 @@ def repeated_line(folder: Path) -> None:
 
 
 def loss_in_a_state(folder: Path) -> None:
-    """Shrink the sum of losses since the last line, which also makes the next line smaller."""
+    """Shrink the sum of losses since the last line, which also makes the loss in the next line smaller."""
     edit(folder / "checkpoints/step_00000008/state.json", lambda state: state.update(logged_step=7))
     sign(folder, 8)
 
@@ -259,7 +259,7 @@ def smaller_loss(by: float):
 
 
 def in_starts(*changes: dict):
-    """Write one start for each change, which may contain recipe values and other values."""
+    """Record one start for each dictionary of changes, which may contain recipe values and other values."""
 
     def change(folder: Path) -> None:
         first = lines(folder / "starts.jsonl")[0]
@@ -273,7 +273,7 @@ def in_starts(*changes: dict):
 
 
 def added_evaluations(folder: Path, accuracy_share: float = 1.0) -> None:
-    """Add evaluations at steps 3 and 5, inside the first epoch, with this share of the best accuracy."""
+    """Add evaluations at steps 3 and 5, inside the first epoch, with this fraction of the best accuracy."""
     log = lines(folder / "metrics.jsonl")
     best = max(log, key=lambda line: line.get("val/accuracy", 0))
     values = {key: value for key, value in best.items() if key.startswith("val/")}
@@ -296,7 +296,7 @@ zero_moments = in_tensors(8, "optimizer", torch.zeros_like, "head.weight/exp_avg
 off_by_a_tenth = in_tensors(16, "model", lambda t: t + 0.099, "head.weight")
 
 FIRST = only(0)
-# Two of these forgeries show only in the last steps, and one shows only in the second checkpoint.
+# Two of these forgeries are visible only in the last steps, and one only in the second checkpoint.
 LONGER = {"log cut": only(16, 16), "random EMA": only(16, 16), "random second checkpoint": only(0, 16)}
 LONGER["repeated line"] = ["--steps", 16]
 FORGERIES = {
@@ -308,7 +308,7 @@ FORGERIES = {
     "tensor of NaN": (tensor_of_nan, "head.weight in step_00000008/model.safetensors is not finite"),
     "false bf16": (false_bf16, "in step_00000008/model.safetensors differs by"),
     "false bf16 and loss": (both(false_bf16, smaller_loss(0.03)), "train/loss of step 4 is "),
-    # a decay above 0.5 takes effect later
+    # A decay above 0.5 takes effect later
     "other EMA decay": (in_recipe(ema_decay=0.3), "in step_00000008/ema.safetensors differs by"),
     # Further forgeries
     "test accuracy": (forged_test_accuracy, " is 0.9999, in the replay 0."),
@@ -339,7 +339,7 @@ FORGERIES = {
 
 
 def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tmp_path):
-    """Add starts whose --max_steps ended at these steps and whose checkpoints are gone."""
+    """Add starts that ended at these steps because of --max_steps, and whose checkpoints were deleted."""
     folder = copy_of(finished, tmp_path)
     added_evaluations(folder, accuracy_share=0.5)
     early_ends(folder)
@@ -357,7 +357,7 @@ def test_an_early_end_is_no_contradiction(finished, tmp_path):
     assert not [line for line in contradictions(RunRecord(folder), [8, 16]) if line.startswith("steps is")]
 
 
-# Each of these launches its own replays.
+# Each of these forgeries launches separate replays.
 SLOW = {"random second checkpoint", "repeated line", "false bf16", "other EMA decay", "other seed"}
 SLOW |= {"false bf16 and loss"}
 
@@ -385,7 +385,7 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
 
 
 # Forgeries of a run without --deterministic: the change, the exit status and the message. The status is 0
-# where the difference is reported without a verdict. `make test` runs the first three.
+# where verify.py reports the difference without a verdict. `make test` runs the first three forgeries.
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
     "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, in the replay 0."),
@@ -412,7 +412,10 @@ def test_forgeries_of_a_run_that_is_evaluated_again(forgery, half, check, tmp_pa
 
 
 def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
-    """Train without --deterministic. With 8 images per class, one image moves the metric by 0.25 at most."""
+    """Train without --deterministic.
+
+    With 8 images per class, one image changes the metric by 0.25 at most.
+    """
     flags = ["--epochs", 1, "--best_by", "macro_f1", "--ema_decay", 0]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     assert check(folder, "--steps", 8)[0] == 0
@@ -425,7 +428,10 @@ def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
 
 @pytest.mark.parametrize("name", replay.BY_CLASS)
 def test_the_bound_of_a_metric_by_class_holds(name):
-    """Change random predictions of a few images. The bound is reached up to a factor of 5."""
+    """Change random predictions for a few images.
+
+    The largest change stays within a factor of 5 of the bound.
+    """
     draw, closest = np.random.default_rng(0), 0.0
     for _ in range(300):
         sizes, images = draw.integers(1, 9, draw.integers(2, 6)), int(draw.integers(1, 4))
@@ -449,14 +455,14 @@ def test_the_bound_of_a_metric_by_class_holds(name):
 
 @pytest.mark.full
 def test_a_raised_headline_in_half_precision(cache, tmp_path):
-    """Raise the accuracy by 24 of 360 images, which lies within the spread of a replay."""
+    """Raise the accuracy by 24 of 360 images, which is within the spread of a replay."""
     folder = tmp_path / "run"
     flags = ["--mixed_precision", "bf16", "--epochs", 1, "--lr", 3e-4]
     flags += ["--batch_size", 64, "--trackers", "none"]
     run([*python(), "train_cnn_a.py", "--data", "digits", *flags, *cache, "--output_dir", folder])
     status, output, stamp = verified(folder, cache)
     assert (status, stamp["kind"]) == (0, "evaluated again"), output
-    # Move one weight by the size of a rounding error.
+    # Change one weight by the size of a rounding error.
     in_tensors(22, "model", lambda bias: bias + 1e-7 * (torch.arange(10) == 0), "head.bias")(folder)
     in_lines("val/accuracy", change=lambda accuracy: accuracy + 24 / 360)(folder)
     names = ("best_accuracy", "final_accuracy")
@@ -492,7 +498,7 @@ def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
 
 
 def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
-    """Change each compared file. A removed checkpoint changes nothing that the page states."""
+    """Change each compared file. A removed checkpoint does not change any statement on the page."""
     folder = copy_of(finished, tmp_path)
     assert check(folder, *FIRST)[0] == 0
     shutil.rmtree(folder / "checkpoints" / "step_00000024")
@@ -507,7 +513,7 @@ def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
         (folder / name).write_text(before)
 
 
-# True runs
+# Runs without a forgery
 
 
 def test_a_true_run(finished, check, tmp_path):
@@ -540,7 +546,10 @@ def test_a_true_run_is_verified_by_several_processes(config, finished, data, cac
 
 @pytest.mark.full
 def test_a_run_with_batch_norm_is_verified_by_two_processes(cache, tmp_path):
-    """Check the last steps with a small rate: rounding changes the statistics more than a step does."""
+    """Check the last steps at a small learning rate.
+
+    Here, rounding errors change BatchNorm's statistics more than a training step does.
+    """
     folder, every = tmp_path / "run", ["--checkpoint_every", 10, "--keep_every", 10, "--checkpoint_s", 0]
     words = [*accelerate("ddp_2gpu"), *RESNET, "--data", "digits", "--epochs", 2, "--batch_size", 64, *every]
     words += ["--mixed_precision", "no", "--log_every", 5, "--trackers", "none"]
@@ -550,7 +559,7 @@ def test_a_run_with_batch_norm_is_verified_by_two_processes(cache, tmp_path):
 
 
 def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
-    """Check that the replay keeps only the checkpoints that are compared."""
+    """Check that the replay keeps only the checkpoints to compare."""
     flags = ["--epochs", 1, "--checkpoint_every", 2, "--keep_every", 2]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     status, output, _ = check(folder, "--steps", 8)
@@ -559,7 +568,10 @@ def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
 
 
 def test_a_changed_recipe_is_replayed_and_listed(data, cache, check, tmp_path):
-    """Change the learning rate at step 8 of 16. Each part is equal, and the page reports the change."""
+    """Change the learning rate at step 8 of 16.
+
+    Both parts must be bitwise identical, and the page must report the change.
+    """
     folder, flags = tmp_path / "run", ["--deterministic", "--epochs", 2]
     trained(data, cache, folder, "no", *flags, "--max_steps", 8)
     trained(data, cache, folder, "no", *flags, "--lr", 0.001, "--allow_changed", "lr")
@@ -572,11 +584,11 @@ def test_a_changed_recipe_is_replayed_and_listed(data, cache, check, tmp_path):
 
 
 def test_a_run_that_began_with_the_checkpoint_of_another_run(data, finished, cache, check, tmp_path):
-    """Replay the steps before the run's first checkpoint from the other run, unless that is gone."""
+    """Replay the steps before the run's first checkpoint from the other run, unless that run was deleted."""
     other = copy_of(finished, tmp_path) / "checkpoints" / "step_00000016"
     flags = ["--lr", 0.001, "--allow_changed", "lr", "--resume", other]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
-    shutil.rmtree(folder / "checkpoints" / "step_00000016")  # as in a longer run, which prunes it
+    shutil.rmtree(folder / "checkpoints" / "step_00000016")  # A longer run would have pruned this checkpoint
     for share in ("16 of 16 steps", "8 of 32 steps"):
         status, output, _ = check(folder, "--steps", 8)
         is_gone = "the evaluation at step 16, which the headline reports, could not be repeated" in output
@@ -586,7 +598,7 @@ def test_a_run_that_began_with_the_checkpoint_of_another_run(data, finished, cac
 
 
 def test_a_custom_script_is_verified(finished, check, tmp_path):
-    """Give the script as --script, as the error message of own_script() requests."""
+    """Pass the script as --script, as the error message of own_script() requests."""
     folder, script = copy_of(finished, tmp_path), tmp_path / "train_mine.py"
     shutil.copy(ROOT / "train_vit.py", script)
     edit_about(folder, lambda record: record.update(script="train_mine"))
@@ -598,7 +610,7 @@ def test_a_custom_script_is_verified(finished, check, tmp_path):
 
 
 def test_a_swapped_image_is_detected(data, finished, cache, tmp_path):
-    """Replace a picture with one whose bytes differ from those that the page records."""
+    """Replace a picture with another picture, whose bytes differ from the bytes that the page records."""
     file = data / "train" / "b" / "3.png"
     before = file.read_bytes()
     file.write_bytes(png(999))

@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Callable[[], None]:
-    """Report at the end of the process group whether a graph still exists, which could hold NCCL's collectives."""
+    """Report at the end of the process group whether a graph, with NCCL's collectives, still exists."""
 
     def ended() -> None:
         accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in GRAPHS)]))
@@ -188,7 +188,8 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with ExitStack() as stack:
-        stack.enter_context(patch.object(accelerators, "use_foreach", lambda _: None))  # takes no tensor
+        # This stand-in returns no tensor.
+        stack.enter_context(patch.object(accelerators, "use_foreach", lambda _: None))
         if case.of_sum:
             exact = mutated(exact_sum, case.of_sum).ExactSum
             stack.enter_context(patch.object(accelerators, "ExactSum", exact))

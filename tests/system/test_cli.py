@@ -1,4 +1,4 @@
-"""Exit statuses and messages of commands, including a file size limit and jobs of launch.py."""
+"""Exit statuses and messages of commands, including under a file size limit and in jobs of launch.py."""
 
 import shlex
 import subprocess
@@ -39,7 +39,8 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
     assert capsys.readouterr().err == text
 
 
-@pytest.mark.parametrize("lines", [10, 100_000])  # the output is written at the end, or before
+# A short output is written at the end, a long output earlier.
+@pytest.mark.parametrize("lines", [10, 100_000])
 def test_a_reader_that_has_enough_is_no_error(lines):
     code = "import sys; from onecurve.system.cli import run_command\n"
     code += f"sys.exit(run_command(lambda: print('x\\n' * {lines}) or 0))"
@@ -51,7 +52,7 @@ def test_a_reader_that_has_enough_is_no_error(lines):
 @pytest.mark.full
 @pytest.mark.parametrize(("blocks", "message"), [(200, "File too large"), (4, "limits files to 4,096 bytes")])
 def test_files_that_may_not_grow(blocks, message, tmp_path):
-    """Limit file sizes by ulimit -f (in KiB), with an existing cache and without."""
+    """Limit file sizes with ulimit -f (in KiB), once with an existing cache and once without a cache."""
     words = [*python(), *TRAIN, "--cache_dir", tmp_path / "cache", "--output_dir"]
     if blocks == 200:
         run([*words, tmp_path / "first"])

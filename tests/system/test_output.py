@@ -1,4 +1,4 @@
-"""onecurve/system/output.py: the package's messages appear like printed lines, and can be silenced."""
+"""onecurve/system/output.py: messages of the package look like printed lines and can be silenced."""
 
 from tests.conftest import python, run
 

@@ -71,7 +71,7 @@ def test_the_launcher_and_flags_of_a_parent_process(command, launchers, nodes):
 
 
 def test_the_launcher_above_and_its_config_file(tmp_path):
-    """Find the config file relative to the launcher's folder, but not for another parent program."""
+    """Find the config file relative to the launcher's folder, but ignore other parent programs."""
     code = "from onecurve.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
     start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
     (tmp_path / "a b.yaml").write_text("use_cpu: true")
@@ -85,7 +85,7 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ("groups", "files", "cores"),
     [
         ("0::/", {}, 96),
-        ("0::/", {"cpu.max": "700000 100000"}, 7),  # a container sees its group as the root
+        ("0::/", {"cpu.max": "700000 100000"}, 7),  # A container sees its own control group as the root
         ("0::/", {"cpu.max": "max 100000"}, 96),
         ("0::/", {"cpu.max": "50000 100000"}, 1),
         ("0::/a.slice/b.scope", {"a.slice/cpu.max": "300000 100000", "a.slice/b.scope/cpu.max": "max 9"}, 3),
@@ -107,17 +107,17 @@ def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tm
     ("variable", "value", "is_right"),
     [
         ("GLOO", "lo", True),
-        ("GLOO", "", True),  # unset
+        ("GLOO", "", True),  # An empty value means an unset variable
         ("GLOO", "lo,eth9", False),
         ("GLOO", "eth9", False),
-        ("GLOO", "=lo", False),  # NCCL's syntax
+        ("GLOO", "=lo", False),  # This syntax is only valid for NCCL
         ("NCCL", "l", True),
         ("NCCL", "=lo", True),
         ("NCCL", "=l", False),
         ("NCCL", "eth9,l", True),
         ("NCCL", "eth9", False),
         ("NCCL", "^docker", True),
-        ("NCCL", "^=lo", False),  # there is no other interface
+        ("NCCL", "^=lo", False),  # No other interface exists
         ("NCCL", "^l", False),
     ],
 )

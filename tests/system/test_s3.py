@@ -27,7 +27,7 @@ SIGNED = "X-Amz-Credential=AKIAIOSFODNN7EXAMPLE/20261122&X-Amz-Signature=0123456
 
 @pytest.fixture(autouse=True)
 def proxy(s3_proxy, monkeypatch, capfd):  # noqa: F811
-    """Use the proxy for all clients. Check that no test prints the secret."""
+    """Connect all clients through the proxy. Check that no test prints the secret."""
     use_s3(monkeypatch, s3_proxy.endpoint)
     yield s3_proxy
     assert SECRET not in "".join(capfd.readouterr())
@@ -47,7 +47,7 @@ def quick(monkeypatch) -> None:
 
 @pytest.fixture
 def big(tmp_path_factory, monkeypatch) -> Path:
-    """Write a file of three parts with random content, so that misplaced bytes are noticed."""
+    """Write a file of three parts with random content, so that tests notice misplaced bytes."""
     monkeypatch.setattr(object_store, "PART_BYTES", PART)
     monkeypatch.setattr(object_store, "FIRST_BYTES", PART)
     path = tmp_path_factory.mktemp("big") / "model.safetensors"
@@ -56,7 +56,7 @@ def big(tmp_path_factory, monkeypatch) -> Path:
 
 
 def refused(call, *args, **options) -> str:
-    """Call a function that must raise StoreError. Return its text: one line, without the secret."""
+    """Call a function that must raise StoreError. Return the error's text: one line, without the secret."""
     with pytest.raises(StoreError) as raised:
         call(*args, **options)
     shown = "".join(traceback.format_exception(raised.value))
@@ -67,7 +67,7 @@ def refused(call, *args, **options) -> str:
 
 
 def sent(proxy, method: str, part: str = "") -> list[dict[str, str]]:
-    """Return the headers of the requests with this method and part of the path."""
+    """Return the headers of all requests with this method whose path contains this text."""
     return [headers for name, path, headers in proxy.requests if name == method and part in path]
 
 
@@ -121,7 +121,7 @@ def test_big_object_in_parts_and_without_checksums(store, proxy, big, tmp_path):
     assert b"".join(store.stream("model", BIG, None, PART + 7)) == big.read_bytes()[PART + 7 :]
     assert os.listdir(tmp_path) == ["out"]
     assert not proxy.faults
-    with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # boto3's default
+    with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # boto3's default settings fail
         boto3.client("s3").upload_file(str(big), BUCKET, "other")
     assert proxy.faults["NotImplemented"] == 1
 
@@ -139,7 +139,7 @@ def test_a_store_that_asks_for_checksums_gets_them(code, message, store, proxy, 
     store.download("model", tmp_path / "out", BIG)
     assert (tmp_path / "out").read_bytes() == big.read_bytes()
     late = ObjectStore(store.url)
-    late.upload(big, "another")  # from a process that has not probed the store
+    late.upload(big, "another")  # As in a process that has not probed the store
     assert store.size_and_etag("another")[0] == BIG
     assert capfd.readouterr().out.splitlines() == [CHECKSUMS_SENT] * 2
 
@@ -176,7 +176,7 @@ def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
     assert store.list("none") == []
 
 
-# Method of the proxy that changes the store's conditional writes, and the name of the counted fault
+# Maps each store to the proxy's method that changes conditional writes, and the name of the counted fault
 CONDITIONAL = {
     "takes it": (lambda proxy: None, None),
     "501": (lambda proxy: proxy.refuse_conditional_writes(501, "NotImplemented"), "NotImplemented"),
@@ -219,7 +219,7 @@ def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
 
 @pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
 def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch, tmp_path):
-    # After SlowDown, botocore waits up to 1 + 2 + 4 s; this test uses fewer attempts.
+    # After SlowDown, botocore waits up to 1 + 2 + 4 s, so this test allows fewer attempts.
     monkeypatch.setattr(object_store, "ATTEMPTS", attempts)
     burst = attempts - 1
     proxy.fail(status, code, times=burst)
@@ -250,7 +250,7 @@ def test_a_slow_request_is_retried(store, proxy, monkeypatch):
 def test_a_cut_upload_resumes(store, proxy, big, tmp_path):
     proxy.cut_upload(100_000, times=2, path="partNumber=2")
     proxy.cut_upload(0, times=1, path="partNumber=3")
-    proxy.lose_answer(method="POST", path="uploadId=")  # the answer to its completion
+    proxy.lose_answer(method="POST", path="uploadId=")  # The answer to the request that completes the upload
     store.upload(big, "model")
     assert proxy.faults == {"cut_upload": 3, "lose_answer": 1}
     store.download("model", tmp_path / "model", BIG)
@@ -274,7 +274,7 @@ def test_a_broken_download_resumes(store, proxy, big, tmp_path, monkeypatch, fau
     store.download("model", tmp_path / "model", BIG)
     assert proxy.faults[fault] == 2
     assert (tmp_path / "model").read_bytes() == big.read_bytes()
-    assert len(sent(proxy, "GET")) == 3 + 2  # only the broken parts are read again
+    assert len(sent(proxy, "GET")) == 3 + 2  # Only the broken parts are read again
 
 
 def test_a_download_that_is_cut_each_time_is_given_up(store, proxy, big, tmp_path, quick):
@@ -414,7 +414,7 @@ def test_a_forked_process_makes_its_own_client(store):
 
 @pytest.mark.parametrize("code", ["Odd", "{headers}"])
 def test_secrets_in_the_answers_of_a_store_are_hidden(store, proxy, monkeypatch, code):
-    """Let the store's message and code repeat the request's headers and credentials."""
+    """Let the store's message and error code repeat the headers and credentials of the request."""
     key, token = "short", "a session token/of+words="
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)

@@ -1,4 +1,4 @@
-"""Work in a background thread, with heartbeats in the main thread."""
+"""Work in a background thread while the main thread sends heartbeats."""
 
 import threading
 import time

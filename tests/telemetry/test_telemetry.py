@@ -1,4 +1,7 @@
-"""Telemetry: one live file per host, kept over restarts; failures stop no training. GPUs are simulated."""
+"""Telemetry: one live file per host, kept over restarts.
+
+Failures stop no training, and GPUs are simulated.
+"""
 
 import ctypes
 import json
@@ -27,13 +30,13 @@ def samples_of(file: Path) -> list[dict]:
 
 
 def assert_sane(file: Path) -> None:
-    """Check the file of a run without GPUs, over all its starts."""
+    """Check the file of a run without GPUs, over all starts of the run."""
     first, *following = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
     assert [line["t"] for line in following] == sorted(line["t"] for line in following)
     for line in (line for line in following if not is_header(line)):
-        assert line.keys() == {"t", "step", *HOST_NUMBERS}  # without GPUs
+        assert line.keys() == {"t", "step", *HOST_NUMBERS}  # The run used no GPUs
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
         assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
@@ -61,14 +64,17 @@ def test_the_confusion_matrix_belongs_to_the_last_evaluation(folder):
         result(folder)["steps"],
         [str(digit) for digit in range(10)],
     )
-    # one row for each true class of the 360 images
+    # One row for each true class of the 360 images
     assert [sum(row) for row in content["confusion"]] == [36] * 10
     correct = sum(row[k] for k, row in enumerate(content["confusion"]))
     assert correct / 360 == pytest.approx(result(folder)["final_accuracy"])
 
 
 def test_the_main_process_receives_the_samples_of_other_hosts(tmp_path):
-    """Run two processes with local rank 0: they are two hosts, even under one name. Only one has a folder."""
+    """Run two processes with local rank 0, which represent two hosts with the same name.
+
+    Only one host has a folder.
+    """
     jobs = two_hosts(tmp_path, [], [*HELLO, "--telemetry_s", "0.1"])
     assert [status for status, _ in jobs] == [0, 0], jobs
     names = sorted(file.name for file in tmp_path.glob("*/telemetry-*"))
@@ -83,7 +89,7 @@ def test_the_main_process_receives_the_samples_of_other_hosts(tmp_path):
 
 
 def telemetry_of(folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=int, steps=1):
-    """Return the telemetry of rank 0, by default without a thread."""
+    """Return the telemetry of rank 0, without a sampling thread by default."""
     processes = processes or (ProcessInfo("a", 0, "CPU", None),)
     return Telemetry(list(processes), 0, folder, interval_s, step, steps)
 
@@ -108,7 +114,7 @@ def test_an_interval_of_0_takes_no_sample(tmp_path):
 
 
 def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
-    """Check errors of the sampling thread, of another host's samples, and of the summary."""
+    """Check errors in the sampling thread, in another host's samples and in the summary."""
     for host in "ab":
         (tmp_path / f"telemetry-{host}.jsonl").mkdir()
     telemetry = telemetry_of(tmp_path, interval_s=0.05)
@@ -124,7 +130,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_nvidia_smi_is_called_at_the_start_and_in_the_middle(answers, tmp_path, monkeypatch):
-    """Put a fake nvidia-smi on the PATH. A program that does not answer delays nothing."""
+    """Put a fake nvidia-smi on the PATH. A program that does not answer must not delay the run."""
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
@@ -150,7 +156,7 @@ NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
 
 
 class Library:
-    """A fake libnvidia-ml, whose functions write an answer to the target of their last argument."""
+    """A fake libnvidia-ml. Each function writes an answer to the target of its last argument."""
 
     def __init__(self, uuid: str, answers: dict):
         self.uuid, self.answers = uuid, answers
@@ -175,7 +181,7 @@ class Library:
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Return a function: nvml(uuid, answers) -> pynvml with this library."""
+    """Return a function that maps (uuid, answers) to a pynvml module with this library."""
     import pynvml
 
     def load(uuid: str, answers: dict):
@@ -225,7 +231,7 @@ def test_a_rate_does_not_fall_below_zero_with_an_interface_that_is_gone(monkeypa
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
-    """Sample only the job's GPUs. Sample the host even if NVML does not know the GPUs."""
+    """Sample only the job's GPUs. Sample the host even if NVML does not recognize the GPUs."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
     telemetry = telemetry_of(tmp_path, *processes, interval_s=0.05, step=lambda: 7, steps=10)
@@ -266,7 +272,7 @@ def sample(t: float, **gpu) -> dict:
     ],
 )
 def test_the_energy_of_a_run_includes_all_its_starts(tmp_path, starts, expected_wh):
-    """Use a sample every 3.6 s, and an hour without consumption between the starts."""
+    """Use a sample every 3.6 s, and an hour without power consumption between the starts."""
     content = []
     for hour, gpus in enumerate(starts):
         content.append(HEADER)
@@ -278,7 +284,7 @@ def test_the_energy_of_a_run_includes_all_its_starts(tmp_path, starts, expected_
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path):
-    """Let a restart add its lines after a newline."""
+    """Let a restart append its lines after a newline."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
     telemetry_of(tmp_path).append([(file.name, json.dumps(line) + "\n") for line in (HEADER, sample(9))])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
