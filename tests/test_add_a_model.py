@@ -1,4 +1,4 @@
-"""Both examples of docs/add_a_model.md: the changes to the scripts, then the commands, as written."""
+"""The two examples in docs/add_a_model.md: first their changes to the scripts, then their commands."""
 
 import re
 import shlex
@@ -64,7 +64,7 @@ def test_the_example_trains_resumes_and_is_validated(example, project, cache):
 
 
 def test_documents_and_tests_discover_the_script(project):
-    """Check that documents and tests discover the script, without a list that has to be edited."""
+    """Check that documents and tests discover the script without a list that someone must edit."""
     for words in map(shlex.split, commands("convnext")):
         if words[:2] == ["python", "-m"]:
             run(words, cwd=project)
@@ -84,9 +84,9 @@ NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1)
 
 
 @pytest.mark.full
-@pytest.mark.real_processes  # the tests that it starts fork processes
+@pytest.mark.real_processes  # The tests that this test starts fork processes
 def test_a_flag_a_metric_and_scripts_pass_the_tests_of_the_house(project):
-    """Follow the steps of CONTRIBUTING.md."""
+    """Follow the steps in CONTRIBUTING.md."""
     for before, new in (("    image_column: str", NEW_FLAG), ('    "loss": Metric("loss"', NEW_METRIC)):
         mutate(project, "onecurve/flags/recipe.py", before, new + before)
     run([*python(), "-m", "docs.generate"], cwd=project)

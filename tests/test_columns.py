@@ -1,4 +1,4 @@
-"""COLUMNS of onecurve/numerics/augment.py: each column of a sample's random numbers has one use."""
+"""COLUMNS of onecurve/numerics/augment.py: each column of a sample's random numbers has only one use."""
 
 import ast
 import itertools

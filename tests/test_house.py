@@ -13,12 +13,12 @@ import pytest
 from onecurve.flags.recipe import ImageRecipe
 from tests.conftest import BIN, ROOT, Job, full, python
 
-# Statements of each layer, with a tenth of slack over the count when the budget was set. A commit that needs
-# more should state the reason.
-# "": the commands at the top, without the train scripts, because anyone may add one.
+# Maximum number of statements in each layer, set to 10% above the count at that time. A commit that needs
+# more should state the reason. The layer "" contains the commands at the top without the train scripts,
+# because anyone may add a train script.
 BUDGETS = {"onecurve/": 12_400, "tools/": 5_400, "": 1_250, "tests/": 20_400, "benchmarks/": 2_200}
-MAX_LINES = 600  # of a file outside of tests/ and benchmarks/
-SHARED_FLAGS = 44  # shared by all image scripts
+MAX_LINES = 600  # Maximum for a file outside of tests/ and benchmarks/
+SHARED_FLAGS = 44  # Number of flags that all image scripts share
 
 
 def sources() -> list[Path]:
@@ -32,7 +32,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def statements_of(path: Path) -> int:
-    """Count the lines of code in a file: no blank lines, comments, docstrings or imports."""
+    """Count the lines of code in a file, without blank lines, comments, docstrings and imports."""
     lines, skipped = lines_of(path), set[int]()
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -62,7 +62,7 @@ def test_each_file_name_has_one_meaning():
 
 
 def test_each_public_name_has_one_meaning():
-    """Check that functions and classes have unique names, except main and parse_flags of each command."""
+    """Check that names of functions and classes are unique, except main and parse_flags in each command."""
     files_of = defaultdict(list)
     for path in sources():
         if path.parts[0] not in ("tests", "benchmarks") and not path.match("train_*.py"):
@@ -110,7 +110,7 @@ def test_a_forbidden_import_is_detected(tmp_path, file, line, contract):
     assert f"{contract} BROKEN" in output
 
 
-# --- docs/architecture.md: what to read first, and what can be removed
+# --- docs/architecture.md: which files to read first, and which parts can be removed
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 

@@ -132,7 +132,10 @@ def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("offline", "reason"), [(False, "refused"), (True, "")])
 def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, caplog):
-    """Check that the hub's client does not retry five times per file. The message suggests a download."""
+    """Check that the hub's client does not retry each file five times.
+
+    The message must suggest a download.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
@@ -146,7 +149,7 @@ def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, cap
 
 
 def test_heic_without_its_package_is_reported(tmp_path):
-    """Recognize HEIC files by their extension, or by their first bytes if they have another extension."""
+    """Recognize HEIC files by their extension, or by their first bytes if the extension is different."""
     images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
     code = """import sys
 sys.modules["pillow_heif"] = None

@@ -1,4 +1,4 @@
-"""notebooks/first_run.ipynb cell by cell, without a GPU; %run; and the command for Hugging Face jobs."""
+"""notebooks/first_run.ipynb, run cell by cell without a GPU, %run, and the command for Hugging Face jobs."""
 
 import json
 import re
@@ -43,7 +43,10 @@ COMMIT = "git init -q && git add . && git -c user.name=me -c user.email=me@examp
 
 @pytest.mark.full
 def test_each_cell_runs(project_copy, tmp_path):
-    """Run `make setup` with an installed environment, in case of no network. A kernel sets MPLBACKEND."""
+    """Run `make setup` with an installed environment, in case there is no network.
+
+    A kernel sets MPLBACKEND.
+    """
     session = tmp_path / "session"
     (session / "IPython").mkdir(parents=True)
     (session / "IPython" / "display.py").write_text(DISPLAY)

@@ -1,4 +1,4 @@
-"""Packages that `make setup` installs. On a bare Debian, tests without a package skip, or fail in CI."""
+"""Packages that `make setup` installs. On a bare Debian, tests without their package skip, or fail in CI."""
 
 import os
 import re
@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 from tests.conftest import ROOT
 from tests.support.packages import PACKAGES
 
-# A few tests for each requirement (hosts, Slurm, a compiler, ssh, real images), and some without requirements
+# A few tests for each requirement (hosts, Slurm, a compiler, ssh, real images), and some tests without
+# requirements
 PART = ["tests/cluster", "tests/distributed/test_compilation.py", "tests/scripts/test_launchers.py"]
 PART += ["tests/scripts/test_real_data.py", "-m", "not full", "-k"]
 PART += ["cluster or slurm or flag or health or other_script or real_data"]
@@ -60,7 +61,7 @@ def test_make_setup_installs_by(flags):
     assert f" V/bin/{INSTALLS[flags]} touch V/installed" in " ".join(commands)
 
 
-# as if python3 were another version
+# Pretends that python3 is another version
 ANOTHER_PYTHON = ["make", "setup", "FITS=import sys; sys.exit(1)", "INSTALL=true"]
 
 
@@ -86,7 +87,7 @@ def test_pip_does_not_accept_another_python(tmp_path):
 def test_an_index_that_does_not_answer_is_one_line(tmp_path):
     words = ["make", "setup", f"VENV={tmp_path}/venv", "CPU=1", "CPU_INDEX=http://127.0.0.1:9"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    error, _ = done.stderr.splitlines()  # the other line is from make
+    error, _ = done.stderr.splitlines()  # The other line is from make
     assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer. Leave out CPU=1"
     assert not (tmp_path / "venv").exists()
 
@@ -110,7 +111,7 @@ def path(tmp_path) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.needs("root")  # to mount
+@pytest.mark.needs("root")  # Mounting requires root
 @pytest.mark.parametrize("ci", ["", "true"])
 def test_tests_without_their_packages(ci, path, tmp_path):
     def bare(*words) -> tuple[int, str]:

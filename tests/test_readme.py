@@ -71,12 +71,12 @@ def test_the_architecture_page_names_every_package_and_only_existing_files():
         assert (ROOT / name).exists() or (ROOT / "onecurve" / name).exists(), name
     for path in (*(ROOT / "onecurve").iterdir(), *(ROOT / "tools").iterdir()):
         name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
-        # left over from a package that has moved
+        # The folder is left over from a package that has moved
         is_left_over = path.is_dir() and not list(path.rglob("*.py"))
         assert name in text or path.name == "__init__.py" or is_left_over, name
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors that a Markdown viewer gives the headings."""
+    """Return the anchors that a Markdown viewer assigns to the headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,7 +1,7 @@
 """Private names of other libraries: each function of onecurve/upstream/ is still needed and still works.
 
-A row that fails after an update means that the library has changed: remove or adapt the function. Rows read a
-library's file, or a fresh copy of its module, because other tests replace names in this process.
+If a row fails after an update, the library has changed. Remove or adapt the function. Rows read a library's
+file, or a fresh copy of its module, because other tests replace names in this process.
 """
 
 import argparse
@@ -41,7 +41,7 @@ ROWS: dict[Callable, Row] = {}
 
 
 def needs(*functions: Callable) -> Callable[[Row], Row]:
-    """Declare a row for these functions. It fails if the library no longer needs them."""
+    """Declare a row for these functions. The row fails if the library no longer needs the functions."""
 
     def declare(row: Row) -> Row:
         ROWS.update(dict.fromkeys(functions, row))
@@ -63,12 +63,12 @@ def test_each_function_has_a_row():
     assert {function for function in functions if not function.__name__.startswith("_")} == ROWS.keys()
 
 
-ALLOWED = {"_replace", "_asdict", "_exit"}  # documented names of namedtuples and os
-ALLOWED |= {"_span_bytes", "_typeshed"}  # in this project and in mypy
+ALLOWED = {"_replace", "_asdict", "_exit"}  # Documented names of namedtuples and the os module
+ALLOWED |= {"_span_bytes", "_typeshed"}  # Names in this project and in mypy
 
 
 def private_names(file: Path) -> set[str]:
-    """Return the private names of other objects in a file: attributes, imports, and arguments of getattr."""
+    """Return other objects' private names in a file: attributes, imports and arguments of getattr."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -93,12 +93,14 @@ def test_private_names_are_in_one_package():
 
 def test_each_function_is_documented():
     for module in (accelerate_, deepspeed_, packages_, python_, timm_, torch_, torch_fakes):
-        assert "een in" in module.__doc__ or "0.4.6" in module.__doc__, module  # a version
+        assert "een in" in module.__doc__ or "0.4.6" in module.__doc__, (
+            module
+        )  # The docstring names a version
     assert [function.__name__ for function in ROWS if not function.__doc__] == []
 
 
 def file_of(name: str) -> Path:
-    """Return the file of a module, without importing its package."""
+    """Return the file of a module without importing its package."""
     package, *names = name.split(".")
     folder = Path(importlib.util.find_spec(package).origin).parent.joinpath(*names)
     return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
@@ -111,7 +113,7 @@ def parsed(module: str) -> ast.Module:
 
 @functools.cache
 def code(module: str, function: str = "") -> str:
-    """Return the code of a module, or of a function or Class.method in it, without comments."""
+    """Return the code of a module, or of a function or Class.method in the module, without comments."""
     node: ast.AST = parsed(module)
     for name in function.split(".") if function else ():
         children = [child for child in ast.walk(node) if getattr(child, "name", None) == name]
@@ -121,7 +123,7 @@ def code(module: str, function: str = "") -> str:
 
 
 def fresh(module: str) -> ModuleType:
-    """Return a copy of a module as it is after import, before anything in it is replaced."""
+    """Return a copy of a module in the state right after its import, before anything in it is replaced."""
     spec = importlib.util.find_spec(module)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
@@ -142,7 +144,7 @@ def looks_for_lomo_at_each_step():
 
 
 def process_state(**values):
-    """Return Accelerate's state of a process with only these values."""
+    """Return an Accelerate state of a process with only these values."""
     state_class = fresh("accelerate.state").PartialState
     state = state_class.__new__(state_class)
     vars(state).clear()
@@ -213,7 +215,7 @@ def wraps_what_the_model_names():
     assert accelerate_.block_names(nn.Linear(1, 1)) == ()
 
 
-# --- DeepSpeed, which is not imported because that takes seconds
+# --- DeepSpeed, which is not imported because its import takes seconds
 
 ZERO_2, ZERO_3 = "deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"
 LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
@@ -378,7 +380,7 @@ def test_a_step_imports_no_compiler(more):
 
 @needs(torch_.postpone_compiler)
 def imports_the_compiler_with_the_first_step():
-    """The test above runs both cases."""
+    """Check the import in torch's code. The test above runs both cases."""
     assert "import torch._dynamo" in code("torch.optim.optimizer", "_use_grad_for_differentiable")
 
 

@@ -1,6 +1,7 @@
-"""Train scripts wait for the device only at each line of the log and at each evaluation.
+"""Train scripts wait for the device only when they log a line and when they evaluate.
 
-The tests use fake CUDA tensors; tests/support/waits.py explains how, and which waits it can't see.
+The tests use fake CUDA tensors. tests/support/waits.py explains the method and lists the waits that it can't
+detect.
 """
 
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.conftest import ROOT, full
 from tests.models.test_timm_models import Operators
 from tests.support.waits import counted, waits_of
 
-VAL = 16  # images of an evaluation
+VAL = 16  # Number of images in an evaluation
 AUGMENTED = dict(randaug_layers=1, color_jitter=0.4, random_erasing=0.25, drop_path=0.1)
 RECIPES = {
     "train_hello": dict(data_size=48),
@@ -31,15 +32,16 @@ RECIPES = {
     "train_cnn_b": dict(width=8),
     "train_vit": dict(model="test_vit", image_size=32, patch_size=8, **AUGMENTED),
 }
-# For 2 epochs of 3 steps, with a line at every second step and at each end of an epoch
+# Waits in 2 epochs of 3 steps, with a line after every second step and at each end of an epoch
 LINES = {"session.py:mean_loss": 4}
-EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}  # the images move once
+# The images move to the device once.
+EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}
 WAITS = {
     # The script draws a picture after the loop.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
     "train_cnn_a": EVALUATIONS,
     "train_cnn_b": EVALUATIONS,
-    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},  # with the EMA
+    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},  # Includes the evaluations of the EMA
 }
 
 
@@ -80,7 +82,7 @@ def test_a_wait_in_a_loop_is_seen(name, old, new, added_waits, tmp_path):
     assert text.count(old) == 1
     changed = tmp_path / f"{name}.py"
     changed.write_text(text.replace(old, new))
-    if added_waits is None:  # a size that only the device knows
+    if added_waits is None:  # Only the device knows this size
         with pytest.raises(Exception, match="nonzero"):
             waits(changed, name, tmp_path)
         return
@@ -100,7 +102,7 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
         copies = [waits_seen.copies for _ in split.batches(iter(plan), train=True, **options)]
-    assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]  # the images, then groups
+    assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]  # The images are copied first, then the groups
     assert set(waits_seen.places) == {"splits.py:_move"}
 
 
@@ -124,7 +126,8 @@ def test_a_step_uses_its_part_of_a_group(train):
         assert torch.equal(batch.labels, single_batch.labels)
     begin_groups = {first + index for first in (0, AHEAD + 2) for index in (0, AHEAD)}
     steps = {tuple(names) for index, (_, names) in enumerate(grouped) if index not in begin_groups}
-    assert steps == {("empty", "add", "index_select") if train else ("empty",)}  # and NumPy's take
+    # NumPy's `take` also runs, but it is not a torch operator.
+    assert steps == {("empty", "add", "index_select") if train else ("empty",)}
 
 
 def test_packed_arrays_arrive_whole(monkeypatch):

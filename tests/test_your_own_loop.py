@@ -1,4 +1,7 @@
-"""docs/your_own_loop.md as written, on the installed package: a killed loop ends with the same bits."""
+"""docs/your_own_loop.md as written, on the installed package.
+
+A killed loop ends with bitwise identical results.
+"""
 
 import random
 import re
@@ -19,10 +22,11 @@ from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
 
 TEXT = (ROOT / "docs" / "your_own_loop.md").read_text()
 (LOOP,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-EXACT = [("EVERY = 0, 10, 64, 32,", "EVERY = 0, 10, 64, 16,")]  # four micro-batches
+EXACT = [("EVERY = 0, 10, 64, 32,", "EVERY = 0, 10, 64, 16,")]  # Use four micro-batches
 for change in re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL):
     EXACT.append(tuple("\n".join(re.findall(rf"^[{sign}](.*)$", change, re.MULTILINE)) for sign in "-+"))
-# Layers that half of the micro-batches skip: all micro-batches of some steps, or all of one process.
+# Layers that half of the micro-batches skip: all micro-batches of some steps, or all micro-batches of one
+# process.
 DROP = """class Layers(nn.Sequential):
     def forward(self, x):
         return x + super().forward(x) if torch.rand(()) < 0.5 else x
@@ -32,20 +36,20 @@ torch.manual_seed(SEED)
 LAYERS = "nn.Dropout(0.2), Layers(nn.Linear(128, 128), nn.GELU()), Layers(nn.Linear(128, 128), nn.GELU()),"
 LAYER_DROP = [*EXACT, ("torch.manual_seed(SEED)\n", DROP), ("nn.Dropout(0.2),", LAYERS)]
 ENV = {"OMP_NUM_THREADS": "1"}
-STEPS = 280  # 28 in an epoch
-MAX_LINES = 4300  # in the part of the core that the loop loads, docstrings included
+STEPS = 280  # 28 steps per epoch
+MAX_LINES = 4300  # Maximum in the part of the core that the loop loads, including docstrings
 
 
 def weights(folder: Path) -> list[bytes]:
-    """Return the last checkpoint's model and optimizer."""
+    """Return the model and the optimizer state in the last checkpoint."""
     return [file.read_bytes() for file in sorted(folder.glob(f"checkpoints/*{STEPS}/*.safetensors"))]
 
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory) -> Path:
-    """Return the Python of a new environment with the built wheel, and without scripts and tools.
+    """Return the Python of a new environment with the built wheel, but without scripts and tools.
 
-    Other packages come from the environment of the tests, so that the test needs no network.
+    Other packages come from the environment of the tests, so the test needs no network.
     """
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"  # setuptools leaves files next to its input
@@ -91,7 +95,7 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     s3,  # noqa: F811
     monkeypatch,
 ):
-    """Leave the state of a killed loop only in S3, as when another machine continues."""
+    """Leave the state of a killed loop only in S3, as if another machine continued the loop."""
     use_s3(monkeypatch, s3)
     url, script = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "my_loop.py"
     script.write_text(LOOP)
@@ -100,14 +104,14 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     run([python, script, "--folder", tmp_path / "alone"], env=ENV, cwd=tmp_path)
     store, outputs = ObjectStore(url), []
     for count in processes:
-        folder = tmp_path / f"run{len(outputs)}"  # as on another disk
+        folder = tmp_path / f"run{len(outputs)}"  # A new folder, as on another disk
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         words = [python, *torchrun[: 4 * (count > 1)], script, "--folder", folder, "--s3", url]
         job = Job(words, env=ENV, cwd=tmp_path)
         if len(outputs) < len(processes) - 1:
             step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
             wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023
-            # on a busy machine, the loop may end before the test sees the store's last step
+            # On a busy machine, the loop may end before the test sees the store's last step
             if job.process.poll() is None:
                 kill(psutil.Process(job.process.pid).children(recursive=True))
                 job.process.kill()

@@ -1,4 +1,4 @@
-"""The attention kernel for few tokens: numbers, layers that use it, compilation and records."""
+"""The attention kernel for few tokens: results, layers that use the kernel, compilation and records."""
 
 import hashlib
 import itertools
@@ -32,11 +32,11 @@ from tests.models.test_timm_models import Operators
 from tools.verify.replay import why_not_exact
 from train_vit import Vit, build_model
 
-# --- Numbers, under Triton's interpreter
+# --- Results, under Triton's interpreter
 
 
 def interpreted(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the problems of each case."""
+    """Return the interpreter's list of problems for each case."""
     defaults = {"size": 32, "dtype": "bfloat16", "largest": 3, "order": "packed", "heads": 2}
     process = subprocess.run(
         [sys.executable, "-m", "tests.support.interpreted_attention"],
@@ -57,11 +57,12 @@ CASES += [{"tokens": n, "largest": 100} for n in (17, 130)]
 CASES += [{"tokens": n, "order": "parts first"} for n in (3, 66)]
 WRONG_MASK = {"[None, :] < N, scores": "[None, :] < N + 1, scores"}
 NO_SCALE = {"tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)": "tl.dot(q, tl.trans(k)) * LOG2_E"}
-SWAPPED = {  # swaps the gradients of keys and values
+SWAPPED = {  # This mutant swaps the gradients of keys and values
     "packed + tile + 2 * H * D, dv": "packed + tile + H * D, dv",
     "packed + tile + H * D, tl.dot(": "packed + tile + 2 * H * D, tl.dot(",
 }
-RACE = {"% BLOCKS * R\n": "% BLOCKS * (R // 2)\n"}  # computes half of the rows twice, with the same numbers
+# This mutant computes half of the rows twice, with the same results.
+RACE = {"% BLOCKS * R\n": "% BLOCKS * (R // 2)\n"}
 RACE_BACK = {
     "(tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H": "(tl.program_id(0) // H).to(tl.int64), 0"
 }
@@ -116,11 +117,11 @@ def test_every_number_of_tokens(size, first):
     assert [case | {"problems": wrong} for case, wrong in zip(cases, problems, strict=True) if wrong] == []
 
 
-# --- Layers that use it
+# --- Layers that use the kernel
 
 
 def layer(tokens: int = 50, **options: Any) -> Any:
-    """Return timm's attention with two heads of 32, as wrap() leaves it on a GPU that supports the kernel."""
+    """Return timm's attention with two heads of 32, in the form that wrap() produces on a supported GPU."""
     options = {"dim": 64, "num_heads": 2, "norm_layer": nn.LayerNorm} | options
     model = nn.Sequential(timm.layers.Attention(**options))
     speed_up(model)
@@ -179,7 +180,7 @@ def test_which_forwards_use_the_kernel(more, takes):
     called = operators(layer(), **more)
     assert (KERNELS & called) == (KERNELS if takes else set())
     assert any("scaled_dot_product" in name for name in called) != takes
-    assert not (takes and "stack" in called)  # the kernel writes the packed gradient directly
+    assert not (takes and "stack" in called)  # The kernel writes the packed gradient directly
 
 
 def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
@@ -199,7 +200,7 @@ def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
 
 
 def test_a_kernel_that_fails_is_not_used():
-    """Run without the interpreter: Triton finds no driver on a CPU."""
+    """Run without the interpreter. Triton finds no driver on a CPU."""
     assert kernel_failure(layer(), torch.device("cpu"), torch.float16) != ""
     assert kernel_failure(nn.Linear(2, 2), torch.device("cpu"), torch.float16) is None
 
@@ -209,13 +210,14 @@ def test_a_vits_layers_know_their_tokens():
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert {module.tokens for module in layers} == {17}
     assert model.training
-    assert not any(module.kernel_tokens for module in layers)  # wrap() decides
+    # Wrap() decides whether a layer uses the kernel.
+    assert not any(module.kernel_tokens for module in layers)
     assert use_kernel(model)
     assert not use_kernel(nn.Linear(2, 2))
 
 
 def test_cudnn_comes_first_for_many_tokens_in_training(monkeypatch):
-    """Record the first of torch's kernels while its attention is called."""
+    """Record which of torch's kernels has priority while the attention is called."""
     firsts, module = [], layer(tokens=0)
     call = torch.nn.functional.scaled_dot_product_attention
 
@@ -244,7 +246,7 @@ def test_cudnn_comes_first_for_many_tokens_in_training(monkeypatch):
 
 
 class H200:
-    """Triton's driver of a machine with an H200, reduced to what the analysis of a kernel needs."""
+    """Triton's driver of a machine with an H200, reduced to the parts that kernel analysis needs."""
 
     @staticmethod
     def get_current_target() -> Any:
@@ -255,9 +257,9 @@ class H200:
 
 @pytest.mark.parametrize(("tokens", "warps"), [(50, (4, 4)), (197, (4, 8))])
 def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
-    """Check Dynamo's graph for the operator, and Inductor's graphs for the kernels with their warps.
+    """Check that Dynamo's graph contains the operator and Inductor's graphs the kernels with their warps.
 
-    The kernels get the same tensors: no input is copied, and no number is an argument.
+    The kernels must receive the same tensors. No input is copied, and no argument is a number.
     """
     import triton
     from torch._dynamo.backends.common import aot_autograd
@@ -327,11 +329,11 @@ def test_the_kernels_fit_every_gpu(capability):
         assert ".f64" not in compiled.asm["ptx"]
 
 
-# --- Records, and equal bits under every strategy
+# --- Records, and bitwise identical results under every strategy
 
 
 def test_a_script_imports_no_triton_and_its_model_no_kernels():
-    """Check on a CPU. timm itself imports Triton when it builds a model."""
+    """Check the records on a CPU. timm itself imports Triton when it builds a model."""
     code = "import sys, train_vit\n"
     code += "print('triton' in sys.modules)\n"
     code += "train_vit.build_model(train_vit.Vit(model='test_vit', image_size=32, patch_size=8), 10)\n"
@@ -360,7 +362,7 @@ LAUNCHERS = {"single": python(), "ddp": STRATEGIES["ddp"], "fsdp": STRATEGIES["f
 
 @pytest.mark.full
 def test_one_process_ddp_and_fsdp2_use_the_kernel_with_the_same_bits(tmp_path, cache):
-    """Use fp16, because Triton's interpreter does not multiply bf16."""
+    """Use fp16, because Triton's interpreter does not multiply bf16 numbers."""
     flags = ["--data", "digits", "--batch_size", "8", "--per_device_batch_size", "4", "--max_steps", "2"]
     flags += ["--trackers", "none", "--mixed_precision", "fp16", "--deterministic", "--max_val_images", "8"]
     hashes, folders = set(), [*LAUNCHERS, "without"]

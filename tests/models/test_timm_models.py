@@ -1,4 +1,4 @@
-"""Layers that are computed differently than in timm, with the same numbers and names."""
+"""Layers that are computed differently than in timm, with the same results and parameter names."""
 
 import copy
 from collections import Counter
@@ -31,7 +31,7 @@ class Operators(TorchDispatchMode):
 
 
 def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor], Counter]:
-    """Return the outputs, their gradients for inputs and parameters, and the number of calls per operator."""
+    """Return the outputs, the gradients of inputs and parameters, and the number of calls per operator."""
     inputs = inputs.detach().requires_grad_()
     with Operators() as called:
         outputs = layer(inputs, **more)
@@ -53,7 +53,7 @@ def results(layer: nn.Module, inputs: Tensor, **more: Any) -> tuple[list[Tensor]
     ],
 )
 def test_a_patch_embedding_is_a_product_in_training(options, size, formats):
-    """Check each combination of formats of the images and the weights: contiguous or channels_last."""
+    """Check each combination of memory formats of images and weights: contiguous or channels_last."""
     torch.manual_seed(0)
     memory_formats = {"C": torch.channels_last, "N": torch.contiguous_format}
     images_format, weights_format = (memory_formats[name] for name in formats)

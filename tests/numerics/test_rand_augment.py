@@ -1,4 +1,4 @@
-"""RandAugment of whole batches against PIL, image by image."""
+"""RandAugment of whole batches, compared with PIL image by image."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ COUNT, H, W = 8, 60, 72
 
 @pytest.fixture(scope="module")
 def images() -> torch.Tensor:
-    """Return real photographs, and an image of a single color."""
+    """Return real photographs and an image of a single color."""
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[: COUNT - 1]
     photographs = [np.asarray(Image.open(file).convert("RGB").resize((W, H))) for file in files]
     return torch.from_numpy(np.stack([*photographs, np.full((H, W, 3), 77, np.uint8)]))
@@ -42,14 +42,15 @@ def moved(image: Image.Image, *affine: float) -> Image.Image:
     a, b, c, d, e, f = affine
     affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
     grey = (GREY,) * 3
-    return image.transform(image.size, Image.Transform.AFFINE, affine, fillcolor=grey)  # nearest pixel
+    # This transform uses the nearest pixel.
+    return image.transform(image.size, Image.Transform.AFFINE, affine, fillcolor=grey)
 
 
 def enhanced(enhancer):
     return lambda image, strength, sign: enhancer(image).enhance(1.8 * strength + 0.1)
 
 
-# PIL's operations, given the strength and the direction
+# PIL's operations, as functions of the strength and the direction
 PIL = {
     "AutoContrast": lambda image, s, sign: ImageOps.autocontrast(image),
     "Equalize": lambda image, s, sign: ImageOps.equalize(image),
@@ -67,7 +68,7 @@ PIL = {
     "TranslateX": lambda image, s, sign: moved(image, 1, 0, 100 / 224 * W * s * sign, 0, 1, 0),
     "TranslateY": lambda image, s, sign: moved(image, 1, 0, 0, 0, 1, 100 / 224 * H * s * sign),
 }
-# tolerance, out of 255
+# Tolerance in steps of 1/255
 ROUNDED = {"AutoContrast": 1, "Color": 2, "Contrast": 2, "Brightness": 1, "Sharpness": 2}
 
 
@@ -82,7 +83,8 @@ def test_each_operation_matches_pil(name, magnitude, images):
         sign = -1 if direction < 0.5 else 1
         expected = np.asarray(PIL[name](Image.fromarray(image), magnitude / 10, sign)).astype(int)
         is_different = np.abs(result - expected) > ROUNDED.get(name, 0)
-        # Where two pixels are equally near, as in every tenth row of a shear, PIL may choose the other pixel.
+        # Where two pixels are equally near, for example in every tenth row of a shear, PIL may choose the
+        # other pixel.
         assert is_different.mean() < (0.1 if name.startswith(("Rotate", "Shear", "Translate")) else 1e-9)
         signs.add(sign)
     assert signs == {-1, 1}
@@ -100,7 +102,7 @@ def test_a_cut_out_is_a_grey_square_at_any_place(images):
     assert (grey == (rows[:, :, None] & columns[:, None, :])).all()
     edge = 2 * int(40 / 224 * H)
     assert rows.sum(1).max() == columns.sum(1).max() == edge
-    assert rows.sum(1).min() < edge  # a square that extends beyond the image
+    assert rows.sum(1).min() < edge  # One square extends beyond the image
     assert rows.any(0).all()
     assert columns.any(0).all()
 

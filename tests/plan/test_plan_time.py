@@ -24,7 +24,7 @@ def test_accumulation_repeats_only_some_exchanges(strategy, counts):
     assert step_time(trace, HOSTS, EAGER, accumulations=3)[0] == pytest.approx(3 * alone)
 
 
-# images/s of one H200 at batch 512, by --compile and whether a step is one graph (docs/performance.md)
+# Images/s on one H200 at batch 512, by --compile and whether a step is one graph (docs/performance.md)
 MEASURED: dict[str, dict] = {
     "train_vit.py": {("no", False): 8_530, ("default", False): 11_170},
     "train_cnn_b.py": {("no", False): 57_834, ("no", True): 62_582, ("default", False): 49_382},
@@ -61,7 +61,7 @@ def test_a_graph_is_planned_where_a_step_supports_it(flags, strategy, expected):
     assert Planning([*SMALL, *flags], HOSTS).execution(strategy) == expected
 
 
-# images/s of DDP on one process of an H200 over NCCL at batch 512, without a graph (docs/performance.md)
+# Images/s with DDP on one process of an H200 over NCCL at batch 512, without a graph (docs/performance.md)
 DDP = {"train_cnn_b.py": 60_131, "train_cnn_a.py": 182_850}
 
 
@@ -84,7 +84,7 @@ def test_compressed_gradients_are_half_of_the_bytes():
         ("all_reduce", 400, 2)
     ]
     assert compressed(new_trace(strategy="ddp", collectives=whole), "no").collectives == whole
-    assert possible(2, 1, "bf16") == ["single", "ddp"]  # other strategies refuse it
+    assert possible(2, 1, "bf16") == ["single", "ddp"]  # Other strategies refuse compression
 
 
 def test_a_line_lists_memory_parts_and_the_limit():

@@ -1,4 +1,4 @@
-"""Archives as streams: members, refused members, damaged archives, S3, and the development kit."""
+"""Archives read as streams: members, refused members, damaged archives, S3 and the development kit."""
 
 import hashlib
 import io
@@ -43,7 +43,7 @@ def read(location: str | Path, hash_name: str | None = None, headers: bool = Fal
 
 
 def by_tarfile(content: bytes, folder: str = "") -> dict[str, bytes]:
-    """Read the same with Python's tarfile."""
+    """Read the same archives with Python's tarfile."""
     files = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
@@ -111,7 +111,7 @@ def pax(record: bytes) -> bytes:
 
 NAME, SIZE = 0, 124
 PLAIN, SPECIAL, DAMAGED = "not a plain relative name", "or another special file", "truncated or damaged"
-REFUSALS = {  # blocks of the member, its name in the message, reason
+REFUSALS = {  # Maps each case to the blocks of the member, the member's name in the message, and the reason
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
     "absolute": (header("/etc/passwd"), "/etc/passwd", PLAIN),
@@ -161,7 +161,8 @@ def test_refused_with_the_names_of_archive_and_member(refusal, tmp_path):
 
 
 def test_truncated_anywhere(tmp_path):
-    inner = tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT[:100]})[: 512 * 8]  # without most of the padding
+    # The archive lacks most of the padding.
+    inner = tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT[:100]})[: 512 * 8]
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"n01.tar": inner}))
     assert len(read(path)) == 2
@@ -204,7 +205,7 @@ IN_S3 = f"s3://{BUCKET}/train.tar"
 
 @pytest.fixture
 def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
-    """Put the train archive into a bucket behind a proxy, with small parts and retries without delay.
+    """Upload the train archive to a bucket behind a proxy, with small parts and immediate retries.
 
     No output may contain the secret.
     """

@@ -1,4 +1,4 @@
-"""Parquet files as input of prep_imagenet.py: images and labels are the same as in a direct training."""
+"""Parquet files as input of prep_imagenet.py: a direct training run sees the same images and labels."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Foreign WebDataset shards, indexed where they are (this host or S3), and read in the project's order."""
+"""WebDataset shards from other tools, indexed on this host or in S3 and read in the project's order."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ INDICES = ("train_index.npy", "val_index.npy")
 
 @pytest.fixture(scope="module")
 def project_shards(tmp_path_factory) -> Path:
-    """Write shards like prep_imagenet.py."""
+    """Write shards in the format of prep_imagenet.py."""
     return write_shards(tmp_path_factory.mktemp("ours") / "wds", TRAIN, VAL)
 
 
 @pytest.fixture(scope="module")
 def foreign(project_shards) -> Path:
-    """Copy only the tars."""
+    """Copy only the tar files."""
     folder = project_shards.parent.parent / "theirs" / "wds"
     shutil.copytree(
         project_shards, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".tar")]
@@ -46,7 +46,7 @@ def foreign(project_shards) -> Path:
 
 @pytest.fixture(scope="module")
 def in_s3(foreign, s3):  # noqa: F811
-    """Upload the same tars to S3, as train/00000.tar and so on. Yield their store."""
+    """Upload the same tar files to S3 as train/00000.tar and so on. Yield their store."""
     with pytest.MonkeyPatch.context() as patch:
         use_s3(patch, s3)
         store = ObjectStore(f"s3://{BUCKET}/wds")
@@ -96,7 +96,7 @@ def test_nothing_is_copied_and_the_order_is_that_of_our_shards(
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
-    """Begin on one process, with the index in S3. Samples follow the uninterrupted order."""
+    """Begin on one process, with the index in S3. The sample order must equal the uninterrupted order."""
     index = f"s3://{BUCKET}/index-{processes}"
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
     words = [*VIT, "--data", index, "--streams", 4, "--shuffle_window", 4, "--epochs", 2, *NO_WORKERS]
@@ -108,7 +108,7 @@ def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
 
 
 def test_samples_of_several_fields(tmp_path):
-    """Use classes from JSON, other fields, folders, a test split and class names."""
+    """Use classes from JSON files, other fields, folders, a test split and class names."""
     image, meta = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
     train = {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": meta, "a/2.cls": b"0\n", "a/2.JPG": image}
     test = {"about.txt": b"x", "3.png": image, "3.cls": b"2"}

@@ -1,4 +1,4 @@
-"""Runs that end before their last step: they write what waits in memory and report why they ended."""
+"""Runs that end before their last step write the checkpoints held in memory and report why they ended."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from tools.logbook import markdown as md
 from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
-EPOCH, EPOCHS = 13, 6  # steps, epochs; 143 of the digits are held out
-# after each epoch; the run keeps the best before two worse ones in memory
+EPOCH, EPOCHS = 13, 6  # Steps per epoch, and epochs; 143 of the digits are held out
+# Accuracy after each epoch. The run keeps the best checkpoint in memory during the two worse evaluations.
 ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)
 BEST, END, TOTAL = 2 * EPOCH, 4 * EPOCH, EPOCHS * EPOCH
 FLAGS = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--holdout", "0.1", "--epochs", EPOCHS]
@@ -19,7 +19,10 @@ FLAGS += ["--trackers", "none", "--log_every", "4"]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Copy the project. Its script has known accuracies and runs the code in AT_STEP before checkpoints."""
+    """Copy the project.
+
+    The script has known accuracies and runs the code in AT_STEP before each checkpoint.
+    """
     folder = copy_project(tmp_path_factory.mktemp("early_end") / "project")
     old, call = "run.log_evaluation(step, measure(images.val))\n", "            run.checkpoint(step)\n"
     with_known_accuracy = f"measure(images.val) | {{'accuracy': {ACCURACIES}[step // steps.per_epoch]}})\n"
@@ -43,7 +46,7 @@ def whole(project, tmp_path_factory, cache):
 
 
 def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
-    """Check for the schedule of the whole run, the best weights and the reason in every output."""
+    """Check the whole run's schedule. Every output must show the best weights and the reason."""
     facts, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
     expected = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
     assert expected.items() <= facts.items()
@@ -57,11 +60,11 @@ def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     assert len(losses.keys() & whole_losses.keys()) > end // 8
     for step in losses.keys() & whole_losses.keys():
         assert losses[step]["train/lr"] == whole_losses[step]["train/lr"]
-        bound = 1e-5 if step <= 20 else 1e-3  # rounding differs between strategies, and grows
+        bound = 1e-5 if step <= 20 else 1e-3  # Rounding errors differ between strategies and grow
         assert losses[step]["train/loss"] == pytest.approx(whole_losses[step]["train/loss"], abs=bound)
 
 
-ENDS = {  # name: (flags, environment, last step, reason that is shown)
+ENDS = {  # Maps each name to the flags, the environment, the last step and the reason that is shown
     "patience": (["--patience", "2"], {}, END, "--patience 2"),
     "stop": ([], {"AT_STEP": f"if step == {END}: run.stop()"}, END, "the script"),
     "stop inside an epoch": ([], {"AT_STEP": f"if step == {END + 4}: run.stop()"}, END + 5, "the script"),
@@ -94,7 +97,10 @@ def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, 
 
 
 def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
-    """Start again without result.json: the command ends at the same step, or continues with more patience."""
+    """Restart without result.json.
+
+    The command ends at the same step, or continues if --patience is larger.
+    """
     folder = tmp_path / "run"
     words = [*FLAGS, *cache, "--output_dir", folder, "--patience"]
     output = run([*words, "2"], cwd=project, env=HALF_THE_CORES)
@@ -109,7 +115,7 @@ def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
     assert (facts["steps"], facts["best_step"], facts["stopped_by"]) == (TOTAL, 5 * EPOCH, None)
 
 
-FAILURES = {  # name: (launcher, environment)
+FAILURES = {  # Maps each name to the launcher and the environment
     "an error": (STRATEGIES["single"], {"AT_STEP": f"if step == {END}: raise RuntimeError('no more')"}),
     "without run.finish": (STRATEGIES["single"], {"RETURN_AT": str(END)}),
     "before an evaluation": (STRATEGIES["single"], {"BREAK_AT": str(EPOCH - 4)}),

@@ -1,4 +1,4 @@
-"""Evaluation counts every image once: a validation set of prime size on 1 and 3 processes."""
+"""Evaluation counts every image once, for example a validation set of prime size on 1 and 3 processes."""
 
 import json
 import re
@@ -18,12 +18,12 @@ from tests.support.data_sets import class_folders
 
 FLAGS = ["--batch_size", "12", "--max_steps", "8", "--lr", "0.02", "--best_by", "macro_f1"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none"]
-IMAGES = 37  # in the validation set
+IMAGES = 37  # Number of images in the validation set
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, cache) -> list:
-    """Train on few images of one class and many of another."""
+    """Train on few images of one class and many images of another class."""
     data = class_folders(tmp_path_factory.mktemp("prime") / "images", train=96, val=61)
     for file in sorted((data / "val" / "a").iterdir())[:24] + sorted((data / "train" / "a").iterdir())[:44]:
         file.unlink()
@@ -31,7 +31,7 @@ def words(tmp_path_factory, cache) -> list:
 
 
 def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
-    """Train with --class_weights: the mean of weighted losses is the same for any micro-batches."""
+    """Train with --class_weights. The mean of the weighted losses must not depend on the micro-batches."""
     balanced = ["--class_weights", "balanced", "--output_dir"]
     output = run([*python(), *words, *balanced, tmp_path / "one"])
     assert "To weight classes equally, use --class_weights balanced and --best_by macro_f1" in output
@@ -54,7 +54,7 @@ def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
     assert logs["one"][-1]["val/loss"] == pytest.approx(logs["three"][-1]["val/loss"], abs=1e-5)
 
 
-NEW = {  # one metric of images, one by class
+NEW = {  # One metric computed per image, and one metric computed per class
     "top1": 'Metric("top-1", lambda logits, labels: (logits.topk(1).indices == labels[:, None]).any(1))',
     "macro_recall": 'Metric("macro recall", lambda n, _, right: (right, n), by_class=True)',
 }
@@ -64,7 +64,10 @@ NEW = {  # one metric of images, one by class
     ("metric", "equal_metric"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
 )
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, equal_metric):
-    """Select the best checkpoint by it, show it for each split, and verify it if it counts images."""
+    """Select the best checkpoint by the new metric.
+
+    The metric is shown for each split. If it counts images, verify.py also verifies it.
+    """
     first = "METRICS = {\n"
     mutate(project_copy, "onecurve/flags/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
     folder, held_out = tmp_path / "run", ["--holdout", "12", "--per_device_batch_size", "6"]
@@ -90,7 +93,7 @@ def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, 
 
 
 def test_a_subset_of_the_images_covers_all_classes():
-    """Choose from images that are sorted by class: the first 20 are zeros."""
+    """Choose a subset of images that are sorted by class. The first 20 images are zeros."""
     labels = np.arange(97) // 49
     split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), SplitPart("val", labels))
     ids = evaluated_ids(split, ImageRecipe(max_val_images=20))

@@ -1,6 +1,6 @@
 """Ranks agree on signals after every step, or after several short steps, at the same steps on every rank.
 
-One process simulates two ranks: their messages and clocks are replaced.
+One process simulates two ranks by replacing their messages and clocks.
 """
 
 import itertools
@@ -14,7 +14,10 @@ from onecurve.run.session import MOST_STEPS, Exchange
 
 
 class Board:
-    """Messages of the ranks. The answer to an n-th message is the maximum of all (n - 1)-th messages."""
+    """Messages of the ranks.
+
+    The answer to the n-th message is the maximum of all ranks' (n - 1)-th messages.
+    """
 
     def __init__(self, count: int):
         self.count, self.messages = count, [[] for _ in range(count)]
@@ -48,8 +51,8 @@ def agreed(clock, monkeypatch, durations, signalled=None) -> tuple[list[int], in
     Args:
         clock: Clock of the session module.
         monkeypatch: Fixture that replaces the module's names.
-        durations: Seconds of each step on rank 0 and on rank 1.
-        signalled: Rank and step that get a signal.
+        durations: Duration of each step in seconds, on rank 0 and on rank 1.
+        signalled: Rank that receives a signal, and the step of the signal.
     """
     board, ranks, clocks = Board(2), [Exchange(None, None, 300) for _ in range(2)], [0.0, 0.0]
     for rank, exchange in enumerate(ranks):

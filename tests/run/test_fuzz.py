@@ -1,8 +1,9 @@
-"""SIGKILL, SIGTERM and SIGHUP at random moments: the run ends with the bits of an uninterrupted run.
+"""SIGKILL, SIGTERM and SIGHUP at random moments. The result is bitwise identical to an uninterrupted run.
 
-Each start trains one more epoch (--max_steps), so that signals also interrupt the end of a run. FUZZ_SEED (0)
-determines the signal, the phase and the delay; the exact moment depends on the machine. FUZZ_HITS (100) and
-FUZZ_S (90) limit the number of signals and the seconds. `pytest -s` shows the interrupted phases.
+Each start trains one more epoch (--max_steps), so that signals also interrupt the end of a run. FUZZ_SEED
+(default 0) determines the signal, the phase and the delay, but the exact moment depends on the machine.
+FUZZ_HITS (default 100) limits the number of signals, and FUZZ_S (default 90) limits the time in seconds.
+`pytest -s` shows the interrupted phases.
 """
 
 import json
@@ -22,17 +23,20 @@ from tests.support.faults import called_first
 
 DEFAULTS = {"FUZZ_SEED": 0, "FUZZ_HITS": 100, "FUZZ_S": 90}
 SEED, HITS, BOUND_S = (int(os.environ.get(name, number)) for name, number in DEFAULTS.items())
-LEG = 14  # steps of an epoch
-# Longest delay of the signal after the start of a phase, in seconds
+LEG = 14  # Steps per epoch
+# Longest delay of the signal after the start of each phase, in seconds
 PHASES = {"start-up": 0.8, "training": 0.1, "saving": 0.05, "evaluating": 0.05, "end": 0.5}
 CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "400"]
 CNN += ["--mixed_precision", "no", "--log_every", "3", "--checkpoint_every", "5", "--trackers", "none"]
-# SIGTERM and SIGHUP kill a process that has no handler yet; a finished process exits as usual.
+# SIGTERM and SIGHUP kill a process that has no handler yet. A finished process exits normally.
 ALLOWED = {signal.SIGKILL: {-9, 0}, signal.SIGTERM: {75, -15, 0}, signal.SIGHUP: {75, -1, 0}}
 
 
 def mark_phases(file: str) -> None:
-    """Let the run write its current phase to the file. The run's process calls it before its script."""
+    """Make the run write its current phase to the file.
+
+    The run's process calls this function before its script.
+    """
     from onecurve.checkpoint import saver
     from onecurve.run import evaluation
     from onecurve.run import run as tracking
@@ -89,7 +93,7 @@ def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache)
         facts = result(folder) if (folder / "result.json").exists() else {}
         is_finished = (facts.get("status"), facts.get("steps")) == ("finished", steps)
         assert is_finished or status != 0
-        steps += LEG * is_finished  # also if SIGKILL arrived after the end
+        steps += LEG * is_finished  # A run also counts as finished if SIGKILL arrived after its end
     for (signal_name, phase_name), count in sorted(hits.items()):
         print(f"{signal_name:8} {phase_name:12} {count}")
     print(f"{hits.total()} hits, {steps} steps")

@@ -1,4 +1,4 @@
-"""A run folder has one owner: a second run is refused, and the record of a dead owner is taken over."""
+"""Ownership of a run folder: a second run is refused, and a new run takes over the record of a dead owner."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ def foreign_record(folder, **changes) -> dict:
 
 @pytest.fixture
 def second_round(monkeypatch):
-    """Let this process belong to the second round of a job, and check heartbeats more often."""
+    """Make this process a member of a job's second round, and check heartbeats more often."""
     sleep = time.sleep
     monkeypatch.setattr(lease_module, "time", SimpleNamespace(**vars(time) | {"sleep": lambda _: sleep(0.1)}))
     monkeypatch.setenv("LAUNCH_JOB", "ours")
@@ -97,7 +97,7 @@ def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, t
 
 @pytest.mark.parametrize("changes", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
 def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, tmp_path, monkeypatch):
-    """Take over only the record of an earlier round of the same job, which is known to have ended."""
+    """Take over only a record from an earlier round of the same job, which must have ended."""
     monkeypatch.setattr(lease_module, "WATCH_S", 30)
     text = json.dumps(foreign_record(tmp_path, **changes) | {"beat": 1})
     threading.Timer(1, lambda: (tmp_path / "owner.json").write_text(text)).start()
@@ -132,7 +132,7 @@ def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
     assert 0 < before <= own_age_s() < before + 100
 
 
-# --- The choice of the folder
+# --- Choice of the folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +141,13 @@ class Small(Recipe):
 
 
 def open_folder(tmp_path, **fields):
-    """Open the storage for a start of this recipe. This process owns it."""
+    """Open the storage for a start with this recipe. This process owns the storage."""
     recipe = Small(**{"output_dir": f"{tmp_path}/*"} | fields)
     return RunFolder(recipe, "named", 10, lambda: None)
 
 
 def write_run(folder, recipe: dict, steps: int = 1) -> None:
-    """Write the files of a run that trained so many steps of this recipe and was killed."""
+    """Write the files of a killed run that had trained this number of steps with this recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.json").write_text(json.dumps({"script": script_name(), "recipe": recipe}))
     (folder / "metrics.jsonl").write_text('{"train/loss": 1.0, "step": 1}\n' * steps)
@@ -209,7 +209,7 @@ def test_resume_never_is_refused_if_the_launcher_restarts(tmp_path, monkeypatch)
 
 
 def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
-    """Let a run of another recipe begin and end between the check of the folder and the record."""
+    """Start and end a run with another recipe between the check of the folder and the record of the owner."""
 
     class Late(Lease):
         def __init__(self, record, *rest):
@@ -240,7 +240,7 @@ def test_a_recipe_json_that_can_not_be_read_is_refused(content, tmp_path):
     opened.release()
 
 
-FOREIGN = {  # files of other programs that a run would replace or extend
+FOREIGN = {  # Files of other programs that a run would replace or extend
     "metrics.jsonl": '{"loss": 1}\n',
     "result.json": '{"status": "preempted", "score": 1}',
     "confusion.json": "[]",
@@ -274,7 +274,7 @@ def test_a_folder_of_another_program_is_refused_before_anything_is_written(name,
     opened.release()
 
 
-LEFT = {  # files that a start with an early end leaves, and files that no run writes
+LEFT = {  # Files that remain after a start with an early end, and files that no run writes
     "result.json": '{"status": "preempted"}',
     "restarts.json": '{"launcher": "h 1 2", "step": 0, "fruitless": 0}',
     "starts.jsonl": '{"recipe": {"lr": 0.1}, "step": 0}\n',

@@ -1,4 +1,4 @@
-"""A run that is killed or out of space at its end: the same command completes it without training."""
+"""A run that is killed, or whose disk is full, at its end. The same command completes it without training."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ class Trained:
         assert not (self.killed / "result.json").exists()
 
     def operations(self, parent: Path) -> list[str]:
-        """Return the operations with which the same command completes the killed run."""
+        """Return the file operations of the command when it completes the killed run."""
         shutil.copytree(self.killed, parent / "again" / "run")
         self.start(parent / "again" / "run", parent, "list")
         return [operation.split(" ", 1)[1] for operation in operations(parent)]
@@ -55,7 +55,7 @@ class Trained:
         return Job([*self.words, "--output_dir", folder], env=env).wait()
 
     def assert_completed(self, folder: Path) -> None:
-        """Check that the run ended like the undisturbed run."""
+        """Check that the run's results equal those of the undisturbed run."""
         assert_same_end(folder, self.straight)
         checkpoints = sorted((folder / "checkpoints").iterdir())
         assert [path.name for path in checkpoints] == ["index.json", "step_00000014"]
@@ -87,7 +87,7 @@ def test_a_quota_is_not_the_disks_free_space(number, message, tmp_path):
 
 
 def test_one_end_with_many_faults(trained, disk, tmp_path):
-    """Inject one fault after the other. Each start of the same command gets further."""
+    """Inject one fault per start. Each start of the same command progresses further."""
     folder = disk / "one" / "run"
     shutil.copytree(trained.killed, folder)
     for point in ("open .curves.png.tmp", "open .result.json.tmp"):
@@ -108,7 +108,7 @@ def test_one_end_with_many_faults(trained, disk, tmp_path):
 
 
 def test_a_script_that_finds_the_disk_full(disk, project_copy, tmp_path):
-    """Fill the disk while train_hello.py draws its picture and its last checkpoint is written."""
+    """Fill the disk while train_hello.py draws its picture and the last checkpoint is written."""
     draw = "            plot(run.folder"
     mutate(project_copy, "train_hello.py", draw, f"            run.ranks.saver.wait()\n{draw}")
     words = ["train_hello.py", "--epochs", "1", "--trackers", "none", "--telemetry_s", "0"]

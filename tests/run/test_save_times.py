@@ -1,4 +1,4 @@
-"""Intervals of --checkpoint_s between checkpoints of short epochs, and the work that a killed run loses."""
+"""Times between checkpoints of short epochs under --checkpoint_s, and the work that a killed run loses."""
 
 import itertools
 import threading
@@ -19,13 +19,16 @@ from onecurve.run.state import RunState
 
 
 class Simulation:
-    """Run.checkpoint with a Saver that writes to a list at once, and a simulated clock. No tensors."""
+    """Simulation of Run.checkpoint without tensors.
+
+    The Saver writes to a list immediately, and the clock is simulated.
+    """
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
         for module in (ranks_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
-        self.written: list[tuple[int, float]] = []  # (step of the checkpoint, time)
+        self.written: list[tuple[int, float]] = []  # Pairs of the checkpoint's step and the time
         gathering = SimpleNamespace(hurry=threading.Event())
         training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gathering=gathering)
         saver = Saver(training, Path("nowhere"), {})
@@ -60,7 +63,7 @@ class Simulation:
                 value = accuracy(step // steps.per_epoch)
                 state.add_evaluation(step, {"loss": 0.0, "accuracy": value})
             run.checkpoint(step)
-            # a kill at this moment leaves only this checkpoint
+            # A kill at this moment leaves only this checkpoint
             newest = max((s for s, _ in self.written), default=0)
             self.lost_s = max(self.lost_s, (step - newest) * step_s)
             if step < steps.last:
@@ -88,14 +91,15 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
     ("flags", "step_s", "written"),
     [
         ({"checkpoint_s": 0}, 1, [(10, 10), (20, 20), (30, 30), (40, 40)]),
-        # The best of step 10 is written at once, and the best of step 20 before the checkpoint of step 25.
-        # The best of step 40, the last step, replaces the best of step 30.
+        # The best checkpoint of step 10 is written immediately, and the best of step 20 before the checkpoint
+        # of step 25. The best of step 40, the last step, replaces the best of step 30.
         ({"checkpoint_every": "25"}, 1, [(10, 10), (20, 25), (25, 25), (40, 40)]),
-        # The best of step 20 is held until 60 s after the first checkpoint, in the middle of an epoch.
+        # The best checkpoint of step 20 is held until 60 s after the first checkpoint, in the middle of an
+        # epoch.
         ({"checkpoint_every": "1000000"}, 4, [(10, 40), (20, 100), (40, 160)]),
-        # Multiples of --keep_every are due inside and at the end of epochs, even of short epochs.
+        # Multiples of --keep_every are due inside and at the end of epochs, even if the epochs are short.
         ({"keep_every": 15}, 1, [(10, 10), (15, 15), (30, 30), (40, 40)]),
-        # The best of step 30 is held until the next checkpoint.
+        # The best checkpoint of step 30 is held until the next checkpoint is due.
         (
             {"keep_every": 12, "checkpoint_every": "20"},
             1,

@@ -1,4 +1,4 @@
-"""starts.jsonl records each start and overwrites none; pages, tables and titles name every start."""
+"""Record of starts: starts.jsonl keeps every start, and pages, tables and titles name every start."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tools.logbook.run_record import RunRecord
 
 FLAGS = ["--data", "digits", "--batch_size", 64, "--epochs", 2, "--telemetry_s", 0, "--trackers", "none"]
 FLAGS += ["--mixed_precision", "no", "--log_every", 10]
-LAUNCHES = {  # launcher and further flags of each start
+LAUNCHES = {  # Launcher and additional flags of each start
     "one process": [(python(), ["--max_steps", 20]), (python(), ["--lr", 1e-3, "--allow_changed", "lr"])],
     "strategies": [
         (STRATEGIES["ddp"], ["--max_steps", 12]),
@@ -60,7 +60,7 @@ MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy"
 def test_a_start_changes_no_earlier_line(tmp_path):
     add_start(tmp_path, start(0), None, ())
     first = (tmp_path / STARTS).read_bytes()
-    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # cut off by a full disk
+    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # A full disk cut off the last line
     changed = {"recipe": {"lr": 0.2}, "source": "digits-2", "has_optimizer": False}
     add_start(tmp_path, start(7, **changed), MANIFEST, ())
     assert (tmp_path / STARTS).read_bytes().startswith(first)
@@ -104,7 +104,8 @@ def test_nothing_is_appended_to_the_target_of_a_link(tmp_path):
     [
         ([0], 30, [(0, 30)]),
         ([0, 10, 20], 30, [(0, 10), (10, 20), (20, 30)]),
-        ([0, 10, 10, 5], 30, [(0, 5), (10, 10), (10, 10), (5, 30)]),  # resumed from an older checkpoint
+        # The last start resumed from an older checkpoint.
+        ([0, 10, 10, 5], 30, [(0, 5), (10, 10), (10, 10), (5, 30)]),
         ([0, 0], 0, [(0, 0), (0, 0)]),
     ],
 )

@@ -1,4 +1,4 @@
-"""state.json: it is written and read, refused when malformed, and read from older versions."""
+"""File state.json: it is written and read, refused if malformed, and readable from older versions."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""Outputs of a run: its name and result, and the same values in metrics.jsonl, TensorBoard and W&B.
+"""Outputs of a run: its name, its result, and equal curves in metrics.jsonl, TensorBoard and W&B.
 
-A server that fails does not delay the training.
+A failing tracker server must not delay the training.
 """
 
 import http.server
@@ -27,7 +27,7 @@ from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
-TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # on a host without GPUs
+TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # Curves on a host without GPUs
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 WANDB = {"WANDB_RUN_ID": "chosen1", "WANDB_NAME": "mine", "WANDB_ENTITY": "we", "WANDB_RUN_GROUP": "group"}
 WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
@@ -35,7 +35,7 @@ WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache, stoppable) -> Path:
-    """Train on two processes with both trackers, with W&B's variables but without a W&B key."""
+    """Train on two processes with both trackers. W&B's variables are set, but no W&B key."""
     parent = tmp_path_factory.mktemp("shared") / "weights"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache]
     output = run([*words, "--model_folder", parent], cwd=stoppable, env=WANDB | {"STEP_S": "0.05"})
@@ -46,7 +46,7 @@ def folder(tmp_path_factory, cache, stoppable) -> Path:
 
 
 def test_the_name_and_the_result_are_complete(folder):
-    assert folder.name == "ddp_64_2_1_2"  # strategy, batch, epochs, hosts, processes on each host
+    assert folder.name == "ddp_64_2_1_2"  # Strategy, batch size, epochs, hosts, processes per host
     facts = result(folder)
     expected = {"script": "train_cnn_a", "strategy": "ddp", "hosts": 1, "processes": 2, "batch_size": 64}
     expected |= {"per_device_batch_size": 32, "accumulation_steps": 1, "epochs": 2, "steps": 30, "seed": 0}
@@ -87,7 +87,7 @@ def test_tensorboard_matches_metrics_jsonl(folder):
         (event,) = events.Images(name)
         with Image.open(file) as image:
             assert (event.step, event.width, event.height) == (30, *image.size)
-    # The hyper-parameters are in the run folder, with the names of the headline curves.
+    # The hyperparameters are in the run folder, together with the names of the headline curves.
     content = events.PluginTagToContent("hparams")
     assert {path.parent for path in folder.rglob("events.out.tfevents*")} == {folder / "tensorboard"}
     assert all(path.is_file() for path in (folder / "tensorboard").iterdir())
@@ -100,7 +100,7 @@ def test_tensorboard_matches_metrics_jsonl(folder):
     assert names[0] == "val/accuracy"
     assert set(names) <= curves(folder).keys()
     end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
-    assert end.status == 1  # success
+    assert end.status == 1  # Status 1 means success
 
 
 def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
@@ -171,7 +171,7 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
     indirect=True,
 )
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
-    """Check that the server is asked to continue the run WANDB_RUN_ID, which recipe.json records."""
+    """Check that the client asks the server to continue the run WANDB_RUN_ID, which recipe.json records."""
     url, requests = server
     mutate(project_copy, "onecurve/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
@@ -184,7 +184,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert KEY["WANDB_API_KEY"] not in output
     facts = result(tmp_path / "run")
     assert facts["status"] == "finished"
-    # INIT_S of these seconds are for the server; W&B's default is 90 s
+    # INIT_S limits the seconds spent waiting for the server; W&B's default is 90 s
     assert facts["wall_s"] < result(folder)["wall_s"] + 60
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 
@@ -207,7 +207,8 @@ def test_trackio_matches_metrics_jsonl(tmp_path, cache):
     """Train, stop and resume with trackio, which needs an older Pillow than requirements.txt."""
     python = environment("trackio", "0.43.0")
     (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")
-    (site_packages / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")  # after its packages
+    # This environment's own packages come first.
+    (site_packages / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     words = [python, *CNN, *FLAGS, "--trackers", "trackio", *cache, "--output_dir", tmp_path / "run"]
     for steps in (15, 30):
@@ -255,7 +256,7 @@ def test_the_stop_button_of_wandb_saves_a_checkpoint(server, tmp_path, cache):
 def server(request) -> Iterator[tuple[str, list]]:
     """Run a server that answers with an HTTP status, never (None), or like W&B's server ("stops").
 
-    Yield its URL and the requests.
+    Yield the server's URL and the requests.
     """
     requests: list = []
 
@@ -293,7 +294,7 @@ def server(request) -> Iterator[tuple[str, list]]:
 
 
 def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
-    """Return the answer of W&B's server to its client. The user stops a run that has a loss."""
+    """Return the answer of W&B's server to its client. The user stops a run that has logged a loss."""
     if "file_stream" in path:
         return {"stopped": b"train/loss" in body}
     request = json.loads(body) if path == "/graphql" else {"query": ""}
@@ -308,7 +309,7 @@ def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves of metrics.jsonl: name -> [(step, value)]."""
+    """Return the curves in metrics.jsonl. Each name maps to a list of (step, value) pairs."""
     points: dict[str, list] = {}
     for line in metrics(folder):
         for name in line.keys() - {"step"}:
@@ -319,12 +320,12 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def pictures(folder: Path) -> dict[str, Path]:
-    """Return the pictures: name in the trackers -> file."""
+    """Return the pictures. Each name in the trackers maps to a file."""
     return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
 
 
 def wandb_records(file: Path) -> list:
-    """Return the protobuf records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
+    """Return the protobuf records of a .wandb file: LevelDB's log format after a 7-byte header."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, records, parts = file.read_bytes(), [], []
@@ -337,7 +338,7 @@ def wandb_records(file: Path) -> list:
             continue
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
-        if record_type in (1, 4):  # whole, or the last part
+        if record_type in (1, 4):  # A whole record, or the last part of a record
             records.append(Record.FromString(b"".join(parts)))
             parts = []
     return records

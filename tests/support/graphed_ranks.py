@@ -188,7 +188,7 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with ExitStack() as stack:
-        # This stand-in returns no tensor.
+        # With foreach, the learning rate can't be a tensor.
         stack.enter_context(patch.object(accelerators, "use_foreach", lambda _: None))
         if case.of_sum:
             exact = mutated(exact_sum, case.of_sum).ExactSum
