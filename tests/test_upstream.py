@@ -93,9 +93,8 @@ def test_private_names_are_in_one_package():
 
 def test_each_function_is_documented():
     for module in (accelerate_, deepspeed_, packages_, python_, timm_, torch_, torch_fakes):
-        assert "een in" in module.__doc__ or "0.4.6" in module.__doc__, (
-            module
-        )  # The docstring names a version
+        # The docstring names the version in which the library was seen.
+        assert "een in" in module.__doc__ or "0.4.6" in module.__doc__, module
     assert [function.__name__ for function in ROWS if not function.__doc__] == []
 
 
@@ -380,7 +379,7 @@ def test_a_step_imports_no_compiler(more):
 
 @needs(torch_.postpone_compiler)
 def imports_the_compiler_with_the_first_step():
-    """Check the import in torch's code. The test above runs both cases."""
+    """Check torch's code for the import. test_a_step_imports_no_compiler runs both cases."""
     assert "import torch._dynamo" in code("torch.optim.optimizer", "_use_grad_for_differentiable")
 
 

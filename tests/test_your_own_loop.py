@@ -104,7 +104,7 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     run([python, script, "--folder", tmp_path / "alone"], env=ENV, cwd=tmp_path)
     store, outputs = ObjectStore(url), []
     for count in processes:
-        folder = tmp_path / f"run{len(outputs)}"  # A new folder, as on another disk
+        folder = tmp_path / f"run{len(outputs)}"  # A new folder simulates another disk
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         words = [python, *torchrun[: 4 * (count > 1)], script, "--folder", folder, "--s3", url]
         job = Job(words, env=ENV, cwd=tmp_path)

@@ -19,7 +19,7 @@ CLASSES = ["cat", HOSTILE, "d\u202eog"]
 
 
 def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = None, **facts: Any) -> Path:
-    """Write a run folder with the files of a finished training run, changed as the arguments say."""
+    """Write a run folder with the files of a finished training run and the given changes."""
     folder.mkdir(parents=True)
     flags = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
     flags |= {"layer_decay": None, **(recipe or {})}
@@ -48,8 +48,8 @@ def write_starts(folder: Path, *changes: dict[str, Any]) -> Path:
 
     Args:
         folder: Run folder.
-        changes: Values of each start that differ from the previous start. recipe.json stores those of
-            the last start.
+        changes: Values of each start that differ from the previous start. recipe.json stores the
+            last start's values.
     """
     record = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
     record |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}

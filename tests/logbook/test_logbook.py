@@ -461,7 +461,7 @@ def test_each_run_has_a_separate_page_with_reproducible_bytes(book, tmp_path):
     book("add", first_run)
     book("index")
     assert written() == first_files
-    second_run.rename(moved)  # The folder looks as if it had been copied from a cluster to a laptop
+    second_run.rename(moved)  # Simulates a copy from a cluster to a laptop
     assert f"`{moved}`" in page_of(book, "add", moved)
     assert written().keys() == first_files.keys()
     moved.rename(second_run)

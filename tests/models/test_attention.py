@@ -210,7 +210,7 @@ def test_a_vits_layers_know_their_tokens():
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert {module.tokens for module in layers} == {17}
     assert model.training
-    # Wrap() decides whether a layer uses the kernel.
+    # The function wrap() decides whether a layer uses the kernel.
     assert not any(module.kernel_tokens for module in layers)
     assert use_kernel(model)
     assert not use_kernel(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and SIGHUP at random moments. The result is bitwise identical to an uninterrupted run.
+"""SIGKILL, SIGTERM and SIGHUP at random moments. Results are bitwise identical to an uninterrupted run's.
 
 Each start trains one more epoch (--max_steps), so that signals also interrupt the end of a run. FUZZ_SEED
 (default 0) determines the signal, the phase and the delay, but the exact moment depends on the machine.

@@ -1,4 +1,4 @@
-"""A run that is killed, or whose disk is full, at its end. The same command completes it without training."""
+"""Runs that are killed, or fill the disk, at their end. The same command completes them without training."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""File state.json: it is written and read, refused if malformed, and readable from older versions."""
+"""Reading and writing of state.json, including malformed files and files from older versions."""
 
 import json
 import math

@@ -368,7 +368,7 @@ def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name,
     killed = [agent, *agent.children(recursive=True)]
     assert len(killed) > 2
     for process in killed:
-        process.suspend()  # Then no process notices that another process has ended
+        process.suspend()  # A suspended process can't notice another's end
     for process in killed:
         process.kill()
     status, output = training.job.wait(60)

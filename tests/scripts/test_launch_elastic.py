@@ -182,7 +182,7 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     training.wait_for(2)
     hosts.kill("node2")
     training.wait_for_line("node2 lost after step")
-    hosts.revive("node2")  # Node2 answers while node1 starts alone
+    hosts.revive("node2")  # This host answers while node1 starts without it
     training.wait_for_line("node2 joins")
     training.wait_for(2)
     ranks_on("node2")[0].send_signal(signal.SIGTERM)

@@ -16,8 +16,8 @@ from onecurve.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
-# Flags appended to a command, so that it takes seconds and needs no hub. If a flag appears twice, the last
-# value applies.
+# Flags appended to a command, so that the command takes seconds and needs no hub. If a flag appears twice,
+# the last value applies.
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16", "--max_val_images", "32"]
 SMALL = {
     "train_hello.py": ["--max_steps", "20"],

@@ -13,7 +13,7 @@ LAUNCHERS = {  # Maps each launcher to its words and the maximum number of lines
     "torchrun, one process": (torchrun(1), 34),
     "torchrun": (torchrun(2), 50),
     "accelerate": (accelerate("ddp_2gpu"), 50),
-    # C10d prints a stack if the launcher kills a rank while it connects.
+    # The c10d library prints a stack if the launcher kills a rank while it connects.
     "deepspeed": (deepspeed("--num_gpus", "2"), 34),
     "launch.py": ([*LAUNCH], 6),
     "launch.py, two": ([*LAUNCH, "--gpus", "2", "--log_dir", "LOGS"], 6),
@@ -47,7 +47,7 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
     assert len(lines) <= 1 + other_lines + added, output
     if mistake != "exception":
         assert "Traceback" not in "\n".join(lines[: lines.index(message_lines[0])]), output
-    # Torchrun prints which rank failed, and why.
+    # These launchers print which rank failed, and why.
     if launcher in ("torchrun, one process", "torchrun", "accelerate"):
         assert f"traceback : {message.removeprefix('error: ')}" in output
     if launcher.startswith("launch.py"):

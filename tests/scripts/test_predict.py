@@ -105,7 +105,7 @@ def test_embeddings_are_timms_features_before_the_head(name):
 
 
 def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
-    """Crop and normalize pictures as for a data set of photographs."""
+    """Crop and normalize pictures in the same way as a data set of photographs."""
     noise = np.random.RandomState(0).randint(0, 256, (50, 70, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     preparation = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)

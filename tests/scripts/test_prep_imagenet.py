@@ -623,7 +623,7 @@ def test_open_files(ilsvrc, shards, tmp_path):
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Use batches of 2 images, the same size as in a forked preparation."""
+    """Use the batch size of a forked preparation: 2 images."""
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
 
 

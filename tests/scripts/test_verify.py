@@ -138,7 +138,7 @@ def sign(folder: Path, step: int, **changes) -> None:
     forge(folder / "checkpoints" / f"step_{step:08d}", **changes)
 
 
-# Forgeries: each forgery changes a copy of a run
+# Each forgery changes a copy of a run
 
 
 def in_result(**changes):
@@ -610,7 +610,7 @@ def test_a_custom_script_is_verified(finished, check, tmp_path):
 
 
 def test_a_swapped_image_is_detected(data, finished, cache, tmp_path):
-    """Replace a picture with another picture, whose bytes differ from the bytes that the page records."""
+    """Replace a picture. The new picture's bytes differ from the bytes that the page records."""
     file = data / "train" / "b" / "3.png"
     before = file.read_bytes()
     file.write_bytes(png(999))

@@ -58,7 +58,7 @@ def assert_same_tensors(folder: Path, reference: Path, tolerance: float = 0, wit
         tensor, expected_tensor = tensors_of_run[name], expected[name]
         types = [(item.dtype, tuple(item.shape)) for item in (tensor, expected_tensor)]
         assert types[0] == types[1], difference(promise, step, name, *types)
-        is_close = (tensor - expected_tensor).abs().flatten() <= tolerance  # Also False for NaN
+        is_close = (tensor - expected_tensor).abs().flatten() <= tolerance  # NaN counts as a difference
         if not is_close.all():
             at = int(is_close.to(torch.int8).argmin())
             values = tensor.flatten()[at].item(), expected_tensor.flatten()[at].item()

@@ -47,7 +47,7 @@ class Case:
     Attributes:
         accumulations: Number of micro-batches per step on each rank.
         deterministic: Whether to train with --deterministic.
-        is_recorded: Whether to record the step. Otherwise the step is called, as in a rehearsal.
+        is_recorded: Whether to record the step. If False, Python calls every step, as in a rehearsal.
         fails_at: Operation at which the last rank's capture fails.
         mutant: Text to replace in step_graph.py, and the replacements.
         of_sum: Text to replace in exact_sum.py, and the replacements.

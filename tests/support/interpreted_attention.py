@@ -95,7 +95,7 @@ def problems(
     pairs["packed gradients"] = packed, expected_grad, bound_grad
     for name, (value, expected_value, bound_of_sum) in pairs.items():
         allowed = TIMES_EPS * eps * bound_of_sum + STEPS_OF_FP16
-        if not ((value.double() - expected_value).abs() <= allowed).all():  # False for NaN
+        if not ((value.double() - expected_value).abs() <= allowed).all():  # The comparison is False for NaN
             errors.append(name)
     return errors
 
