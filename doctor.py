@@ -58,31 +58,48 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
         "--hostfile",
         type=Path,
         default=ROOT / "hostfile",
-        metavar="PATH",
-        help="file with lines `NAME slots=N` (default: hostfile)",
+        metavar="FILE",
+        help="File with lines `NAME slots=N`. Default: hostfile.",
     )
-    add("--include", default="", metavar="HOSTS", help="hosts and GPUs to use, as for launch.py")
-    add("--exclude", default="", metavar="HOSTS", help="hosts and GPUs not to use, as for launch.py")
+    add(
+        "--include",
+        default="",
+        metavar="HOSTS",
+        help="Hosts and GPUs to use, in the same form as in launch.py.",
+    )
+    add(
+        "--exclude",
+        default="",
+        metavar="HOSTS",
+        help="Hosts and GPUs to exclude, in the same form as in launch.py.",
+    )
     add(
         "--config_file",
         type=config_file,
-        metavar="PATH",
-        help="accelerate config, for example a file of accelerate_configs/",
+        metavar="FILE",
+        help="Accelerate config of the job, for example a file in accelerate_configs/.",
     )
     add(
         "--data",
         metavar="PATH|URL",
-        help="folder, or shards at s3://BUCKET/PREFIX, that every host must be able to read",
+        help="Folder, or s3://BUCKET/PREFIX with shards, that every host must be able to read.",
     )
-    add("--output_dir", default="runs", metavar="PATH", help="folder of the run (default: runs)")
-    add("--s3", metavar="URL", help="s3://BUCKET/PREFIX that the first host must be able to read and write")
-    add("--port", type=int, default=29500, metavar="N", help="port on the first host (default: %(default)s)")
+    add("--output_dir", default="runs", metavar="FOLDER", help="Folder of the run. Default: runs.")
+    add(
+        "--s3",
+        metavar="s3://BUCKET/PREFIX",
+        help="S3 prefix that the first host must be able to read and write.",
+    )
+    add("--port", type=int, default=29500, metavar="N", help="Port on the first host. Default: %(default)s.")
     add(
         "--master_addr",
         metavar="ADDRESS",
-        help="address of the first host (default: the address that ssh connects to)",
+        help="Address of the first host. Default: the address that ssh connects to.",
     )
-    add("--json", type=Path, metavar="PATH", help="write all findings and the hosts' facts to a JSON file")
+    add("--json", type=Path, metavar="FILE", help="JSON file for all findings and the facts about the hosts.")
+    parser.add_argument_group(
+        "script", "SCRIPT is a train script. With it, the model, the strategy and the data are checked."
+    )
     words, script = split_at_script(argv)
     flags = parser.parse_args(words)
     flags.script = script

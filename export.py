@@ -78,12 +78,14 @@ def parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the flags of export.py, and the words for the script that trained the model."""
     parser = command_parser(__doc__, usage="export.py MODEL FOLDER [flags] [flags of the train script]")
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a run's folder or s3:// prefix, or a checkpoint's folder")
-    add("folder", metavar="FOLDER", help="new folder for the exported files")
-    add("--which", choices=("best", "latest"), default="best", help="checkpoint of the run (default: best)")
-    add("--script", metavar="PATH", help="train script of the model, if it is not in this project")
-    add("--onnx", action="store_true", help=f"also write model.onnx. Needs: {OPTIONAL}")
-    add("--push", metavar="OWNER/NAME", help="upload FOLDER to this repository on the hub")
+    add("model", metavar="MODEL", help="Folder or s3:// prefix of a run, or folder of a checkpoint.")
+    add("folder", metavar="FOLDER", help="New folder for the exported files.")
+    which_help = "Checkpoint to export if MODEL is a run. Default: best."
+    add("--which", choices=("best", "latest"), default="best", help=which_help)
+    script_help = "Script that trained the model, if the script is not in this project."
+    add("--script", metavar="FILE", help=script_help)
+    add("--onnx", action="store_true", help=f"Also write model.onnx. Requires `{OPTIONAL}`.")
+    add("--push", metavar="OWNER/NAME", help="Upload FOLDER to this repository on the hub.")
     flags, script_words = parser.parse_known_args(words)
     if flags.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", flags.push):
         parser.error(f"--push {flags.push}: expected OWNER/NAME")

@@ -86,32 +86,34 @@ def main() -> int:
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the search's flags. Attribute `script` holds the script and its flags."""
-    parser = command_parser(__doc__, "%(prog)s --config_file PATH [flags] SCRIPT [SCRIPT_FLAGS ...]")
+    parser = command_parser(__doc__, "%(prog)s --config_file FILE [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
     add(
         "--config_file",
         type=config_file,
         required=True,
-        metavar="PATH",
-        help="accelerate config, for example a file of accelerate_configs/",
+        metavar="FILE",
+        help="Accelerate config of the job, for example a file in accelerate_configs/.",
     )
-    add("--hostfile", type=Path, metavar="PATH", help="launch on these hosts; the first must be this machine")
-    add("--quantum", type=int, default=8, metavar="N", help="try only multiples of N images (default: 8)")
+    add("--hostfile", type=Path, metavar="FILE", help="Hosts to launch on. The first must be this machine.")
+    add("--quantum", type=int, default=8, metavar="N", help="Try only multiples of N images. Default: 8.")
     add(
         "--memory_limit_gib",
         type=float,
         metavar="GIB",
-        help="without a GPU: limit on each process's data (default: 1.25 times the first trial's memory)",
+        help="Memory limit of each process, on a machine without a GPU. Default: 1.25 times the memory of the"
+        " first trial.",
     )
     add(
         "--trial_timeout_s",
         type=float,
         default=900,
         metavar="SECONDS",
-        help="time limit of a trial (default: 900)",
+        help="Time limit of a trial. Default: 900.",
     )
-    default = "runs/find_batch_size/SCRIPT/CONFIG.json"
-    add("--output", type=Path, metavar="PATH", help=f"JSON file for the result (default: {default}, -2, ...)")
+    output_help = "JSON file for the result. Default: a new file runs/find_batch_size/<script>/<config>.json."
+    add("--output", type=Path, metavar="FILE", help=output_help)
+    parser.add_argument_group("script", "SCRIPT is a train script for images, for example train_vit.py.")
     words, script = split_at_script(argv)
     flags = parser.parse_args(words)
     flags.script = script

@@ -66,68 +66,74 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the launcher's flags. Attribute `script` holds the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
     add = parser.add_argument
-    add("--hostfile", type=Path, metavar="PATH", help="file with lines `NAME slots=N` (default: hostfile)")
+    add("--hostfile", type=Path, metavar="FILE", help="File with lines `NAME slots=N`. Default: hostfile.")
     add(
         "--include",
         default="",
         metavar="HOSTS",
-        help="hosts and GPUs to use; worker-1@worker-2:0,2 is all of worker-1 and GPUs 0 and 2 of worker-2",
+        help="Hosts and GPUs to use. `worker-1@worker-2:0,2` selects all GPUs of worker-1, and GPUs 0 and 2"
+        " of worker-2. Default: all.",
     )
-    add("--exclude", default="", metavar="HOSTS", help="hosts and GPUs not to use, in the same form")
+    add(
+        "--exclude",
+        default="",
+        metavar="HOSTS",
+        help="Hosts and GPUs to exclude, in the same form as in --include.",
+    )
     add(
         "--config_file",
         type=config_file,
-        metavar="PATH",
-        help="accelerate config, for example a file of accelerate_configs/ (default: DDP)",
+        metavar="FILE",
+        help="Accelerate config, for example a file in accelerate_configs/. Default: ddp_2gpu.yaml, or"
+        " single_gpu.yaml for one process.",
     )
     add(
         "--mode",
         choices=("single-node", "multi-node"),
-        help="use this machine, or the hosts that flags name, instead of a hostfile",
+        help="Use this machine (`single-node`), or the hosts that --master_node and --worker_nodes name"
+        " (`multi-node`). Default: the hosts of the hostfile.",
     )
     add(
         "--gpus",
         type=int,
         metavar="N",
-        help="GPUs of this machine, with --mode single-node (default: all, or one process without GPUs)",
+        help="Number of this machine's GPUs to use, with --mode single-node. Default: all GPUs, or one"
+        " process on a machine without GPUs.",
     )
     add(
         "--gpus_per_node",
         type=int,
         metavar="N",
-        help="GPUs per host, with --mode multi-node (default: the number in this machine)",
+        help="Number of GPUs per host, with --mode multi-node. Default: the number in this machine.",
     )
-    add("--master_node", metavar="HOST", help="first host, with --mode multi-node")
-    add("--worker_nodes", metavar="HOST,...", help="other hosts, with --mode multi-node")
-    add(
-        "--port",
-        type=int,
-        default=29500,
-        metavar="N",
-        help="port on the first host (default: %(default)s)",
-    )
+    add("--master_node", metavar="HOST", help="First host, with --mode multi-node.")
+    add("--worker_nodes", metavar="HOST,HOST", help="All other hosts, with --mode multi-node.")
+    add("--port", type=int, default=29500, metavar="N", help="Port on the first host. Default: %(default)s.")
     add(
         "--master_addr",
         metavar="ADDRESS",
-        help="address of the first host (default: the address that ssh connects to)",
+        help="Address of the first host. Default: the address that ssh connects to.",
     )
     add(
         "--min_hosts",
         type=int,
         metavar="N",
-        help="run an elastic job with at least N hosts; hosts may leave and join",
+        help="Run an elastic job, which hosts may leave and join, with at least this many hosts.",
     )
-    add("--max_hosts", type=int, metavar="N", help="maximum number of hosts at once, with --min_hosts")
+    add("--max_hosts", type=int, metavar="N", help="Maximum number of hosts at once, with --min_hosts.")
     add(
         "--env",
         action="append",
         default=[],
         metavar="NAME",
-        help="pass an environment variable to every process (repeatable)",
+        help="Environment variable of this shell that is passed to every process. Can be repeated.",
     )
-    add("--log_dir", type=Path, metavar="PATH", help="folder for the hosts' logs (default: runs/launch/TIME)")
-    add("--dry_run", action="store_true", help="print each host's command and exit")
-    add("--write_deepspeed_env", action="store_true", help="write .deepspeed_env for DeepSpeed and exit")
+    add("--log_dir", type=Path, metavar="FOLDER", help="Folder for the logs. Default: runs/launch/<time>.")
+    add("--dry_run", action="store_true", help="Print the command of each host, then exit.")
+    add("--write_deepspeed_env", action="store_true", help="Write .deepspeed_env for DeepSpeed, then exit.")
+    parser.add_argument_group(
+        "script", "SCRIPT is the script to launch, followed by its flags. Default: train_hello.py."
+    )
     words, script = split_at_script(argv)
     flags, rest = parser.parse_known_args(words)
     check_positive(parser, flags, "gpus", "gpus_per_node")

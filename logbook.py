@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from onecurve.system.cli import check_positive, command_parser, run_command
+from onecurve.system.cli import add_help_flag, check_positive, command_parser, run_command
 from onecurve.system.files import parse_json, write_text
 from onecurve.system.paths import python_command, shortest
 from onecurve.system.text import natural, numbered
@@ -55,24 +55,29 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
     def command(name: str, make: Command, help: str) -> Callable[..., argparse.Action]:
         runs = "" if name == "index" else "RUN [RUN ...] "
         usage = f"logbook.py {name} {runs}[flags]"
-        sub = commands.add_parser(name, help=help, description=help, usage=usage, allow_abbrev=False)
+        sub = commands.add_parser(
+            name, help=help, description=help, usage=usage, allow_abbrev=False, add_help=False
+        )
+        add_help_flag(sub)
         sub.set_defaults(make=make)
-        folder_help = "folder of the log book (default: %(default)s)"
+        folder_help = "Folder of the log book. Default: %(default)s."
         sub.add_argument("--folder", type=Path, default=FOLDER, metavar="FOLDER", help=folder_help)
         return sub.add_argument
 
-    command("index", lambda flags: [], "write the table of all pages")
-    add = command("add", add_runs, "write a page for each run")
-    compare = command("compare", compare_runs, "write a page that compares runs")
+    command("index", lambda flags: [], "Write the table of all pages.")
+    add = command("add", add_runs, "Write a page for each run.")
+    compare = command("compare", compare_runs, "Write a page that compares runs.")
     for argument in (add, compare):
-        argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    compare("--name", metavar="NAME", help="name of the page. Default: built from the runs' names")
-    target_help = "accuracy for the row `time to accuracy`. Default: the highest that all runs reached"
+        argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run.")
+    compare("--name", metavar="NAME", help="Name of the page. Default: the names of the runs.")
+    target_help = (
+        "Accuracy for the row `time to accuracy`. Default: the highest accuracy that all runs reached."
+    )
     compare("--target_accuracy", type=float, metavar="ACCURACY", help=target_help)
-    different = "compare runs that were evaluated on different images"
+    different = "Allow runs that were evaluated on different images."
     compare("--allow_different_data", action="store_true", help=different)
     searches = {"nargs": "+", "type": Path, "default": [], "metavar": "FILE"}
-    compare("--batch_search", **searches, help="result files of find_batch_size.py")
+    compare("--batch_search", **searches, help="Result files of find_batch_size.py, shown on the page.")
     flags = parser.parse_args(words)
     check_positive(parser, flags, "target_accuracy")
     return flags

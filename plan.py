@@ -57,21 +57,22 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the planner's flags. Attribute `script` holds the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s --gpu NAME [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
-    add("--hosts", type=int, default=1, metavar="N", help="number of hosts (default: 1)")
-    add("--gpus", type=int, default=1, metavar="N", help="GPUs per host (default: 1)")
+    add("--hosts", type=int, default=1, metavar="N", help="Number of hosts. Default: 1.")
+    add("--gpus", type=int, default=1, metavar="N", help="Number of GPUs per host. Default: 1.")
     add(
         "--gpu",
         required=True,
         metavar="NAME",
-        help="a device in onecurve/telemetry/devices.yaml, for example H100",
+        help="Type of the GPUs: the name of a device in onecurve/telemetry/devices.yaml, for example H100.",
     )
     add(
         "--network_gb_s",
         type=float,
         metavar="RATE",
-        help="network bandwidth of a host in 10^9 bytes/s (default: from devices.yaml, else 12.5)",
+        help="Network bandwidth of a host, in 10^9 bytes/s. Default: the value in devices.yaml, or 12.5.",
     )
-    add("--output", type=Path, metavar="PATH", help="also write the plan to a JSON file")
+    add("--output", type=Path, metavar="FILE", help="JSON file to which the plan is also written.")
+    parser.add_argument_group("script", "SCRIPT is a train script, for example train_vit.py.")
     words, script = split_at_script(argv)
     flags = parser.parse_args(words)
     flags.script = script

@@ -61,10 +61,21 @@ class Prediction(Inference):
     """Flags of predict.py."""
 
     usage: ClassVar[str] = "%(prog)s MODEL IMAGE... [flags]"
-    top: int = setting(5, "number of most likely classes to list per image", minimum=1)
+    help_group: ClassVar[tuple[str, str]] = (
+        "prediction",
+        "IMAGE is a file, a folder or a pattern. `-` reads file names from stdin.",
+    )
+    top: int = setting(5, "Number of most likely classes to list for each image.", minimum=1)
     crop: str = setting("auto", choices=("auto", "center", "whole"))
-    workers: int = setting(2, "decoding processes per device; 0 decodes between batches", minimum=0)
-    embeddings: str | None = setting(None, ".npy file for the features before the head, one row per image")
+    workers: int = setting(
+        2, "Number of decoding processes per device. 0 decodes images between batches.", minimum=0
+    )
+    embeddings: str | None = setting(
+        None,
+        "Also write the inputs of the model's head to this .npy file, with one row per image.",
+        metavar="FILE",
+    )
+    output_dir: str | None = setting(None, "Folder for the results. Default: `predictions/<model>`.")
 
     def __post_init__(self) -> None:
         if self.embeddings and not self.embeddings.endswith(".npy"):

@@ -45,6 +45,7 @@ from onecurve.system.cli import command_parser, run_command
 from onecurve.system.text import message_text
 from tools.prepare.preparation import NAMES, Preparation
 
+PARTS = {"train": "the training images", "val": "the validation images", "devkit": "the development kit"}
 BOUNDS = {"resize": (1, 10_000), "quality": (1, 100), "shard_mib": (2**-10, 2**20), "seed": (0, 2**32 - 1)}
 
 
@@ -65,27 +66,35 @@ def main() -> int:
 def parse_flags(words: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "prep_imagenet.py --data PATH --out PATH [flags]")
     add = parser.add_argument
-    add("--data", metavar="PATH", help="folder or s3://bucket/prefix with the archives or images")
+    add("--data", metavar="PATH", help="Folder or s3://bucket/prefix with the archives or images.")
     for part in NAMES["imagenet"]:
-        add(f"--{part}", metavar="PATH", help=f"path or s3:// URL of {part} alone")
-    add("--val_labels", metavar="FILE", help="WordNet id or index of each val image, instead of --devkit")
-    source_help = "type of the input (default: imagenet)"
-    add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=source_help)
-    add("--classes", metavar="FILE", help="class names for --from shards, one per line")
-    add("--out", required=True, metavar="PATH", help="output folder or s3://bucket/prefix")
-    add("--work_dir", metavar="FOLDER", help="local folder with room for all shards, for --out s3://...")
-    format_help = "write shards, or index the input's shards (default: shards)"
-    add("--format", choices=("shards", "index"), default="shards", help=format_help)
-    add("--resize", type=int, metavar="N", help="shorter side in pixels. Default: keep the size")
-    add("--quality", type=int, default=90, metavar="N", help="JPEG quality of resized images (default: 90)")
-    size_help = "approximate shard size in MiB (default: 256)"
-    add("--shard_mib", type=float, default=256, metavar="MIB", help=size_help)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the shuffle (default: 0)")
-    skipped = "skip checking ImageNet's MD5 sums, and other JPEGs for missing parts"
-    add("--no_verify", action="store_true", help=skipped)
+        add(f"--{part}", metavar="PATH", help=f"Path or s3:// URL of {PARTS[part]}. Default: in --data.")
     add(
-        "--subset", action="store_true", help="accept counts other than 1,000 classes with 50 val images each"
+        "--val_labels",
+        metavar="FILE",
+        help="WordNet id or index of each validation image's class, instead of --devkit.",
     )
+    source_help = "Type of the input. Default: imagenet."
+    add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=source_help)
+    add("--classes", metavar="FILE", help="File with one class name per line, for --from shards.")
+    add("--out", required=True, metavar="PATH", help="Output folder or s3://bucket/prefix.")
+    add("--work_dir", metavar="FOLDER", help="Local folder with space for all shards, if --out is in S3.")
+    format_help = "Write new shards, or only an index of the input's shards. Default: shards."
+    add("--format", choices=("shards", "index"), default="shards", help=format_help)
+    add(
+        "--resize",
+        type=int,
+        metavar="N",
+        help="Shorter side of larger images, in pixels. Default: unchanged.",
+    )
+    add("--quality", type=int, default=90, metavar="N", help="JPEG quality of resized images. Default: 90.")
+    size_help = "Approximate size of a shard, in MiB. Default: 256."
+    add("--shard_mib", type=float, default=256, metavar="MIB", help=size_help)
+    add("--seed", type=int, default=0, metavar="N", help="Seed of the shuffle. Default: 0.")
+    skipped = "Skip the check of ImageNet's MD5 sums, and of other JPEGs for missing parts."
+    add("--no_verify", action="store_true", help=skipped)
+    subset_help = "Accept counts other than 1,000 classes with 50 validation images each."
+    add("--subset", action="store_true", help=subset_help)
     flags = parser.parse_args(words)
     for name, (low, high) in BOUNDS.items():
         if (value := getattr(flags, name)) is not None and not low <= value <= high:

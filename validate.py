@@ -64,10 +64,24 @@ class Validation(Inference):
     """Flags of validate.py. All other flags belong to the script that trained the model."""
 
     usage: ClassVar[str] = "%(prog)s MODEL [flags] [flags of the train script]"
-    checkpoint: str | None = setting(None, "another way to give MODEL")
+    help_group: ClassVar[tuple[str, str]] = (
+        "evaluation",
+        "Evaluated images and classes. Flags of the train script are also accepted.",
+    )
+    checkpoint: str | None = setting(None, "Alternative to MODEL as the first argument.", metavar="PATH")
     split: str | None = setting(None, choices=("val", "test", "train"))
-    data: str | None = setting(None, "other data to evaluate on, used whole unless --holdout is given")
-    only_its_classes: bool = setting(False, "predict only classes that have images in the split")
+    data: str | None = setting(
+        None,
+        "Data to evaluate on, in any form that the train script accepts. The run's `--holdout` is not applied"
+        " to other data. Default: the run's data.",
+        metavar="NAME|PATH",
+    )
+    only_its_classes: bool = setting(False, "Predict only classes that have images in the split.")
+    output_dir: str | None = setting(
+        None,
+        "Folder for the results. Default: a folder named after the split, in `<run>/validation/` or in"
+        " `validation/<model>/`.",
+    )
 
     def __post_init__(self) -> None:
         if not self.checkpoint:

@@ -49,17 +49,22 @@ def main() -> int:
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     parser = command_parser(__doc__, "verify.py RUN [flags]")
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="folder of a finished run")
-    add("--script", type=Path, metavar="PATH", help="train script of the run, if it is not in this project")
-    config_help = "accelerate config, for example ddp_2gpu.yaml. Default: one process"
-    add("--config_file", type=config_file, metavar="PATH", help=config_help)
-    add("--steps", type=int, default=20, metavar="N", help="minimum steps per replay (default: 20)")
-    add("--sample", type=int, metavar="N", help="replay N intervals chosen at random. Default: all")
-    add("--seed", type=int, metavar="N", help="seed for --sample. Default: a new seed, which is printed")
-    add("--data", metavar="PATH", help="current location of the run's data. Default: the recorded one")
-    size_help = "images per forward pass on one device. Default: the run's value"
+    add("run", type=Path, metavar="RUN", help="Folder of a finished run.")
+    script_help = "Script that trained the run, if the script is not in this project."
+    add("--script", type=Path, metavar="FILE", help=script_help)
+    config_help = "Accelerate config of the replay, for example ddp_2gpu.yaml. Default: one process."
+    add("--config_file", type=config_file, metavar="FILE", help=config_help)
+    add("--steps", type=int, default=20, metavar="N", help="Minimum number of steps per replay. Default: 20.")
+    add("--sample", type=int, metavar="N", help="Replay N intervals, chosen at random. Default: all.")
+    add("--seed", type=int, metavar="N", help="Seed for --sample. Default: a new seed, which is printed.")
+    add("--data", metavar="PATH", help="Current location of the run's data. Default: the recorded path.")
+    size_help = "Images per forward pass on one device. Default: the run's value."
     add("--per_device_batch_size", type=int, metavar="N", help=size_help)
-    add("--cache_dir", metavar="FOLDER", help="folder for the decoded data, as in the train scripts")
+    add(
+        "--cache_dir",
+        metavar="FOLDER",
+        help="Folder for decoded images. Default: the train scripts' default.",
+    )
     flags = parser.parse_args(argv)
     check_positive(parser, flags, "steps", "sample", "per_device_batch_size")
     return flags

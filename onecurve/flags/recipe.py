@@ -270,10 +270,11 @@ def timm_name(name: str) -> str:
     return name
 
 
-# Headings and descriptions in --help, by the class that declares the flags
+# Headings and descriptions in --help, by the class that declares the flags. Another class may declare its own
+# as `help_group`.
 GROUPS = {
     "ImageRecipe": ("images", "Training and evaluation images, and how they are read."),
-    "Recipe": ("run", "Length, name and folder of the run, its checkpoints, log and trackers."),
+    "Recipe": ("run", "Length, name and folder of the run, and its checkpoints, log and trackers."),
     "Job": ("computation", "Batch size, precision, memory and determinism."),
 }
 SCRIPT_GROUP = "Model, optimizer and augmentation, and this script's defaults of shared flags."
@@ -323,8 +324,8 @@ def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser
         add_help=False,
     )
     classes = [base for base in recipe_class.__mro__ if dataclasses.is_dataclass(base)]  # the script's first
-    script_group = (parser.prog, SCRIPT_GROUP if issubclass(recipe_class, Recipe) else None)
-    titles = [GROUPS.get(base.__name__, script_group) for base in classes]
+    script_group = (parser.prog, SCRIPT_GROUP)
+    titles = [vars(base).get("help_group") or GROUPS.get(base.__name__, script_group) for base in classes]
     groups: list[Any] = [parser.add_argument_group(*title) for title in titles]
     unit = recipe_class.unit if issubclass(recipe_class, Job) else "images"
     facts = facts_of(recipe_class)
@@ -337,8 +338,8 @@ def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser
         metavar="FILE",
         help="YAML or JSON file whose keys are flags. The command line overrides it.",
     )
-    add("--print_config", action="store_true", help="Print the recipe as YAML for --config, and exit.")
-    add("-h", "--help", action="help", help="Show this help, and exit.")
+    add("--print_config", action="store_true", help="Print all flags as YAML for --config, then exit.")
+    add("-h", "--help", action="help", help="Show this help, then exit.")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by the deepspeed launcher
     return parser
 

@@ -90,16 +90,26 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
-    """Return a parser whose help shows a script's docstring: first paragraph, flags, remaining paragraphs."""
+    """Return a parser whose help shows a script's docstring: first paragraph, flags, remaining paragraphs.
+
+    If the second paragraph is indented, it gets the heading "examples:".
+    """
     assert doc
-    description, _, epilog = doc.partition("\n\n")
-    return CommandParser(
+    description, _, notes = doc.partition("\n\n")
+    parser = CommandParser(
         description=description,
-        epilog=epilog,
+        epilog=f"examples:\n{notes}" if notes.startswith("    ") else notes,
         usage=usage,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    add_help_flag(parser)
+    return parser
+
+
+def add_help_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-h", "--help", action="help", help="Show this help, then exit.")
 
 
 def say_loading() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from accelerate import Accelerator
@@ -31,16 +31,31 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 class Inference:
     """Settings of the commands that run inference with a trained model."""
 
-    model: str | None = setting(None, "the model's timm name, if MODEL is a file that contains only weights")
-    pretrained: bool = setting(False, "MODEL is a timm name; download its weights from the hub")
-    which: str = setting("best", "checkpoint of the run", choices=("best", "latest"))
-    script: str | None = setting(None, "script that trained the model, if it is not in this project")
-    output_dir: str | None = setting(None, "folder for the results. Default: a folder named after the model")
-    per_device_batch_size: int = setting(128, "images per forward pass on one device", minimum=1)
-    mixed_precision: str | None = setting(None, choices=("no", "bf16", "fp16"))
-    deterministic: bool = setting(False, "bitwise equal results in each run on the same GPUs")
+    help_group: ClassVar[tuple[str, str]] = (
+        "model and computation",
+        "MODEL is a run's folder or S3 prefix, a checkpoint's folder, a folder written\n"
+        "by export.py, or a .safetensors file.",
+    )
+    model: str | None = setting(
+        None, "Name of the model in timm, if MODEL is a file that contains only weights."
+    )
+    pretrained: bool = setting(False, "Use MODEL as the name of a timm model, and download its weights.")
+    which: str = setting("best", "Checkpoint to use if MODEL is a run.", choices=("best", "latest"))
+    script: str | None = setting(
+        None, "Script that trained the model, if the script is not in this project.", metavar="FILE"
+    )
+    per_device_batch_size: int = setting(128, "Images per forward pass on one device.", minimum=1)
+    mixed_precision: str | None = setting(
+        None,
+        "Precision of the forward pass. Default: the launcher's setting, or bf16 on devices with native bf16"
+        " support.",
+        choices=("no", "bf16", "fp16"),
+    )
+    deterministic: bool = setting(False, "Produce bitwise identical results in every run on the same GPUs.")
     deepspeed_config: str | None = setting(None)
-    timeout_s: int = setting(300, "seconds after which a silent process ends the job", minimum=1)
+    timeout_s: int = setting(
+        300, "The job ends when a process makes no progress for this many seconds.", minimum=1
+    )
 
     def start(self) -> tuple[Accelerator, Batch]:
         """Start the job. Each process loads the whole model, whatever the launcher's strategy."""
