@@ -27,7 +27,7 @@ from onecurve.system.cli import command_parser, config_file, run_command, split_
 from onecurve.system.files import read_yaml
 from onecurve.system.paths import ROOT
 from tools.doctor.checks import FINDINGS, Checks, Finding, HostClient
-from tools.launch.hosts import Host, close_and_wait, read_hostfile, select
+from tools.launch.hosts import Host, add_host_flags, close_and_wait, read_hostfile, select
 
 
 def main() -> int:
@@ -53,53 +53,18 @@ def main() -> int:
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the doctor's flags. Attribute `script` holds the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
+    add_host_flags(parser, hostfile=ROOT / "hostfile")
     add = parser.add_argument
-    add(
-        "--hostfile",
-        type=Path,
-        default=ROOT / "hostfile",
-        metavar="FILE",
-        help="File with lines `NAME slots=N`. Default: hostfile.",
-    )
-    add(
-        "--include",
-        default="",
-        metavar="HOSTS",
-        help="Hosts and GPUs to use, in the same form as in launch.py.",
-    )
-    add(
-        "--exclude",
-        default="",
-        metavar="HOSTS",
-        help="Hosts and GPUs to exclude, in the same form as in launch.py.",
-    )
-    add(
-        "--config_file",
-        type=config_file,
-        metavar="FILE",
-        help="Accelerate config of the job, for example a file in accelerate_configs/.",
-    )
-    add(
-        "--data",
-        metavar="PATH|URL",
-        help="Folder, or s3://BUCKET/PREFIX with shards, that every host must be able to read.",
-    )
+    config_help = "Accelerate config of the job, for example a file in accelerate_configs/."
+    add("--config_file", type=config_file, metavar="FILE", help=config_help)
+    data_help = "Folder, or s3://BUCKET/PREFIX with shards, that every host must be able to read."
+    add("--data", metavar="PATH|URL", help=data_help)
     add("--output_dir", default="runs", metavar="FOLDER", help="Folder of the run. Default: runs.")
-    add(
-        "--s3",
-        metavar="s3://BUCKET/PREFIX",
-        help="S3 prefix that the first host must be able to read and write.",
-    )
-    add("--port", type=int, default=29500, metavar="N", help="Port on the first host. Default: %(default)s.")
-    add(
-        "--master_addr",
-        metavar="ADDRESS",
-        help="Address of the first host. Default: the address that ssh connects to.",
-    )
+    s3_help = "S3 prefix that the first host must be able to read and write."
+    add("--s3", metavar="s3://BUCKET/PREFIX", help=s3_help)
     add("--json", type=Path, metavar="FILE", help="JSON file for all findings and the facts about the hosts.")
-    parser.add_argument_group(
-        "script", "SCRIPT is a train script. With it, the model, the strategy and the data are checked."
-    )
+    script_help = "SCRIPT is a train script. With it, the model, the strategy and the data are checked."
+    parser.add_argument_group("script", script_help)
     words, script = split_at_script(argv)
     flags = parser.parse_args(words)
     flags.script = script

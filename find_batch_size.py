@@ -88,29 +88,17 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the search's flags. Attribute `script` holds the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s --config_file FILE [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
-    add(
-        "--config_file",
-        type=config_file,
-        required=True,
-        metavar="FILE",
-        help="Accelerate config of the job, for example a file in accelerate_configs/.",
-    )
+    config_help = "Accelerate config of the job, for example a file in accelerate_configs/."
+    add("--config_file", type=config_file, required=True, metavar="FILE", help=config_help)
     add("--hostfile", type=Path, metavar="FILE", help="Hosts to launch on. The first must be this machine.")
     add("--quantum", type=int, default=8, metavar="N", help="Try only multiples of N images. Default: 8.")
-    add(
-        "--memory_limit_gib",
-        type=float,
-        metavar="GIB",
-        help="Memory limit of each process, on a machine without a GPU. Default: 1.25 times the memory of the"
-        " first trial.",
+    limit_help = (
+        "Memory limit of each process, on a machine without a GPU. Default: 1.25 times the memory of the"
+        " first trial."
     )
-    add(
-        "--trial_timeout_s",
-        type=float,
-        default=900,
-        metavar="SECONDS",
-        help="Time limit of a trial. Default: 900.",
-    )
+    add("--memory_limit_gib", type=float, metavar="GIB", help=limit_help)
+    timeout_help = "Time limit of a trial. Default: 900."
+    add("--trial_timeout_s", type=float, default=900, metavar="SECONDS", help=timeout_help)
     output_help = "JSON file for the result. Default: a new file runs/find_batch_size/<script>/<config>.json."
     add("--output", type=Path, metavar="FILE", help=output_help)
     parser.add_argument_group("script", "SCRIPT is a train script for images, for example train_vit.py.")

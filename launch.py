@@ -42,7 +42,7 @@ from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean
 from onecurve.upstream.python_ import flag_names
 from tools.launch.elastic import ElasticJob
-from tools.launch.hosts import NAME, Host, read_hostfile, select
+from tools.launch.hosts import NAME, Host, add_host_flags, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
 
 SINGLE = "accelerate_configs/single_gpu.yaml"
@@ -65,75 +65,36 @@ def main() -> int:
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Return the launcher's flags. Attribute `script` holds the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
+    add_host_flags(parser)
     add = parser.add_argument
-    add("--hostfile", type=Path, metavar="FILE", help="File with lines `NAME slots=N`. Default: hostfile.")
-    add(
-        "--include",
-        default="",
-        metavar="HOSTS",
-        help="Hosts and GPUs to use. `worker-1@worker-2:0,2` selects all GPUs of worker-1, and GPUs 0 and 2"
-        " of worker-2. Default: all.",
+    config_help = (
+        "Accelerate config, for example a file in accelerate_configs/. Default: ddp_2gpu.yaml, or"
+        " single_gpu.yaml for one process."
     )
-    add(
-        "--exclude",
-        default="",
-        metavar="HOSTS",
-        help="Hosts and GPUs to exclude, in the same form as in --include.",
+    add("--config_file", type=config_file, metavar="FILE", help=config_help)
+    mode_help = (
+        "Alternative to a hostfile. `single-node` uses this machine, and `multi-node` uses the hosts of"
+        " --master_node and --worker_nodes."
     )
-    add(
-        "--config_file",
-        type=config_file,
-        metavar="FILE",
-        help="Accelerate config, for example a file in accelerate_configs/. Default: ddp_2gpu.yaml, or"
-        " single_gpu.yaml for one process.",
+    add("--mode", choices=("single-node", "multi-node"), help=mode_help)
+    gpus_help = (
+        "Number of this machine's GPUs to use, with --mode single-node. Default: all, or one process on a"
+        " machine without GPUs."
     )
-    add(
-        "--mode",
-        choices=("single-node", "multi-node"),
-        help="Use this machine (`single-node`), or the hosts that --master_node and --worker_nodes name"
-        " (`multi-node`). Default: the hosts of the hostfile.",
-    )
-    add(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="Number of this machine's GPUs to use, with --mode single-node. Default: all GPUs, or one"
-        " process on a machine without GPUs.",
-    )
-    add(
-        "--gpus_per_node",
-        type=int,
-        metavar="N",
-        help="Number of GPUs per host, with --mode multi-node. Default: the number in this machine.",
-    )
+    add("--gpus", type=int, metavar="N", help=gpus_help)
+    per_node_help = "Number of GPUs per host, with --mode multi-node. Default: the number in this machine."
+    add("--gpus_per_node", type=int, metavar="N", help=per_node_help)
     add("--master_node", metavar="HOST", help="First host, with --mode multi-node.")
     add("--worker_nodes", metavar="HOST,HOST", help="All other hosts, with --mode multi-node.")
-    add("--port", type=int, default=29500, metavar="N", help="Port on the first host. Default: %(default)s.")
-    add(
-        "--master_addr",
-        metavar="ADDRESS",
-        help="Address of the first host. Default: the address that ssh connects to.",
-    )
-    add(
-        "--min_hosts",
-        type=int,
-        metavar="N",
-        help="Run an elastic job, which hosts may leave and join, with at least this many hosts.",
-    )
+    elastic_help = "Run an elastic job, which hosts may leave and join, with at least this many hosts."
+    add("--min_hosts", type=int, metavar="N", help=elastic_help)
     add("--max_hosts", type=int, metavar="N", help="Maximum number of hosts at once, with --min_hosts.")
-    add(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Environment variable of this shell that is passed to every process. Can be repeated.",
-    )
+    env_help = "Environment variable of this shell that every process receives. Can be repeated."
+    add("--env", action="append", default=[], metavar="NAME", help=env_help)
     add("--log_dir", type=Path, metavar="FOLDER", help="Folder for the logs. Default: runs/launch/<time>.")
     add("--dry_run", action="store_true", help="Print the command of each host, then exit.")
     add("--write_deepspeed_env", action="store_true", help="Write .deepspeed_env for DeepSpeed, then exit.")
-    parser.add_argument_group(
-        "script", "SCRIPT is the script to launch, followed by its flags. Default: train_hello.py."
-    )
+    parser.add_argument_group("script", "SCRIPT is the script to launch. Default: train_hello.py.")
     words, script = split_at_script(argv)
     flags, rest = parser.parse_known_args(words)
     check_positive(parser, flags, "gpus", "gpus_per_node")

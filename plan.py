@@ -59,18 +59,12 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--hosts", type=int, default=1, metavar="N", help="Number of hosts. Default: 1.")
     add("--gpus", type=int, default=1, metavar="N", help="Number of GPUs per host. Default: 1.")
-    add(
-        "--gpu",
-        required=True,
-        metavar="NAME",
-        help="Type of the GPUs: the name of a device in onecurve/telemetry/devices.yaml, for example H100.",
+    gpu_help = "Type of the GPUs: a name in onecurve/telemetry/devices.yaml, for example H100."
+    add("--gpu", required=True, metavar="NAME", help=gpu_help)
+    network_help = (
+        "Network bandwidth of a host, in 10^9 bytes/s. Default: the value in devices.yaml, or 12.5."
     )
-    add(
-        "--network_gb_s",
-        type=float,
-        metavar="RATE",
-        help="Network bandwidth of a host, in 10^9 bytes/s. Default: the value in devices.yaml, or 12.5.",
-    )
+    add("--network_gb_s", type=float, metavar="RATE", help=network_help)
     add("--output", type=Path, metavar="FILE", help="JSON file to which the plan is also written.")
     parser.add_argument_group("script", "SCRIPT is a train script, for example train_vit.py.")
     words, script = split_at_script(argv)

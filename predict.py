@@ -61,10 +61,7 @@ class Prediction(Inference):
     """Flags of predict.py."""
 
     usage: ClassVar[str] = "%(prog)s MODEL IMAGE... [flags]"
-    help_group: ClassVar[tuple[str, str]] = (
-        "prediction",
-        "IMAGE is a file, a folder or a pattern. `-` reads file names from stdin.",
-    )
+    help_group = ("prediction", "IMAGE is a file, a folder or a pattern. `-` reads file names from stdin.")
     top: int = setting(5, "Number of most likely classes to list for each image.", minimum=1)
     crop: str = setting("auto", choices=("auto", "center", "whole"))
     workers: int = setting(
@@ -72,7 +69,7 @@ class Prediction(Inference):
     )
     embeddings: str | None = setting(
         None,
-        "Also write the inputs of the model's head to this .npy file, with one row per image.",
+        "Also write the inputs of the model's head to this .npy file, one row per image.",
         metavar="FILE",
     )
     output_dir: str | None = setting(None, "Folder for the results. Default: `predictions/<model>`.")

@@ -69,11 +69,8 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
     add("--data", metavar="PATH", help="Folder or s3://bucket/prefix with the archives or images.")
     for part in NAMES["imagenet"]:
         add(f"--{part}", metavar="PATH", help=f"Path or s3:// URL of {PARTS[part]}. Default: in --data.")
-    add(
-        "--val_labels",
-        metavar="FILE",
-        help="WordNet id or index of each validation image's class, instead of --devkit.",
-    )
+    labels_help = "WordNet id or index of each validation image's class, instead of --devkit."
+    add("--val_labels", metavar="FILE", help=labels_help)
     source_help = "Type of the input. Default: imagenet."
     add("--from", dest="source", choices=(*NAMES, "parquet", "shards"), default="imagenet", help=source_help)
     add("--classes", metavar="FILE", help="File with one class name per line, for --from shards.")
@@ -81,12 +78,8 @@ def parse_flags(words: list[str]) -> argparse.Namespace:
     add("--work_dir", metavar="FOLDER", help="Local folder with space for all shards, if --out is in S3.")
     format_help = "Write new shards, or only an index of the input's shards. Default: shards."
     add("--format", choices=("shards", "index"), default="shards", help=format_help)
-    add(
-        "--resize",
-        type=int,
-        metavar="N",
-        help="Shorter side of larger images, in pixels. Default: unchanged.",
-    )
+    resize_help = "Shorter side of larger images, in pixels. Default: unchanged."
+    add("--resize", type=int, metavar="N", help=resize_help)
     add("--quality", type=int, default=90, metavar="N", help="JPEG quality of resized images. Default: 90.")
     size_help = "Approximate size of a shard, in MiB. Default: 256."
     add("--shard_mib", type=float, default=256, metavar="MIB", help=size_help)

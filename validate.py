@@ -64,10 +64,7 @@ class Validation(Inference):
     """Flags of validate.py. All other flags belong to the script that trained the model."""
 
     usage: ClassVar[str] = "%(prog)s MODEL [flags] [flags of the train script]"
-    help_group: ClassVar[tuple[str, str]] = (
-        "evaluation",
-        "Evaluated images and classes. Flags of the train script are also accepted.",
-    )
+    help_group = ("evaluation", "Evaluated images and classes. Flags of the train script are also accepted.")
     checkpoint: str | None = setting(None, "Alternative to MODEL as the first argument.", metavar="PATH")
     split: str | None = setting(None, choices=("val", "test", "train"))
     data: str | None = setting(
@@ -78,9 +75,7 @@ class Validation(Inference):
     )
     only_its_classes: bool = setting(False, "Predict only classes that have images in the split.")
     output_dir: str | None = setting(
-        None,
-        "Folder for the results. Default: a folder named after the split, in `<run>/validation/` or in"
-        " `validation/<model>/`.",
+        None, "Folder for the results. Default: a folder in `<run>/validation/` or in `validation/<model>/`."
     )
 
     def __post_init__(self) -> None:

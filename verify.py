@@ -60,11 +60,8 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     add("--data", metavar="PATH", help="Current location of the run's data. Default: the recorded path.")
     size_help = "Images per forward pass on one device. Default: the run's value."
     add("--per_device_batch_size", type=int, metavar="N", help=size_help)
-    add(
-        "--cache_dir",
-        metavar="FOLDER",
-        help="Folder for decoded images. Default: the train scripts' default.",
-    )
+    cache_help = "Folder for decoded images. Default: the train scripts' default."
+    add("--cache_dir", metavar="FOLDER", help=cache_help)
     flags = parser.parse_args(argv)
     check_positive(parser, flags, "steps", "sample", "per_device_batch_size")
     return flags

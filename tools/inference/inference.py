@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -31,7 +31,7 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 class Inference:
     """Settings of the commands that run inference with a trained model."""
 
-    help_group: ClassVar[tuple[str, str]] = (
+    help_group = (
         "model and computation",
         "MODEL is a run's folder or S3 prefix, a checkpoint's folder, a folder written\n"
         "by export.py, or a .safetensors file.",

@@ -9,6 +9,7 @@ A hostfile uses DeepSpeed's syntax:
 Connections use the ordinary ssh client, which reads ~/.ssh/config.
 """
 
+import argparse
 import codecs
 import contextlib
 import json
@@ -37,6 +38,20 @@ class Host:
 
     name: str
     devices: tuple[int, ...]
+
+
+def add_host_flags(parser: argparse.ArgumentParser, hostfile: Path | None = None) -> None:
+    """Add the flags that select a job's hosts and the first host's address. hostfile: default hostfile."""
+    add = parser.add_argument
+    hostfile_help = "File with lines `NAME slots=N`. Default: hostfile."
+    add("--hostfile", type=Path, default=hostfile, metavar="FILE", help=hostfile_help)
+    example = "`worker-1@worker-2:0,2` selects all GPUs of worker-1, and GPUs 0 and 2 of worker-2."
+    add("--include", default="", metavar="HOSTS", help=f"Hosts and GPUs to use. {example} Default: all.")
+    exclude_help = "Hosts and GPUs to exclude, in the same form as in --include."
+    add("--exclude", default="", metavar="HOSTS", help=exclude_help)
+    add("--port", type=int, default=29500, metavar="N", help="Port on the first host. Default: %(default)s.")
+    address_help = "Address of the first host. Default: the address that ssh connects to."
+    add("--master_addr", metavar="ADDRESS", help=address_help)
 
 
 def read_hostfile(path: Path) -> list[Host]:
