@@ -1,4 +1,4 @@
-"""Checkpoint format, background saves, mirror in S3, and weights of trained models.
+"""Checkpoint format, background saves, S3 mirror, and weights of trained models.
 
-Start with format.py. training.py copies the tensors of a training into a snapshot and back.
+Start with format.py. training.py copies tensors from a training run into a snapshot and back.
 """

@@ -1,15 +1,15 @@
-"""The checkpoint format: atomic writes, verification, and the same files for every strategy.
+"""Defines the checkpoint format: atomic writes, verification, and the same files for every strategy.
 
     checkpoints/index.json                   {"latest": "step_00000390", "best": "step_00000260"}
     checkpoints/step_00000390/
-        model.safetensors                    parameters in fp32 under the model's names; BatchNorm statistics
+        model.safetensors                    fp32 parameters under the model's names; BatchNorm statistics
         optimizer.safetensors                `<parameter>/exp_avg`, ...
         ema.safetensors                      averaged weights, if the recipe enables them
-        state.json                           step, best evaluation, state of the log
+        state.json                           step, best evaluation, log state
         manifest.json                        size and SHA-256 of each file, recipe, classes, writer
 
-The manifest is written last. No file contains code. Data order and random numbers are functions of seed,
-epoch and step, so they are not stored.
+The manifest is written last. No file contains code. The data order and random numbers are computed from the
+seed, epoch and step, so checkpoints do not store them.
 """
 
 import contextlib
@@ -41,26 +41,26 @@ from onecurve.system.output import log
 from onecurve.system.paths import shortest
 from onecurve.system.threads import Heartbeat
 
-FORMAT_VERSION = 1  # docs/checkpoints.md says when the version increases and which versions are readable
+FORMAT_VERSION = 1  # docs/checkpoints.md explains when it increases and which versions are readable
 MODEL_FILE, OPTIMIZER_FILE, EMA_FILE = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 STATE_FILE, MANIFEST_FILE, INDEX_FILE = "state.json", "manifest.json", "index.json"
 JSON_LIMIT_BYTES = 16 * 2**20  # largest accepted manifest; 22,000 class names take 1.2 MB
 
 
 class OptimizerScalars(TypedDict):
-    """Optimizer section of state.json."""
+    """The optimizer section of state.json."""
 
     scalars: dict[str, dict[str, Any]]  # parameter -> name -> value
-    groups: list[dict[str, Any]]  # values that the optimizer changed in its parameter groups
+    groups: list[dict[str, Any]]  # settings that the optimizer changed in each parameter group
 
 
 class DamagedCheckpoint(ValueError):
-    """Error for a checkpoint that fails verification."""
+    """Raised when a checkpoint fails verification."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Verified checkpoint with its manifest."""
+    """A verified checkpoint and its manifest."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -85,10 +85,10 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any) -> Any:
-    """Convert a value from encode_value() back; tensors are on the CPU.
+    """Convert the output of encode_value() back to a scalar or a CPU tensor.
 
     Raises:
-        ValueError: If encode_value() does not produce such a value.
+        ValueError: If encode_value() can't have produced the value.
     """
     if not isinstance(value, dict):
         return value
@@ -103,13 +103,13 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint's name: 390 for step_00000390, None for any other name."""
+    """Return the step number in a checkpoint's name (390 for step_00000390), or None for other names."""
     match = re.fullmatch(r"step_([0-9]{8}|[1-9][0-9]{8,17})", name)
     return int(match[1]) if match else None
 
 
 def steps_in(parent: Path) -> list[int]:
-    """Return the steps of all checkpoints in the folder, newest first, including damaged checkpoints."""
+    """Return the steps of all checkpoints in the folder, including damaged ones, newest first."""
     if not parent.is_dir():
         return []
     steps = (step_of(path.name) for path in parent.iterdir())
@@ -125,7 +125,7 @@ def commit(
     """Write parent/step_N atomically and sync it to disk.
 
     Args:
-        entries: Additional keys of the manifest.
+        entries: Additional entries for the manifest.
 
     Raises:
         OSError: If the write fails. Earlier checkpoints are not affected.
@@ -150,7 +150,7 @@ def commit(
 
 
 def write_step_index(parent: Path, latest: int, best: int | None) -> None:
-    """Write index.json for users, `--weights` and validate.py. A resumed run does not read this file."""
+    """Write index.json, which users, `--weights` and validate.py read. A resumed run does not read it."""
     names = {"latest": step_name(latest)} | ({"best": step_name(best)} if best is not None else {})
     write_json(parent / INDEX_FILE, names)
 
@@ -159,7 +159,7 @@ def parse_step_index(content: bytes, where: Path | str) -> dict[str, int]:
     """Return the steps that index.json names: {"latest": 390, "best": 260}.
 
     Raises:
-        ValueError: If the content is not an index of checkpoints.
+        ValueError: If the content is not a checkpoint index.
     """
     try:
         steps = {label: step_of(name) for label, name in parse_json(content, where).items()}
@@ -169,7 +169,7 @@ def parse_step_index(content: bytes, where: Path | str) -> dict[str, int]:
 
 
 def best_in(parent: Path) -> Path | None:
-    """Return the folder of the best checkpoint according to index.json, or None if it does not exist."""
+    """Return the folder of the best checkpoint in index.json, or None if that folder does not exist."""
     index = parent / INDEX_FILE
     best = parse_step_index(index.read_bytes(), shortest(index)).get("best") if index.is_file() else None
     folder = None if best is None else parent / step_name(best)
@@ -177,7 +177,7 @@ def best_in(parent: Path) -> Path | None:
 
 
 def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[int]:
-    """Return the steps to keep: the last two, the best, and the multiples of --keep_every."""
+    """Return the steps whose checkpoints are kept: the last two, the best, and multiples of --keep_every."""
     steps = sorted(steps)
     return {s for s in steps if s in steps[-2:] or s == best or (every and s % every == 0)}
 
@@ -198,7 +198,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_temporary(parent: Path) -> None:
-    """Remove leftovers of interrupted writes and removals. Only the owner of the run may call it."""
+    """Remove leftovers of interrupted writes and removals. Only the run's owner may call this function."""
     for path in parent.glob(".step_*"):
         with contextlib.suppress(OSError):
             discard(path)
@@ -208,11 +208,11 @@ def remove_temporary(parent: Path) -> None:
 
 
 def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
-    """Check the manifest, and the size and SHA-256 of every file.
+    """Check the manifest and the size and SHA-256 of every file.
 
     Raises:
-        DamagedCheckpoint: If a file is missing or differs from the manifest. The message names the file and
-            the fault.
+        DamagedCheckpoint: If a file is missing or does not match the manifest. The message names the file and
+            the problem.
         ValueError: If a file can't be read.
     """
     try:
@@ -235,8 +235,8 @@ def _regular_file(path: Path) -> Path:
     """Return the path if it is a regular file.
 
     Raises:
-        DamagedCheckpoint: If the file is missing, a symbolic link, or for example a pipe, which would block
-            the reader.
+        DamagedCheckpoint: If the file is missing or is not a regular file. Links are refused, and a pipe
+            would block the reader.
     """
     if path.is_symlink() or not path.is_file():
         raise DamagedCheckpoint(f"{path} is {'not a regular file' if os.path.lexists(path) else 'missing'}")
@@ -259,7 +259,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
     """Parse and check a checkpoint's manifest without reading the checkpoint's other files.
 
     Raises:
-        DamagedCheckpoint: If the manifest is malformed, was changed, or belongs to another step.
+        DamagedCheckpoint: If the manifest is malformed, has been modified, or belongs to another step.
         ValueError: If this code can't read the manifest's format version.
     """
     where = f"{folder}/{MANIFEST_FILE}"
@@ -288,14 +288,15 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
 
 
 def newest(parent: Path, heartbeat: Heartbeat = lambda: None, ours: bool = True) -> Checkpoint | None:
-    """Return the newest checkpoint that verifies, or None if there are no checkpoints.
+    """Return the newest checkpoint that passes verification, or None if there are no checkpoints.
 
     Args:
-        heartbeat: Called about every second while files are hashed.
-        ours: True if this process owns the folder. Damaged checkpoints are then renamed to damaged_*.
+        heartbeat: Function that is called about every second while files are hashed.
+        ours: True if this process owns the folder. In this case, damaged checkpoints are renamed to
+            damaged_*.
 
     Raises:
-        ValueError: If there are checkpoints but none verifies.
+        ValueError: If checkpoints exist but none of them passes verification.
     """
     steps, damaged = steps_in(parent), []
     for step in steps:
@@ -327,7 +328,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 class TensorFile:
-    """Reader of a verified safetensors file, one tensor at a time.
+    """Reader that loads a verified safetensors file one tensor at a time.
 
     Raises:
         ValueError: If the file is not a safetensors file.
@@ -351,7 +352,7 @@ class TensorFile:
         """Return the dtype and shape of each tensor.
 
         Raises:
-            ValueError: If the file contains a dtype that no run writes.
+            ValueError: If the file contains a dtype that runs never write.
         """
         dtypes = {name: self.file.get_slice(name).get_dtype() for name in self.file.keys()}  # noqa: SIM118
         if unknown := [name for name, dtype in dtypes.items() if dtype not in DTYPES]:
@@ -359,7 +360,7 @@ class TensorFile:
         return {name: (DTYPES[dtypes[name]], shape) for name, shape in self.shapes().items()}
 
     def expect(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Raise ValueError unless the file has exactly these names and shapes."""
+        """Raise ValueError unless the file contains exactly the tensors with these names and shapes."""
         stored_shapes = self.shapes()
         differing = [name for name in shapes if stored_shapes.get(name, shapes[name]) != shapes[name]]
         differing += sorted(stored_shapes.keys() ^ shapes.keys())

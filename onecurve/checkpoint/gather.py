@@ -1,7 +1,7 @@
 """Gathers snapshots on the main process, in background threads.
 
-The main process receives each piece directly into its position in the snapshot, over a separate gloo group.
-It receives one message from each rank in turn, so no rank waits long.
+The main process receives each piece directly into the snapshot buffer, over a separate gloo group. It
+receives one message at a time from each rank in turn, so no rank waits long.
 """
 
 import threading
@@ -16,24 +16,25 @@ from torch import Tensor
 from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.distributed.layout import Layout, Piece
 
-# A few milliseconds on a 10 Gb/s network: the longest time that a message of a training step waits
+# A message takes a few milliseconds on a 10 Gb/s network. Messages of a training step wait no longer than
+# this.
 MESSAGE_BYTES = 4 * 2**20
-# Fraction of the network (gather) and of one core (write) that a save may use. On two cores, the ten steps
-# during a save took 1.12 times as long at 0.25, and 0.99 times at 0.1 (benchmarks/checkpoint_saves.py,
-# FSDP2).
+# Fraction of the network (during a gather) and of one core (during a write) that a save may use. On two
+# cores, the ten steps during a save took 1.12 times as long at 0.25 and 0.99 times as long at 0.1
+# (benchmarks/checkpoint_saves.py, FSDP2).
 SHARE = 0.1
 
 
 class NotGathered(Exception):
-    """Error for a rank that died during a gather or did not answer within --timeout_s."""
+    """Raised when a rank died during a gather or did not answer within --timeout_s."""
 
 
 class Gather:
-    """Assignment of tensor pieces to ranks, and their transfer to the main process. Collective.
+    """Assignment of tensor pieces to ranks, and the transfer to the main process. Collective.
 
-    Create it before the first forward pass. If several ranks hold the same piece, as under DDP, the lowest
-    rank provides it. The main process provides buffers, and optimizer state with another shape than its
-    parameter.
+    Create this object before the first forward pass. If several ranks store the same piece, as they do under
+    DDP, the lowest rank sends it. The main process provides buffers, and also optimizer state whose shape
+    differs from its parameter's shape.
     """
 
     def __init__(self, layout: Layout):
@@ -46,7 +47,7 @@ class Gather:
             self.group = group
             dist.all_gather_object(pieces_by_rank, layout.pieces, group=self.group)
         assigned: set[tuple[str, int]] = set()
-        self.shares: list[dict[str, Piece]] = []  # by rank
+        self.shares: list[dict[str, Piece]] = []  # one item per rank
         for pieces in pieces_by_rank:
             share = {n: p for n, p in pieces.items() if p.length and (n, p.start) not in assigned}
             assigned |= {(name, piece.start) for name, piece in share.items()}
@@ -54,10 +55,10 @@ class Gather:
         for name, shape in self.shapes.items():
             lengths = [share[name].length for share in self.shares if name in share]
             assert sum(lengths) == torch.Size(shape).numel(), name
-        self.hurry = threading.Event()  # set while the training waits for the checkpoint; disables pauses
+        self.hurry = threading.Event()  # set while training waits for the checkpoint; disables pauses
 
     def local_specs(self, specs: Specs) -> Specs:
-        """Return dtype and shape of this rank's part of each tensor: everything on the main process."""
+        """Return the dtype and shape of this rank's part of each tensor, or of the whole tensor on rank 0."""
         if self.rank == 0:
             return specs
         return {n: (specs[n][0], (piece.length,)) for n, piece in self._pieces(specs, self.rank)}
@@ -67,7 +68,7 @@ class Gather:
         return snapshot.views if self.rank else dict(self._views(snapshot, 0))
 
     def run(self, snapshots: dict[str, Snapshot]) -> None:
-        """Complete the main process's snapshots. All ranks call it, each in a thread.
+        """Complete the main process's snapshots. All ranks call this method, each in a thread.
 
         Raises:
             NotGathered: If a rank does not answer. The message names the rank.
@@ -95,7 +96,7 @@ class Gather:
                 self.pause(time.perf_counter() - began_s)
 
     def pause(self, busy_s: float) -> None:
-        """Sleep until busy_s is SHARE of the elapsed time. Return at once while the training waits."""
+        """Sleep until busy_s is SHARE of the elapsed time. Return at once if training waits for the save."""
         self.hurry.wait(busy_s * (1 / SHARE - 1))
 
     def _incoming(self, snapshots: dict[str, Snapshot], rank: int) -> Iterator[Tensor]:
@@ -109,7 +110,7 @@ class Gather:
             yield name, snapshot.views[name].view(-1)[piece.start : piece.start + piece.length]
 
     def _pieces(self, specs: Specs, rank: int) -> Iterator[tuple[str, Piece]]:
-        """Yield the pieces that a rank provides, with the tensors' names in the file."""
+        """Yield the pieces that a rank provides, with the tensor names used in the file."""
         for name, (_, shape) in specs.items():
             parameter = name if name in self.shapes else name.rpartition("/")[0]  # `<parameter>/<state>`
             if self.shapes.get(parameter) != shape:
@@ -123,7 +124,7 @@ class Gather:
         began_s = time.monotonic()
         try:
             transfer(message, rank, group=self.group)
-        except RuntimeError as error:  # the error's text contains only gloo's source lines and addresses
+        except RuntimeError as error:  # gloo's message contains only source lines and addresses
             silent_s = time.monotonic() - began_s
             has_timed_out = "imed out" in str(error)
             reason = f"did not answer for {silent_s:.0f} s" if has_timed_out else "closed its connection"

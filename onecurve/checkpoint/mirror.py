@@ -1,4 +1,4 @@
-"""Mirror of a run's checkpoints and logs in S3: uploads during the training, and downloads.
+"""Mirrors a run's checkpoints and logs to S3 during training, and downloads them again.
 
 <prefix>/checkpoints/step_00000390/...   same files as on disk; uploading the manifest commits the checkpoint
 <prefix>/checkpoints/index.json          {"latest": ..., "best": ...}
@@ -29,23 +29,23 @@ from onecurve.system.s3 import ObjectStore, StoreError, WrongSize
 from onecurve.system.threads import Heartbeat, lower_priority
 
 LOGS = ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", "nvidia-smi-*.txt")
-TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day for a host with 8 GPUs, so uploaded once, with the result
+TELEMETRY = "telemetry-*.jsonl"  # 140 MB a day on a host with 8 GPUs, so uploaded only once, with the result
 LOG_LIMIT_BYTES = 2**31
 
 
 class Mirror:
-    """Background upload of checkpoints, one at a time. Only the newest waiting checkpoint is queued.
+    """Background uploader of checkpoints, one at a time. Only the newest waiting checkpoint stays queued.
 
-    The training never waits for an upload. A failed upload is reported and retried with the next checkpoint,
+    Training never waits for an upload. A failed upload is reported. It is retried with the next checkpoint,
     at the end of the run, and when the same command is started again.
 
     Args:
-        store: Prefix of the run in S3.
+        store: S3 prefix of the run.
         folder: Run folder.
-        keep_every: Keep checkpoints at multiples of this number of steps.
-        lost: Returns a message once another run owns the prefix, for example after this machine was
-            suspended. From then on, nothing is written or removed. A request that passed the check before the
-            suspension is still sent; the new owner's next upload repairs its effect.
+        keep_every: Number of steps; checkpoints at its multiples are kept.
+        lost: Function that returns a message once another run owns the prefix, for example after this machine
+            was suspended. From then on, nothing is written or removed. A request that passed the check before
+            the suspension is still sent, but the new owner's next upload repairs the damage.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Mirror:
         threading.Thread(target=self._work, daemon=True).start()
 
     def offer(self, step: int, best: int | None) -> None:
-        """Queue a checkpoint that was committed on disk."""
+        """Queue a checkpoint that is already committed on disk."""
         with self.changed:
             self.waiting = (step, best)
             self.changed.notify_all()
 
     def needs(self) -> set[int]:
-        """Return the steps of checkpoints that must stay on disk for the queued and the current upload."""
+        """Return the steps of the checkpoints that the queued and current uploads still need on disk."""
         with self.changed:
             pairs = filter(None, (self.waiting, self.sending))
             return {step for pair in pairs for step in pair if step is not None}
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or being uploaded. Return False after the timeout.
+        """Wait until nothing is queued or being uploaded. Return False on timeout.
 
         Each request to the store has a separate timeout.
         """
@@ -83,7 +83,7 @@ class Mirror:
             return self.changed.wait_for(lambda: self.waiting is None and self.sending is None, timeout_s)
 
     def send_last_files(self, result: Mapping[str, Any]) -> None:
-        """Upload the files of a finished run. result.json is last and marks the upload as complete."""
+        """Upload the files of a finished run. result.json is sent last and marks the upload as complete."""
         self._check_owner()
         self._send_run_files(*LOGS, TELEMETRY)
         self.store.write("result.json", json.dumps(result, indent=2).encode())
@@ -104,7 +104,7 @@ class Mirror:
             failed = False
             try:
                 self._send(step, best)
-            except Exception as error:  # any exception, because the end of the run waits for this thread
+            except Exception as error:  # catch everything, because the end of the run waits for this thread
                 failed = True
                 log.warning(
                     f"warning: the checkpoint of step {step:,} could not be uploaded to {self.store.url}"
@@ -116,7 +116,7 @@ class Mirror:
                 self.changed.notify_all()
 
     def _send(self, step: int, best: int | None) -> None:
-        """Upload the logs, the checkpoint, the best checkpoint if it is missing, and index.json."""
+        """Upload the logs, the checkpoint, index.json, and the best checkpoint if S3 does not contain it."""
         self._check_owner()
         self._send_run_files(*LOGS)  # first, because logs must never be older than a checkpoint
         stored = committed(self.store)
@@ -131,7 +131,7 @@ class Mirror:
         self._prune(checkpoints.to_keep({s for s in stored if s <= step}, best, self.keep_every))
 
     def _send_checkpoint(self, step: int) -> None:
-        """Upload a checkpoint. The manifest is last; uploading it commits the checkpoint."""
+        """Upload a checkpoint. The manifest is uploaded last, which commits the checkpoint."""
         local = self.folder / "checkpoints" / step_name(step)
         remote = f"checkpoints/{step_name(step)}"
         for path in own_files(local, "*"):
@@ -146,7 +146,7 @@ class Mirror:
     def _prune(self, keep: set[int]) -> None:
         """Delete all checkpoints that are older than the newest step in `keep` and not in `keep`.
 
-        Manifests are deleted first, so that an interrupted removal leaves no partial checkpoint.
+        Manifests are deleted first, so that an interrupted removal leaves no checkpoint that looks committed.
         """
         newest, keys = max(keep), self.store.list("checkpoints/step_")
         expired = [k for k in keys if (step := _step(k)) is not None and step < newest and step not in keep]
@@ -165,23 +165,24 @@ def fetch_newest(
     heartbeat: Heartbeat = lambda: None,
     lost: Callable[[], str | None] | None = None,
 ) -> int | None:
-    """Download the newest committed checkpoint that verifies and is newer than `newer_than` into `parent`.
+    """Download the newest intact checkpoint that is committed and newer than `newer_than` into `parent`.
 
     Args:
-        heartbeat: Called about every second.
-        lost: Same as for Mirror. Pass it only if this run owns the prefix: manifests of damaged checkpoints
-            are then deleted, so that they are not read again and the run can write these steps again. Without
-            it, the prefix is only read.
+        heartbeat: Function that is called about every second.
+        lost: Same as for Mirror. Pass this function only if this run owns the prefix. The manifests of
+            damaged checkpoints are then deleted, so that the run ignores these checkpoints and can write the
+            same steps again. Without `lost`, the prefix is only read.
 
     Returns:
         The step of the checkpoint, or None if there is no newer checkpoint.
 
     Raises:
-        ValueError: If there are checkpoints but none verifies, or a download can't be written to disk.
+        ValueError: If checkpoints exist but none of them passes verification, or a download can't be written
+            to disk.
     """
 
     def remove(damaged: list[str]) -> None:
-        if damaged and lost and not lost():  # a download takes long enough for another run to take over
+        if damaged and lost and not lost():  # another run may have taken over during the download
             store.delete(damaged)
 
     steps = sorted((s for s in committed(store) if s > newer_than), reverse=True)
@@ -206,10 +207,10 @@ def fetch_newest(
 
 
 def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> None:
-    """Download one checkpoint into `parent`: into a temporary folder, which is renamed after verification.
+    """Download one checkpoint into a temporary folder in `parent`, and rename the folder once verified.
 
     Raises:
-        DamagedCheckpoint, WrongSize: If the checkpoint does not verify.
+        DamagedCheckpoint, WrongSize: If the checkpoint fails verification.
         OSError: If the checkpoint can't be written.
     """
     remote, folder = f"checkpoints/{step_name(step)}", parent / step_name(step)
@@ -238,17 +239,18 @@ def fetch(store: ObjectStore, step: int, parent: Path, heartbeat: Heartbeat) -> 
 
 
 def read_manifest(store: ObjectStore, step: int) -> tuple[bytes, dict[str, Any]]:
-    """Return a checkpoint's manifest as bytes and parsed. Raise DamagedCheckpoint if it is invalid."""
+    """Return a checkpoint's manifest, both raw and parsed. Raise DamagedCheckpoint if it is invalid."""
     remote = f"checkpoints/{step_name(step)}"
     content = store.read(f"{remote}/{MANIFEST_FILE}", JSON_LIMIT_BYTES) or b""
     return content, checkpoints.check_manifest(content, f"{store.url}/{remote}")
 
 
 def fetch_log(store: ObjectStore, folder: Path) -> None:
-    """Download a run's logs, so that a run resumed on another machine has no gap in them.
+    """Download a run's logs, so that they have no gap after the run resumes on another machine.
 
-    recipe.json is first, so that the folder is recognized as a run even if the download is interrupted. A
-    local file that begins with the content in the bucket stays. Otherwise the file in the bucket replaces it.
+    recipe.json is downloaded first, so that the folder is recognized as a run even if the download is
+    interrupted. A local file is kept if it begins with the content of the file in the bucket. Otherwise, the
+    file in the bucket replaces it.
     """
     telemetry = [key for key in store.list("telemetry-") if fnmatch(key, TELEMETRY) and "/" not in key]
     for name in ("recipe.json", "starts.jsonl", "metrics.jsonl", "confusion.json", *telemetry):
@@ -259,7 +261,7 @@ def fetch_log(store: ObjectStore, folder: Path) -> None:
 
 
 def committed(store: ObjectStore) -> set[int]:
-    """Return the steps of the committed checkpoints in the store, which are the ones with a manifest."""
+    """Return the steps of the committed checkpoints in the store (the checkpoints with a manifest)."""
     keys = store.list("checkpoints/step_")
     return {step for key in keys if key.endswith(f"/{MANIFEST_FILE}") and (step := _step(key)) is not None}
 

@@ -1,8 +1,8 @@
 """Saves and restores all state of an optimizer.
 
-`optimizer.safetensors` contains its tensors as `<parameter>/<state>`. `state.json` contains its scalars and
-the values that it changes in its parameter groups. `manifest.json` contains its class and the names of its
-state.
+The state is divided among three files. `optimizer.safetensors` contains the tensors, named
+`<parameter>/<state>`. `state.json` contains the scalars and the settings that the optimizer changed in its
+parameter groups. `manifest.json` contains the optimizer's class and the names of its state.
 """
 
 import math
@@ -23,7 +23,7 @@ Send = Callable[[str, tuple[int, ...], torch.dtype], Tensor]  # broadcasts a ten
 
 
 class OptimizerState:
-    """State of an optimizer. Create it before the optimizer's first step. Collective.
+    """State of an optimizer. Create this object before the optimizer's first step. Collective.
 
     Args:
         same_bits: Same as for try_out().
@@ -42,9 +42,9 @@ class OptimizerState:
     # --- Save
 
     def expected(self) -> Specs:
-        """Return dtype and shape of the state tensors that have their parameter's shape.
+        """Return the dtype and shape of the state tensors that have the same shape as their parameter.
 
-        They are known before the first step.
+        These tensors are known before the first step.
         """
         shapes = self.layout.shapes()
         return {
@@ -54,9 +54,9 @@ class OptimizerState:
         }
 
     def tensors(self) -> tuple[Specs, Iterator[tuple[str, Tensor]]]:
-        """Return dtype and shape of every whole tensor, and an iterator of (name, this rank's part).
+        """Return the dtype and shape of every full tensor, and an iterator of (name, this rank's part).
 
-        Collective only for DTensors with another shape than their parameter.
+        Collective only for DTensors whose shape differs from their parameter's shape.
         """
         shapes, shaped = self.layout.shapes(), self.layout.shaped_state()
         unshaped = {
@@ -83,7 +83,7 @@ class OptimizerState:
         )
 
     def scalars(self) -> OptimizerScalars:
-        """Return the parameters' scalars and the groups' changed values, for state.json. Collective."""
+        """Return the scalars of parameters and the changed group settings, for state.json. Collective."""
         states, groups = self.layout.other_state(), self.layout.changed_groups()
         return {
             "scalars": {
@@ -96,11 +96,11 @@ class OptimizerState:
     # --- Restore
 
     def check(self, checkpoint: Checkpoint, state: dict[str, Any], moved: Collection[str] = ()) -> None:
-        """Raise ValueError unless the checkpoint contains state of this optimizer. One process calls it.
+        """Raise ValueError unless the checkpoint contains this optimizer's state. Called by one process.
 
         Args:
             state: Scalars from the checkpoint's state.json, as returned by TrainingState.scalars().
-            moved: Parameters with rows in a different order in this run.
+            moved: Parameters whose rows are in a different order in this run.
         """
         folder, shapes = checkpoint.folder, self.layout.shapes()
         specs = TensorFile(folder / checkpoints.OPTIMIZER_FILE).specs()
@@ -140,7 +140,10 @@ class OptimizerState:
                 )
 
     def restore(self, specs: Specs, state: dict[str, Any], send: Send) -> None:
-        """Restore the state. specs: dtypes and shapes in optimizer.safetensors. Collective."""
+        """Restore the optimizer's state. Collective.
+
+        specs: dtypes and shapes of the tensors in optimizer.safetensors.
+        """
         layout, shapes = self.layout, self.layout.shapes()
         shaped: dict[str, dict[str, torch.dtype]] = {}  # state name -> parameter -> dtype
         for full_name, (dtype, shape) in sorted(specs.items()):
@@ -173,7 +176,7 @@ class OptimizerState:
 
 
 def _placed(value: Any, example: Any) -> Any:
-    """Return the value with the device or sharding of the example from the optimizer's trial.
+    """Return the value on the same device, or with the same sharding, as the example from the trial.
 
     Without an example, the value stays on the CPU.
     """

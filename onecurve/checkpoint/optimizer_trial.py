@@ -1,10 +1,10 @@
-"""Trial steps of the script's optimizer on small tensors before the training.
+"""Runs trial steps of the script's optimizer on small tensors before training.
 
 The trial shows which state the optimizer keeps, and whether its update stays the same when a strategy shards
-parameters. ZeRO passes flat partitions to the optimizer, FSDP2 passes shards. An elementwise update (AdamW,
-SGD, Lion) stays the same. An update that depends on the shape or norm of a parameter (Muon, Lamb, Adafactor)
-may change. Therefore copies of the optimizer step small parameters, whole and sharded, and the results are
-compared: within rounding errors, or bit for bit with --deterministic.
+parameters. ZeRO passes flat partitions to the optimizer, and FSDP2 passes shards. An elementwise update
+(AdamW, SGD, Lion) is not affected. An update that depends on the shape or norm of a parameter (Muon, Lamb,
+Adafactor) may change. Therefore, copies of the optimizer update small parameters, once whole and once
+sharded. The results must be equal up to rounding errors, or bitwise identical with --deterministic.
 """
 
 import copy
@@ -24,8 +24,8 @@ LARGEST_EDGE = 128  # largest dimension of a small parameter
 STEPS = 3
 LEARNING_RATE = 0.01
 TOLERANCE = 1e-5  # relative to the update, because sums over shards round differently
-# Dimensions and numbers of shards for the bitwise comparison. The scalar code for the last elements of a
-# tensor may round differently from vector instructions, so both must be reached.
+# Dimensions and shard counts for the bitwise comparison. The scalar code for the last elements of a tensor
+# may round differently from vector instructions, so the comparison must run both kinds of code.
 ODD_EDGES, CUTS = (101, 37), (2, 3, 8)
 
 Shape = tuple[int, ...]
@@ -34,26 +34,27 @@ Groups = list[list[Tensor]]  # the tensors of each parameter group
 
 @dataclass
 class OptimizerTrial:
-    """Properties of an optimizer that the trial shows."""
+    """Properties of an optimizer that the trial determines."""
 
-    name: str  # class with module
+    name: str  # class name with its module
     states: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state of its small copy
-    groups: list[dict[str, Any]] = field(default_factory=list)  # values that the optimizer changes per group
-    # State with the shape of its parameter: parameter -> name -> dtype
+    # Settings that the optimizer changes, per group
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    # State tensors with the same shape as their parameter: parameter -> name -> dtype
     shaped: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
 
     def state_names(self) -> list[str] | None:
-        """Return the names of the state of parameters and groups, or None if there was no trial."""
+        """Return the names of the parameter state and the group state, or None if there was no trial."""
         if not self.states:
             return None
         return sorted({name for state in (*self.states.values(), *self.groups) for name in state})
 
 
 def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
-    """Try the layout's optimizer. Collective.
+    """Run trial steps of the layout's optimizer. Collective.
 
     Args:
-        same_bits: Require that updates of shards have the same bits as updates of whole parameters.
+        same_bits: Require that updates of shards are bitwise identical to updates of whole parameters.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change its update.
@@ -64,7 +65,7 @@ def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
         return _try_out(layout, same_bits)
     except ValueError as error:
         problem = str(error)
-    except Exception as error:  # optimizers raise any exception for tensors that they do not expect
+    except Exception as error:  # optimizers raise various exceptions for unexpected tensors
         problem = (
             f"a trial step ended with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         )
@@ -76,7 +77,7 @@ def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
 
 
 def class_name(optimizer: Optimizer) -> str:
-    """Return the class with its module: `timm.optim.lookahead.Lookahead(torch.optim.adamw.AdamW)`."""
+    """Return the class name, for example `timm.optim.lookahead.Lookahead(torch.optim.adamw.AdamW)`."""
     name, wrapped = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", owner(optimizer)
     return name if wrapped is optimizer else f"{name}({class_name(wrapped)})"
 
@@ -117,7 +118,7 @@ def _try_out(layout: Layout, same_bits: bool) -> OptimizerTrial:
 
 
 class _Copy:
-    """Copy of the layout's optimizer with the parameter groups arrange(values)."""
+    """Copy of the layout's optimizer whose parameter groups are arrange(values)."""
 
     def __init__(self, layout: Layout, values: Groups, arrange: Arrange):
         self.layout, self.arrange = layout, arrange
@@ -127,7 +128,7 @@ class _Copy:
             group |= {"params": parameters, "lr": LEARNING_RATE}
 
     def begin(self, p: nn.Parameter, state: dict[str, Any], shape: Shape) -> None:
-        """Set the small parameter's state to a cut of the whole parameter's initial state."""
+        """Set the small parameter's state to a slice of the whole parameter's initial state."""
         if state:
             corner = tuple(slice(n) for n in p.shape)
             cut = {
@@ -136,7 +137,7 @@ class _Copy:
             owner(self.optimizer).state[p] = copy.deepcopy(cut)
 
     def step(self, gradients: list[Groups]) -> None:
-        """Step once with each set of gradients. Raise ValueError if the state can't be saved."""
+        """Take one step with each set of gradients. Raise ValueError if the state can't be saved."""
         before = self._numbers()
         for groups in gradients:
             for parameters, group in zip(self.parameters, groups, strict=True):
@@ -174,14 +175,14 @@ class _Copy:
 
 
 def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -> None:
-    """Raise ValueError unless the updates of all shards equal the update of the whole parameters."""
+    """Raise ValueError unless the updates of the shards equal the update of the whole parameters."""
     for i, group in enumerate(values):
         if not group:
             continue
         initial = torch.cat([t.flatten() for t in group])
         expected = whole.flat(i)
         sharded = torch.cat([part.flat(i) for part in parts])[: len(expected)]  # without padding
-        # Written so that the comparison also fails for NaN
+        # The condition is written so that it also fails for NaN.
         if not (expected - sharded).abs().max() <= TOLERANCE * (expected - initial).abs().max():
             raise ValueError("its update of an element depends on the whole parameter")
     for part in parts:
@@ -197,7 +198,7 @@ def _compare(layout: Layout, values: Groups, whole: _Copy, parts: list[_Copy]) -
 
 
 def _compare_bits(layout: Layout, shapes: list[list[Shape]]) -> None:
-    """Raise ValueError unless shards of many lengths have the same bits as the whole parameters."""
+    """Raise ValueError unless updates of shards of many lengths match whole parameters bit for bit."""
     arranges: list[Arrange] = [list, *layout.arrangements(), *(partial(_cut, count) for count in CUTS)]
     for edge in ODD_EDGES:
         small = [list({tuple(min(n, edge) for n in shape): None for shape in group}) for group in shapes]
@@ -220,7 +221,7 @@ def _cut(count: int, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _check_flat(part: _Copy) -> None:
-    """Raise ValueError unless each state tensor has one fp32 number per element, so that it can be split."""
+    """Raise ValueError unless each state tensor can be split: it needs one fp32 number per element."""
     for i, group in enumerate(part.parameters):
         for p, state in zip(group, part.states(i), strict=True):
             for name, value in state.items():
@@ -230,7 +231,7 @@ def _check_flat(part: _Copy) -> None:
 
 
 def _drawn(shapes: list[list[Shape]], count: int, device: torch.device) -> list[Groups]:
-    """Return normally distributed tensors, identical on every rank."""
+    """Return normally distributed tensors that are identical on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [
         [[torch.randn(shape, generator=generator).to(device) for shape in group] for group in shapes]
@@ -239,7 +240,7 @@ def _drawn(shapes: list[list[Shape]], count: int, device: torch.device) -> list[
 
 
 def _copied(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """Copy an optimizer without parameters and state. (copy.deepcopy would lose a subclass's attributes.)"""
+    """Copy an optimizer without its parameters and state. copy.deepcopy would lose subclass attributes."""
     duplicate = object.__new__(type(optimizer))
     memo[id(optimizer)], memo[id(optimizer.state)] = duplicate, defaultdict(dict)
     memo |= {id(p): torch.empty(0) for group in optimizer.param_groups for p in group["params"]}

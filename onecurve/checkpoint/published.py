@@ -1,4 +1,4 @@
-"""Describes timm models published on the hub: config.json next to the weights, class names, download."""
+"""Downloads and describes timm models from the hub, using the config.json next to their weights."""
 
 import dataclasses
 from collections import Counter
@@ -14,10 +14,10 @@ from onecurve.system.files import read_json
 from onecurve.system.text import printable
 
 CONFIG = "config.json"
-# timm's keys in config.json that describe how images are prepared
+# timm's keys in config.json that describe the preprocessing of images
 DATA_KEYS = ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
 EDGES = ("img_size", "patch_size")
-# Model arguments that flags of train_vit.py set, or that an evaluation does not need
+# Model arguments that flags of train_vit.py set or that evaluations do not need
 KNOWN_ARGUMENTS = {"in_chans", "num_classes", "global_pool", "img_size", "patch_size", "depth"}
 KNOWN_ARGUMENTS |= {"drop_rate", "drop_path_rate"}
 
@@ -39,13 +39,16 @@ class Published:
         return _edge(self.data["input_size"])
 
     def preprocessing(self) -> dict[str, Any]:
-        """Return the record of how the model's inputs are prepared, with timm's defaults."""
+        """Return the record of the model's preprocessing, with timm's defaults for missing values."""
         from timm.data import resolve_data_config
 
         return data_config(resolve_data_config(pretrained_cfg=self.data)).to_json()
 
     def note(self) -> str:
-        """Describe the second image size, which timm's validate.py uses by default. Empty without one."""
+        """Describe the second image size, or return an empty string if there is none.
+
+        timm's validate.py uses the second size by default.
+        """
         if self.test_size is None:
             return ""
         crop = f" --crop_pct {self.test_crop_pct:g}" if self.test_crop_pct else ""
@@ -53,7 +56,7 @@ class Published:
 
 
 def read_published(folder: Path) -> Published | None:
-    """Read a folder's config.json. Return None if it does not describe a timm model.
+    """Read the config.json in a folder. Return None if the file does not describe a timm model.
 
     Raises:
         ValueError: If the file is damaged.
@@ -64,7 +67,7 @@ def read_published(folder: Path) -> Published | None:
     if not file.is_file():
         return None
     content = read_json(file)
-    config = content.get("pretrained_cfg", content)  # older files have only one level
+    config = content.get("pretrained_cfg", content)  # older files are not nested
     if not timm.is_model(str(content.get("architecture"))):
         return None
     try:
@@ -93,18 +96,18 @@ def _published(content: dict[str, Any], config: dict[str, Any]) -> Published:
 
 
 def _edge(size: Any) -> int:
-    """Return the edge of a square given as a number or as a shape."""
+    """Return the edge length of a square that is given as a number or as a shape."""
     return int(size[-1] if isinstance(size, (list, tuple)) else size)
 
 
 def of_name(name: str) -> Published:
-    """Describe the weights that a timm name refers to. Raise ValueError for an unknown name or tag."""
+    """Describe the weights with this timm name. Raise ValueError for an unknown name or tag."""
     config = dataclasses.asdict(registered(name))
     return _published({"architecture": name, "num_classes": config["num_classes"]}, config)
 
 
 def class_names(published: Published) -> list[tuple[str, ...]] | None:
-    """Return the names of each class: the displayed name first, then other names that data may use.
+    """Return the names of each class: the displayed name, then other names that data sets may use.
 
     The names come from the folder, or from timm's list of ImageNet synsets with the same number of classes.
     Return None if neither is available.
@@ -126,7 +129,7 @@ def _descriptions(info: Any) -> dict[str, str]:
 
 
 def _with_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list[tuple[str, ...]]:
-    """Return each class's names. The synset follows the displayed description if two classes share it."""
+    """Return each class's names. If two classes share a description, the displayed names add the synset."""
     counts = Counter(descriptions[synset] for synset in synsets)
     rows: list[tuple[str, ...]] = []
     for synset in synsets:
@@ -137,7 +140,7 @@ def _with_descriptions(synsets: list[str], descriptions: dict[str, str]) -> list
 
 
 def download(name: str) -> Path:
-    """Download config.json and the weights of a timm model from the hub, and return their folder.
+    """Download config.json and the weights of a timm model from the hub, and return the folder.
 
     Raises:
         ValueError: If timm has no weights for the model, or the hub can't be reached.

@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background, so that a training step waits only for the snapshot."""
+"""Saves checkpoints in the background, so that training waits only for the snapshot."""
 
 import math
 import os
@@ -28,16 +28,18 @@ FIRST_CAUSE_S = 3.0
 class Saver:
     """Background writer of checkpoints, one at a time.
 
-    All ranks call save(). Background threads gather the snapshots on the main process, which writes them. A
-    snapshot can be held in memory until write_held() writes it or the next snapshot replaces it.
+    All ranks call save(). Background threads gather the snapshots on the main process, which writes the
+    checkpoint. A snapshot can be held in memory until write_held() writes it or the next snapshot replaces
+    it.
 
     Args:
         folder: Run folder on the main process, None on other ranks.
-        about: Additional keys of the manifest.
-        keep_every: Keep checkpoints at multiples of this number of steps.
-        mirror: Uploads the checkpoints.
+        about: Additional entries for the manifest.
+        keep_every: Number of steps; checkpoints at its multiples are kept.
+        mirror: Mirror that uploads the checkpoints, or None.
         committed: Newest step on disk.
-        lost: Returns a message once another run owns the folder. From then on, nothing is written.
+        lost: Function that returns a message once another run owns the folder. From then on, nothing is
+            written.
     """
 
     def __init__(
@@ -61,9 +63,9 @@ class Saver:
         self.problem: str | None = None  # reason of the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
-        """Take a snapshot, which replaces a held snapshot, and start to write it. Collective.
+        """Take a snapshot and start to write it. The snapshot replaces a held one. Collective.
 
-        After a problem, which other ranks may not have noticed yet, nothing is written.
+        Nothing is written once a save has failed. Other ranks may not have noticed the failure yet.
 
         Args:
             state: Content of state.json.
@@ -87,16 +89,16 @@ class Saver:
             self.written_at = time.monotonic()
 
     def since_write_s(self) -> float:
-        """Return the seconds since the last write began; infinite before this process's first write."""
+        """Return the seconds since the last write began, or infinity before this process's first write."""
         return time.monotonic() - self.written_at
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Wait until the current save is on disk or has failed, and call heartbeat() meanwhile."""
+        """Wait until the current save is on disk or has failed. Call heartbeat() while waiting."""
         while not self.done(0.2):
             heartbeat()
 
     def done(self, wait_s: float) -> bool:
-        """Wait up to wait_s. Return True if no save is in progress."""
+        """Wait up to wait_s seconds for the current save. Return True if no save is in progress."""
         self.training.gathering.hurry.set()
         if not futures.wait(self.running, wait_s).not_done:
             finished, self.running = self.running, []
@@ -128,7 +130,7 @@ class Saver:
                 checkpoints.remove(parent / step_name(step))
             checkpoints.commit(parent, step, snapshots, state, self.about)
             self.committed = step
-            if self.lost():  # during the write
+            if self.lost():  # another run took over during the write
                 return
             checkpoints.write_step_index(parent, step, best)
             needed = set()
@@ -147,7 +149,7 @@ class Saver:
             )
 
     def _fail(self, step: int, reason: str, advice: str) -> None:
-        """Set self.problem. reason: completes the sentence "The checkpoint can't be ..."."""
+        """Set self.problem. `reason` completes the sentence "The checkpoint can't be ..."."""
         latest = max(steps_in(self.folder / "checkpoints"), default=None) if self.folder else None
         earlier = (
             "There is no earlier checkpoint"
@@ -159,7 +161,10 @@ class Saver:
 
 
 def _try_to_remove(folder: Path) -> None:
-    """Remove an old checkpoint. A later call removes leftovers, such as files that are open over NFS."""
+    """Remove an old checkpoint.
+
+    A later call removes leftovers, such as files that are open over NFS.
+    """
     try:
         checkpoints.remove(folder)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Snapshot of a checkpoint file's tensors in CPU memory, from which the file is written."""
+"""Stores a checkpoint file's tensors in a CPU buffer, and writes the file from this snapshot."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype and shap
 
 
 class Snapshot:
-    """Tensors of one safetensors file in a CPU buffer that every save reuses.
+    """CPU buffer for the tensors of one safetensors file. Every save reuses the buffer.
 
-    The buffer has the layout of the file, so a write needs no further copy.
+    The buffer has the same layout as the file, so a write needs no further copy.
 
     Args:
         specs: Dtype and shape of each tensor by name.
         pinned: Page-lock the buffer. Requires CUDA.
-        pause: Called after each chunk of a write with the CPU time that the chunk took, in seconds.
+        pause: Function that is called after each chunk of a write, with the chunk's CPU time in seconds.
     """
 
     def __init__(self, specs: Specs, pinned: bool, pause: Callable[[float], None] = lambda _: None):
@@ -56,7 +56,7 @@ class Snapshot:
         self.header = len(text).to_bytes(8, "little") + text
 
     def write(self, path: Path) -> dict[str, Any]:
-        """Write the file and sync it to disk. Return its size in bytes and SHA-256."""
+        """Write the file and sync it to disk. Return the file's size in bytes and its SHA-256."""
         return write_chunks(path, self._chunks())
 
     def _chunks(self) -> Iterator[bytes | memoryview]:

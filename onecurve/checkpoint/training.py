@@ -1,8 +1,8 @@
-"""Copies tensors of a training into snapshots, and tensors of a checkpoint to all ranks.
+"""Copies a run's tensors into snapshots, and tensors from a checkpoint to all ranks.
 
-take() copies each rank's part into CPU memory. gather() sends all parts to the main process. Each rank
-therefore needs additional CPU memory for its part, and the main process for the whole snapshot. restore()
-broadcasts one whole tensor at a time.
+take() copies each rank's part of the tensors into CPU memory. gather() sends all parts to the main process.
+Therefore, each rank needs additional CPU memory for its part, and the main process needs memory for the whole
+snapshot. restore() broadcasts one full tensor at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 
 class TrainingState:
-    """Model, optimizer, EMA and loss scale of a prepared training. Collective.
+    """Prepared model, optimizer, EMA and loss scale. Collective.
 
-    Create it before the first forward pass.
+    Create this object before the first forward pass.
 
     Args:
-        classes: Names of the classes. Rows of a checkpoint's head are restored to the class of the same name.
+        classes: Names of the classes. Each row of a checkpoint's head is restored to the class with the same
+            name.
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy changes the optimizer's update.
@@ -60,25 +61,25 @@ class TrainingState:
     # --- Save
 
     def expected(self) -> dict[str, Specs]:
-        """Return dtype and shape of every tensor by file. Main thread only, because modules may change."""
+        """Return the dtype and shape of every tensor by file. Main thread only: modules may change."""
         return self._specs(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
         """Allocate the snapshots before the first take(), because allocation takes longer than the copy.
 
-        Any thread may call it. The saver's thread calls it first.
+        Any thread may call this method. The saver's thread calls it first.
         """
-        if self.accelerator.device.type == "cuda":  # each new thread uses the host's first GPU
+        if self.accelerator.device.type == "cuda":  # each new thread uses the host's first GPU by default
             torch.cuda.set_device(self.accelerator.device.index or 0)  # no index with a single process
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
     @torch.no_grad()
     def take(self) -> dict[str, Snapshot]:
-        """Copy this rank's tensors into its snapshots and return them by file name. gather() completes them.
+        """Copy this rank's tensors into its snapshots, and return the snapshots by file name.
 
-        On a GPU, the copies are queued before the kernels of the next step. Call wait_until_copied() before
-        reading them.
+        gather() completes the snapshots. On a GPU, the copies are queued before the kernels of the next step,
+        so call wait_until_copied() before reading the snapshots.
         """
         layout = self.layout
         optimizer_specs, optimizer_tensors = self.optimizer.tensors()
@@ -102,7 +103,7 @@ class TrainingState:
         return self.snapshots
 
     def gather(self) -> None:
-        """Complete the main process's snapshots. All ranks call it, each in a thread. Raise NotGathered."""
+        """Complete the main process's snapshots. Every rank calls this in a thread. May raise NotGathered."""
         self.wait_until_copied()
         self.gathering.run(self.snapshots)
 
@@ -111,7 +112,7 @@ class TrainingState:
             self.copied.synchronize()
 
     def is_copied(self) -> bool:
-        """Return True if the copies are complete, without waiting. Also return False after a device error."""
+        """Return True if the copies are complete. Do not wait, and return False after a device error."""
         try:
             return self.copied is None or self.copied.query()
         except RuntimeError:
@@ -126,7 +127,7 @@ class TrainingState:
         return {"optimizer": self.optimizer.about()}
 
     def _specs(self, optimizer: Specs) -> dict[str, Specs]:
-        """Return dtype and shape of every tensor by file. optimizer: specs of the optimizer's file."""
+        """Return the dtype and shape of every tensor by file. `optimizer`: specs of the optimizer's file."""
         parameters = {name: (torch.float32, shape) for name, shape in self.gathering.shapes.items()}
         buffers = {
             name: (_stored(tensor.dtype), tuple(tensor.shape))
@@ -137,7 +138,10 @@ class TrainingState:
         return specs | ({checkpoints.EMA_FILE: model} if self.ema else {})
 
     def _snapshot(self, file: str, specs: Specs) -> Snapshot:
-        """Return the snapshot of this rank's part of the file; a new one if dtypes or shapes have changed."""
+        """Return the snapshot for this rank's part of the file.
+
+        Create a new snapshot if dtypes or shapes have changed.
+        """
         specs = self.gathering.local_specs(specs)
         if file not in self.snapshots or self.snapshots[file].specs != specs:
             pinned = self.accelerator.device.type == "cuda"
@@ -147,7 +151,7 @@ class TrainingState:
     # --- Restore
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise ValueError unless the checkpoint's classes, tensor names and shapes match this training."""
+        """Raise ValueError unless the checkpoint's classes, tensor names and shapes match this run."""
         self.moved_rows(checkpoint)
         shapes, folder = self.gathering.shapes, checkpoint.folder
         buffers = {name: tuple(tensor.shape) for name, tensor in self.layout.buffers().items()}
@@ -158,7 +162,7 @@ class TrainingState:
             TensorFile(folder / checkpoints.EMA_FILE).expect(shapes | buffers)
 
     def match(self, checkpoint: Checkpoint) -> ClassMatch:
-        """Match this training's classes with the checkpoint's. Raise ValueError unless they are the same."""
+        """Match this run's classes with the checkpoint's classes. Raise ValueError unless they agree."""
         names = checkpoint.manifest.get("classes") if self.classes else ()
         match = match_classes(names or self.classes, self.classes)
         if not match.is_permutation:
@@ -173,10 +177,10 @@ class TrainingState:
         return match
 
     def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Map each parameter of the head to the checkpoint's row of each class; {} if the order is equal."""
+        """Map each parameter of the head to its checkpoint row for each class, or return {} if rows match."""
         if (match := self.match(checkpoint)).is_identity:
             return {}
-        from onecurve.models.timm_models import head_layers  # needed only for a new order
+        from onecurve.models.timm_models import head_layers  # needed only if the order differs
 
         heads, shapes = head_layers(self.layout.module), self.gathering.shapes
         names = [name for name in shapes if name.rpartition(".")[0] in heads]
@@ -194,7 +198,7 @@ class TrainingState:
         """Restore the tensors and scalars of a checkpoint. Collective.
 
         Args:
-            checkpoint: Checkpoint on the main process, which broadcasts its tensors; None on other ranks.
+            checkpoint: Checkpoint on the main process, which broadcasts the tensors; None on other ranks.
             state: Scalars saved with the checkpoint, as returned by scalars().
             with_optimizer: Restore the optimizer's state. Otherwise, the state starts at zero.
         """
@@ -211,13 +215,13 @@ class TrainingState:
     def restore_evaluated(self, checkpoint: Checkpoint | None) -> None:
         """Load the checkpoint's EMA, or its weights if it has no EMA, into the model. Collective.
 
-        For use after the last step: the optimizer and the EMA keep their state. checkpoint: same as in
-        restore().
+        Call this method only after the last step, because the optimizer and the EMA keep their state.
+        `checkpoint` is the same argument as in restore().
         """
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
     def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
-        """Restore the model's buffers, and its parameters from this file."""
+        """Restore the model's buffers, and restore its parameters from this file."""
         layout, (send, _) = self.layout, self._sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
@@ -228,11 +232,10 @@ class TrainingState:
     def _sender(
         self, checkpoint: Checkpoint | None, file_name: str
     ) -> tuple[Callable[..., Tensor], Specs | None]:
-        """Return send() and, on the main process, the dtypes and shapes in the file.
+        """Return send() and, on the main process, the dtypes and shapes of the tensors in the file.
 
-        send(name, shape, dtype) broadcasts a tensor from the main process to each device. By default, the
-        shape is the parameter's and the dtype is fp32. Rows of the head are reordered to follow their
-        classes.
+        send(name, shape, dtype) broadcasts a tensor from the main process to each device. The defaults are
+        the parameter's shape and fp32. Rows of the head are reordered to match the order of the classes.
         """
         shapes, device = self.gathering.shapes, self.accelerator.device
         file = TensorFile(checkpoint.folder / file_name) if checkpoint else None
@@ -255,7 +258,7 @@ class TrainingState:
     # --- fp16
 
     def _loss_scale(self) -> dict[str, float] | None:
-        """Return the fp16 loss scale and the number of steps since an overflow; None in other precisions."""
+        """Return the fp16 loss scale and the steps since the last overflow, or None in other precisions."""
         zero_scale, scaler = deepspeed_.zero_loss_scale(self.layout.optimizer), self.accelerator.scaler
         if zero_scale is None and scaler is None:
             return None
@@ -263,7 +266,7 @@ class TrainingState:
         return {"scale": scale, "good_steps": good_steps}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
-        """Restore the loss scale, also from another strategy. Strategies differ only in how fast it grows."""
+        """Restore the loss scale, even from another strategy. Strategies differ only in its growth rate."""
         if saved is None:
             return
         scale, good_steps = saved["scale"], int(saved["good_steps"])

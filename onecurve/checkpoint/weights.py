@@ -1,6 +1,6 @@
 """Loads weights of trained models from runs, checkpoints, files and the hub, also for fine-tuning.
 
-timm's loader adapts weights to its model. It resamples the position embeddings if the number of patches
+timm's loader adapts the weights to the model. It resamples the position embeddings if the number of patches
 differs, and the patch embedding if the patch size differs.
 """
 
@@ -61,23 +61,23 @@ from onecurve.system.threads import Heartbeat
 if TYPE_CHECKING:  # imported lazily
     from onecurve.system.s3 import ObjectStore
 
-# Python code for a command that converts a pickle. Only the user runs it. timm prefers averaged weights in a
-# checkpoint, and lets torch load only tensors.
+# Python code for a command that converts a pickle. Only the user runs this command. timm prefers averaged
+# weights in a checkpoint, and allows torch to load only tensors.
 CONVERT = (
     "import sys; from timm.models import load_state_dict as load; from safetensors.torch import save_file;"
     " save_file({n: t.clone().contiguous() for n, t in load(sys.argv[1]).items()}, sys.argv[2])"
 )
 WRAPPERS = ("_orig_mod.", "module.", "model.")  # prefixes of names from torch.compile, DDP and Lightning
 TRAINED_BY = "trained_by"  # key in the config.json of a folder written by export.py
-PICKLES = (b"PK", b"\x80")  # first bytes of files in torch's new and old formats
+PICKLES = (b"PK", b"\x80")  # first bytes of torch's new and old file formats
 _open_files: dict[str, TensorFile] = {}  # files opened by find() and not yet loaded, by path
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Location of a model's weights, with facts from their manifest.
+    """Location of a model's weights, with facts from the checkpoint's manifest.
 
-    A single file has only the first three fields, and possibly classes.
+    For a single file, only the first three fields and possibly `classes` are set.
     """
 
     weights: str  # path of the file on the local disk
@@ -87,10 +87,10 @@ class TrainedModel:
     script: str | None = None  # name of the script that trained the model
     recipe: dict[str, Any] | None = None
     classes: list[str] | None = None
-    accuracy: float | None = None  # accuracy of these weights in the evaluation during the training
-    cropped: bool | None = None  # True if evaluations cropped images, None if unknown
-    preprocessing: dict[str, Any] | None = None  # record of a DataConfig, None in earlier versions
-    names: list[list[str]] | None = None  # all names of each class, if data may use several
+    accuracy: float | None = None  # accuracy of these weights in the evaluation during training
+    cropped: bool | None = None  # True if evaluations cropped the images, None if unknown
+    preprocessing: dict[str, Any] | None = None  # record of a DataConfig; None for earlier versions
+    names: list[list[str]] | None = None  # all names of each class, if data sets may use several
     published: int = 0  # number of classes of weights published by timm; 0 for a script's weights
     note: str = ""  # displayed to users
 
@@ -104,18 +104,18 @@ class TrainedModel:
 def find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
     """Find the model at a location.
 
-    A running training may replace its checkpoint during the search, which then starts again. The file of
-    weights stays open until load_trained() reads it. Averaged weights are preferred.
+    A run in progress may replace its checkpoint during the search. In this case, the search starts again. The
+    weight file stays open until load_trained() reads it. Averaged weights are preferred.
 
     Args:
         location: Run folder, s3:// prefix of a run, checkpoint folder, folder written by export.py, or
             .safetensors file.
         which: `best` or `latest` checkpoint of a run.
         scratch: Folder for downloads.
-        heartbeat: Called about every second.
+        heartbeat: Function that is called about every second.
 
     Raises:
-        ValueError: If there is no model, or it does not verify.
+        ValueError: If there is no model at the location, or its checkpoint fails verification.
     """
     while True:
         before = steps_in(Path(location) / "checkpoints")
@@ -152,10 +152,10 @@ def _find(location: str, which: str, scratch: Path, heartbeat: Heartbeat) -> Tra
 
 
 def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpoint | None]:
-    """Return the file of weights at a local path, and its verified checkpoint, or None for other files.
+    """Return the weight file at a local path and its verified checkpoint, or None without a checkpoint.
 
-    which: `best` or `latest` checkpoint of a run. `any`: the best, or the newest that verifies if the best is
-    missing.
+    which: `best` or `latest` checkpoint of a run. `any` selects the best checkpoint, or the newest intact one
+    if the best is missing.
     """
     if not path.exists():
         raise ValueError(f"{path}: there is no such folder or file")
@@ -176,7 +176,7 @@ def _locate(path: Path, which: str, heartbeat: Heartbeat) -> tuple[Path, Checkpo
 
 
 def _exported(folder: Path) -> TrainedModel:
-    """Return the model in a folder written by export.py. Reads only config.json and weights; runs no code."""
+    """Return the model in a folder written by export.py. Read config.json and weights, but run no code."""
     try:
         origin = read_json(folder / CONFIG)[TRAINED_BY]
         script, recipe = str(origin["script"]), dict(origin["recipe"])
@@ -192,10 +192,10 @@ def _exported(folder: Path) -> TrainedModel:
 
 
 def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
-    """Return the class names for a file of weights from the config.json in the same folder.
+    """Return the class names for a weight file from the config.json in the same folder.
 
-    export.py and timm write the names there. For timm models without names, the names are known from
-    ImageNet.
+    export.py and timm write the names into this file. For timm models without names, ImageNet's names are
+    used.
     """
     with contextlib.suppress(OSError, ValueError):
         if published := read_published(file.parent):
@@ -207,7 +207,7 @@ def _class_names(file: Path) -> list[str] | list[tuple[str, ...]] | None:
 
 
 def _hub_model(folder: Path) -> TrainedModel | None:
-    """Return the timm model in a folder with the hub's layout, or None if one of our scripts trained it."""
+    """Return the timm model in a folder with the hub's layout, or None for a model from our scripts."""
     published = read_published(folder)
     if published is None or TRAINED_BY in read_json(folder / CONFIG):
         return None
@@ -216,7 +216,7 @@ def _hub_model(folder: Path) -> TrainedModel | None:
 
 
 def of_model(trained: TrainedModel, name: str) -> TrainedModel:
-    """Describe a single file of weights as a timm model. Raise ValueError for a model without classes."""
+    """Describe a single weight file as a timm model. Raise ValueError for a model without classes."""
     shapes = _open_files[trained.weights].shapes()
     head = f"{_wrapper(list(shapes))}{head_names(name)[0]}.weight"
     published = dataclasses.replace(of_name(name), classes=(shapes.get(head) or (0,))[0])
@@ -224,7 +224,7 @@ def of_model(trained: TrainedModel, name: str) -> TrainedModel:
 
 
 def _published(trained: TrainedModel, published: Published) -> TrainedModel:
-    """Describe timm's weights as a model that train_vit.py builds."""
+    """Describe weights published by timm as a model that train_vit.py builds."""
     if not published.classes:
         raise ValueError(
             f"{trained.name} has no head, so it predicts no classes. Train a head with --weights."
@@ -252,11 +252,11 @@ def _published(trained: TrainedModel, published: Published) -> TrainedModel:
 def open_script(
     trained: TrainedModel, file: str | None, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe, Path]:
-    """Return the script that trained the model, its recipe with changes by flags, and the script's file.
+    """Return the script that trained the model, its recipe as changed by flags, and the script's file.
 
     Args:
-        file: The script's file, if it is not the project's script that the manifest names.
-        words: Flags that change the recipe.
+        file: The script's file. By default, the project's script that the manifest names.
+        words: Command-line flags that change the recipe.
 
     Raises:
         ValueError: If the script does not train an image classifier.
@@ -276,7 +276,7 @@ def open_script(
 
 
 def load_trained(model: nn.Module, file: Path) -> None:
-    """Copy the weights in a safetensors file into a model. Raise ValueError if names or shapes differ."""
+    """Copy weights from a safetensors file into a model. Raise ValueError if names or shapes differ."""
     weights, state = _open_files.pop(str(file), None) or TensorFile(file), model.state_dict()
     weights.expect({name: tuple(tensor.shape) for name, tensor in state.items()})
     model.load_state_dict({name: weights.tensor(name) for name in state})
@@ -319,12 +319,12 @@ def _checkpoint_of_run(folder: Path, which: str, heartbeat: Heartbeat) -> Checkp
 
 
 def _preferred(checkpoint: Checkpoint) -> str:
-    """Return the file of the averaged weights, or of the raw weights if the checkpoint has no EMA."""
+    """Return the file with the averaged weights, or with the raw weights if the checkpoint has no EMA."""
     return EMA_FILE if EMA_FILE in checkpoint.manifest["files"] else MODEL_FILE
 
 
 def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartbeat) -> Checkpoint:
-    """Download the best checkpoint of a run in S3, or with `latest` the newest that verifies."""
+    """Download the best checkpoint of a run in S3, or the newest intact one with `latest`."""
     from onecurve.checkpoint.mirror import fetch, fetch_newest
 
     if which == "latest":
@@ -344,12 +344,12 @@ def _download(store: "ObjectStore", which: str, scratch: Path, heartbeat: Heartb
         except ValueError:
             if store.read(key, JSON_LIMIT_BYTES) == content:
                 raise
-            return _download(store, which, scratch, heartbeat)  # a running training has replaced it
+            return _download(store, which, scratch, heartbeat)  # a run in progress has replaced it
     return verify(scratch / step_name(step), heartbeat)
 
 
 def _described(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> TrainedModel:
-    """Return the model of a verified checkpoint. file: name of the file of weights."""
+    """Return the model of a verified checkpoint. `file`: name of the weight file."""
     manifest = checkpoint.manifest
     if file not in (EMA_FILE, MODEL_FILE) or file not in manifest["files"]:
         raise ValueError(f"{name}/{file} does not contain a model. Use {name}/{MODEL_FILE}.")
@@ -361,7 +361,7 @@ def _described(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> T
         )
     weights, accuracy = str(checkpoint.folder / file), None
     metric = "raw_accuracy" if EMA_FILE in manifest["files"] and file == MODEL_FILE else "accuracy"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a state that no run has written
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # state.json was not written by a run
         state = read_json(checkpoint.folder / STATE_FILE)
         accuracy = float(state["last"][metric]) if state["evaluated"] else None
     classes = [printable(name) for name in classes]
@@ -373,7 +373,7 @@ def _described(checkpoint: Checkpoint, reports: Path, name: str, file: str) -> T
 
 
 def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
-    """Build the model with weights from the hub. Its head is new if the number of classes differs.
+    """Build the model with weights from the hub. The head is new if the number of classes differs.
 
     Raises:
         ValueError: If timm has no weights for the model, or the hub can't be reached.
@@ -402,15 +402,15 @@ def pretrained_model(name: str, classes: int, **options: Any) -> nn.Module:
 def model_with_weights(
     name: str, location: Path, classes: int, names: Sequence[str] = (), **options: Any
 ) -> nn.Module:
-    """Build the model with saved weights. Its head keeps the rows of classes with the same name in the file.
+    """Build the model with saved weights. The head keeps the rows of classes that the file also names.
 
     Args:
-        name: timm's name of the model.
+        name: timm model name.
         location: A safetensors file, a checkpoint folder (its EMA if it has one), or a run folder (its best
             checkpoint).
         classes: Number of classes.
-        names: Names of the classes. If they or the names in the file are unknown, the head is kept if the
-            numbers of classes are equal.
+        names: Names of the classes. If these names or the names in the file are unknown, the head is kept if
+            the numbers of classes are equal.
 
     Raises:
         ValueError: If the weights don't fit. The message names the file and the difference.
@@ -470,9 +470,9 @@ def model_with_weights(
 
 @torch.no_grad()
 def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
-    """Replace the model's head by a new head with some rows of the current head.
+    """Replace the model's head with a new head that keeps some rows of the current one.
 
-    rows: int64 [classes], the row of the current head for each class, or NEW.
+    rows: int64 [classes]. For each class, the row of the current head, or NEW.
     """
     from timm.models.vision_transformer import init_weights_vit_timm
 
@@ -487,20 +487,20 @@ def _choose_rows(model: Any, heads: Sequence[str], rows: np.ndarray) -> None:
 
 
 def _resampled(model: nn.Module, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Return a note that names the tensors that timm resamples, such as position embeddings."""
+    """Return a note that lists the tensors that timm resamples, for example position embeddings."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if "embed" in name}
     names = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
     return [f"timm resamples {', '.join(names)} for this size"] if names else []
 
 
 def own_image_size(name: str, location: str | None) -> int:
-    """Return the image size in a folder of weights, or else in timm's configuration of the model."""
+    """Return the image size from the weights' folder, or else from timm's configuration of the model."""
     published = read_published(Path(location)) if location else None
     return published.image_size if published else registered(name).input_size[-1]
 
 
 def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None) -> dict[str, Any]:
-    """Return the preprocessing stored with the weights, with timm's keys.
+    """Return the preprocessing stored with the weights, under timm's keys.
 
     Raises:
         ValueError: If the weights belong to another architecture.
@@ -521,7 +521,7 @@ def _stored_preprocessing(name: str, location: Path, trained: Checkpoint | None)
 
 
 def _wrapper(names: list[str]) -> str:
-    """Return the prefix that wrappers of a model put before all names, such as `module._orig_mod.`."""
+    """Return the prefix that model wrappers add to all names, for example `module._orig_mod.`."""
     prefix = ""
     while more := next((w for w in WRAPPERS if names and all(n.startswith(prefix + w) for n in names)), ""):
         prefix += more
