@@ -1,7 +1,7 @@
-"""Command-line flags and config files for the fields of a dataclass.
+"""Turns the fields of a dataclass into command-line flags and config-file keys.
 
-A field's type determines how its text is converted: int, float, str, bool or a tuple of these, each
-optionally with None.
+A field's type determines how text is converted. Supported types are int, float, str, bool and tuples of these
+types, each optionally combined with None.
 """
 
 import argparse
@@ -24,40 +24,42 @@ from onecurve.system.files import parse_json, read_yaml, unique_keys
 from onecurve.system.paths import ROOT
 from onecurve.system.text import did_you_mean, is_printable, message_text, shortened, some_of
 
-LARGEST = 1e15  # limit of the absolute value of every number
+LARGEST = 1e15  # largest absolute value that any numeric flag accepts
 RECIPES = Path(__file__).with_name("recipe.py")  # declares the flags that all scripts share
 
 SYNONYMS = {"lr": ("learning_rate",)}  # additional names of a flag
-# Removed flags: the value that had no effect, and the reason for the removal
+# Removed flags: the value that had no effect, and the reason why the flag was removed
 LEFT = {"half_residual": (False, "it was slower and saved no memory")}
 
 
 def without_left(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded recipe without removed flags, except those that changed the training."""
+    """Return a recorded recipe without removed flags, except removed flags that affected training."""
     return {name: value for name, value in recipe.items() if name not in LEFT or value != LEFT[name][0]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Properties of a flag that other code asks about. The defaults are safe for a new flag.
+    """Properties of a flag that other code queries. The defaults are safe for a new flag.
 
-    A flag declares the properties that differ from the defaults. If a subclass declares the flag again, the
-    properties of the first declaration remain.
+    A flag declares only the properties that differ from the defaults. If a subclass declares the flag again,
+    the properties of the first declaration are kept.
     """
 
-    part_of_recipe: bool = True  # affects what is trained, so a resumed run must have the same value
-    per_host: bool = False  # may differ between ranks; other flags that differ end the job
-    is_path: bool = False  # may be a local path; two spellings of one path are equal
+    part_of_recipe: bool = True  # affects the trained model, so a resumed run must use the same value
+    per_host: bool = False  # may differ between ranks; a difference in any other flag ends the job
+    is_path: bool = False  # may be a local path; two spellings of one path count as equal
     locates: str = ""  # affects only where files are stored: "results" or "cache"
     measures_best: bool = False  # affects the metric or the images that select the best checkpoint
-    decides_defaults: bool = False  # defaults of other flags depend on its value
-    initial_weights: bool = False  # selects the weights to start from
+    decides_defaults: bool = False  # determines defaults of other flags
+    initial_weights: bool = False  # selects the initial weights
     training_only: bool = False  # not needed to build and use a trained model; can be switched off
-    drawn_on_device: bool = False  # its random numbers differ between types of device
+    drawn_on_device: bool = False  # uses random numbers that differ between device types
     changes_memory: bool = True  # may affect the memory of a training step
-    replayed: bool = False  # setting that verify.py repeats, because logged numbers or bits depend on it
-    in_names: int = 0  # position in the run names of a comparison; 0: appears only if names would be equal
-    metavar: str = ""  # placeholder of the value in --help; empty: chosen by the flag's type and name
+    # Setting that verify.py repeats, because it affects logged values or the bits of the weights
+    replayed: bool = False
+    # Position in the run names of a comparison; 0: used only if names would otherwise be equal
+    in_names: int = 0
+    metavar: str = ""  # placeholder of the value in --help; empty: derived from the flag's type and name
 
 
 def flag(
@@ -72,18 +74,18 @@ def flag(
     part_of_recipe: bool = True,
     **facts: Any,
 ) -> Any:
-    """Declare a field of a recipe as a flag that affects what is trained.
+    """Declare a field of a recipe as a flag that affects the trained model.
 
     Args:
-        default: Value without the flag.
-        help: Help text; empty for a longer text in flags.yaml.
+        default: Value if the flag is not given.
+        help: Help text; empty if flags.yaml contains a longer text.
         choices: Allowed values; empty allows all.
         minimum: Smallest allowed number.
         maximum: Largest allowed number.
         per_script: True if each script's recipe declares a different default.
-        also: Second name of the flag and the template of its value, for example ("model_folder", "{}/*").
-        part_of_recipe: False for a flag that does not affect what is trained; see setting().
-        facts: Fields of Facts that differ from their defaults.
+        also: Second name of the flag, and a template for its value, for example ("model_folder", "{}/*").
+        part_of_recipe: False for a flag that does not affect the trained model; see setting().
+        facts: Fields of Facts whose values differ from the defaults.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
     facts |= {"part_of_recipe": part_of_recipe}
@@ -92,7 +94,7 @@ def flag(
 
 
 def setting(default: Any, help: str = "", **options: Any) -> Any:
-    """Declare a flag that affects where or how to run, but not what is trained. For options, see flag()."""
+    """Declare a flag that affects where or how to run, but not the trained model. For options, see flag()."""
     return flag(default, help, part_of_recipe=False, **options)
 
 
@@ -107,18 +109,18 @@ def facts_of(recipe_class: type) -> dict[str, Facts]:
 
 
 def flags_where(recipe_class: type, fact: str) -> list[str]:
-    """Return the names of a recipe's flags for which a property is true."""
+    """Return the names of a recipe's flags that have a property."""
     return [name for name, facts in facts_of(recipe_class).items() if getattr(facts, fact)]
 
 
 def switched_off(field: dataclasses.Field) -> Any:
-    """Return the value that disables a flag: False for a switch, None for all other types."""
+    """Return the value that disables a flag: False for a switch, None for other types."""
     return False if _base_type(field) is bool else None
 
 
 @cache
 def _declarations(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the properties of the flags that a file's classes declare: {class: {flag: {fact: value}}}.
+    """Return the properties of all flags declared by a file's classes: {class: {flag: {fact: value}}}.
 
     The file is parsed, because importing a script takes seconds. A file with a syntax error declares nothing.
     """
@@ -142,9 +144,10 @@ def _flags_in(recipe: ast.ClassDef) -> dict[str, dict[str, Any]]:
 
 @cache
 def declared(fact: str) -> dict[str, Any]:
-    """Return {name: value} for all flags of all recipes that declare a property, under each of their names.
+    """Return {name: value} for every flag in any recipe that declares a property, under all its names.
 
-    Readers of recorded runs use it, because a run's script may be unknown, older or slow to import.
+    Code that reads recorded runs uses this function, because a run's script may be unknown, older or slow to
+    import.
     """
     values: dict[str, Any] = {}
     for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
@@ -164,15 +167,15 @@ def _texts() -> dict[str, str]:
 
 
 def help_of(field: dataclasses.Field, name: str = "") -> str:
-    """Return a flag's help text. name: second name of the flag, if the text describes that name."""
+    """Return a flag's help text. `name`: second name of the flag, if the text describes that name."""
     return field.metadata["help"] or _texts()[name or field.name]
 
 
 class Parser(CommandParser):
-    """A parser that prints its help and its errors from one process per host."""
+    """Argument parser that prints help and errors from only one process per host."""
 
     def parse_known_args(self, args=None, namespace=None):
-        """Refuse two names of one setting, for example `--lr 1 --learning_rate 2`. Names may be repeated."""
+        """Refuse two names of one flag, such as `--lr 1 --learning_rate 2`. The same name may be repeated."""
         names: dict[str, str] = {}
         for word in sys.argv[1:] if args is None else args:
             name = underscores(word).partition("=")[0]
@@ -182,7 +185,7 @@ class Parser(CommandParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> typing.NoReturn:
-        """Print one line from one process per host, with advice about an unknown flag. Exit with status 2."""
+        """Print one line from one process per host, with advice for an unknown flag. Exit with status 2."""
         if message.startswith("unrecognized arguments"):
             unknown = message.split()[2].split("=")[0]
             suggestion = did_you_mean(unknown, self._option_string_actions)
@@ -209,13 +212,13 @@ class Parser(CommandParser):
 
 
 def _why_removed(flag: str) -> str:
-    """Return why a flag was removed; empty for all other flags."""
+    """Return why a flag was removed, or an empty string for all other flags."""
     name = flag.lstrip("-").removeprefix("no_")
     return f": {name} was removed, because {LEFT[name][1]}. Leave it out" if name in LEFT else ""
 
 
 def _scripts_with(unknown: str) -> str:
-    """Return a sentence that names the train scripts with this flag; empty if there are none."""
+    """Return a sentence that names the train scripts with this flag, or an empty string."""
     name = unknown.removeprefix("--")
     is_shared = name in _declarations(RECIPES)["ImageRecipe"]
     scripts = [
@@ -240,7 +243,7 @@ def elsewhere() -> list[dict[str, Any]]:
 
 
 def _equivalent_of(unknown: str, script: str) -> str:
-    """Return a sentence with this script's equivalent of another project's flag; empty if there is none."""
+    """Return a sentence with this script's equivalent of another project's flag, or an empty string."""
     projects = [project for project in elsewhere() if project.get("script", script) == script]
     for project in sorted(projects, key=lambda project: "script" not in project):
         for row in project["rows"]:
@@ -263,7 +266,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
     if default := shown_default(field):
         help = f"{help.removesuffix('.')}. Default: {default}."
     if _base_type(field) is bool:
-        # Sweeps write --padding=True. `const` is the value of a flag without a value.
+        # Sweeps write --padding=True. `const` is used if the flag is given without a value.
         parser.add_argument(f"--{field.name}", nargs="?", const="true", metavar="true|false", help=help)
         parser.add_argument(
             f"--no_{field.name}", action="store_const", const="false", dest=field.name, help=argparse.SUPPRESS
@@ -292,7 +295,7 @@ _SUFFIXES = {
 
 
 def _metavar(field: dataclasses.Field, declared: str) -> str:
-    """Return the placeholder of a flag's value in --help. declared: placeholder in the flag's declaration."""
+    """Return the placeholder of a flag's value in --help. `declared`: the declared placeholder."""
     if choices := field.metadata["choices"]:
         return "{" + ",".join(choices) + "}"
     if placeholder := declared or _SUFFIXES.get(field.name.rpartition("_")[2]):
@@ -308,7 +311,7 @@ def _metavar(field: dataclasses.Field, declared: str) -> str:
 
 
 def shown_default(field: dataclasses.Field) -> str:
-    """Return a flag's default as --help shows it; empty for an unset flag."""
+    """Return a flag's default as shown by --help, or an empty string for an unset flag."""
     if _base_type(field) is bool and field.default is not None:
         return "on" if field.default else "off"
     return "" if field.default is None else as_text(field.default)
@@ -321,18 +324,18 @@ def _names(field: dataclasses.Field) -> list[str]:
 
 
 def without(words: Sequence[str], fields: Iterable[dataclasses.Field]) -> list[str]:
-    """Return a command's words without the flags of these fields, under any name, and their values."""
+    """Return a command's words without these fields' flags, under any name, and without their values."""
     names = {f"--{name}" for field in fields for name in (*_names(field), f"no_{field.name}")}
     kept, is_kept = list[str](), True
     for word in words:
-        if word.startswith("--"):  # values follow their flag
+        if word.startswith("--"):  # a flag's values follow it
             is_kept = underscores(word).partition("=")[0] not in names
         kept += [word] * is_kept
     return kept
 
 
 def as_text(value: Any) -> str:
-    """Return a flag's value as a user would write it on the command line."""
+    """Return a flag's value in the form that users write on the command line."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -345,7 +348,7 @@ def _base_type(field: dataclasses.Field) -> Any:
 
 
 def _is_range(field: dataclasses.Field) -> bool:
-    """Return True for `tuple[float, float]`, the type of flags with a value MIN,MAX."""
+    """Return True for `tuple[float, float]`, the type of flags whose value is MIN,MAX."""
     return typing.get_args(field.type) == (float, float)
 
 
@@ -367,12 +370,12 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
         return _of_type(base, value)
     except ValueError:
         if str in typing.get_args(field.type) and isinstance(value, str):
-            return value  # text for a `float | str`, for example 2/5
+            return value  # text such as 2/5, for a `float | str`
         raise
 
 
 def _of_type(target: type, value: Any) -> Any:
-    """Convert a value to a type. Raises ValueError for lossy conversions, for example 1.5 to an int."""
+    """Convert a value to a type. Raises ValueError for a lossy conversion, such as 1.5 to an int."""
     if isinstance(value, bool) or (target is str and not isinstance(value, str)):
         raise ValueError
     if target is int and isinstance(value, float):
@@ -381,7 +384,7 @@ def _of_type(target: type, value: Any) -> Any:
 
 
 def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """Return the value. Raises ValueError if it or a part of a tuple violates the choices or bounds."""
+    """Return the value. Raises ValueError if the value, or a tuple item, violates the choices or bounds."""
     meta = field.metadata
     if _is_range(field) and not 0 < value[0] <= value[1] <= meta["maximum"]:
         raise ValueError(
@@ -405,7 +408,7 @@ def _checked(field: dataclasses.Field, value: Any, name: str) -> Any:
 
 
 def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, Any]:
-    """Read and check flags from a YAML or JSON file. A ValueError names the file and the key or the line."""
+    """Read and check flags from a YAML or JSON file. A ValueError names the file, and the key or line."""
     try:
         if path.suffix == ".json":
             content = parse_json(path.read_bytes(), f"--config {path}", unique_keys)
@@ -437,7 +440,7 @@ def read_config(path: Path, fields: tuple[dataclasses.Field, ...]) -> dict[str, 
 
 
 def typed(field: dataclasses.Field, value: Any, name: str) -> Any:
-    """Convert and check a value of a field. A ValueError begins with `name`."""
+    """Convert and check a field's value. The message of a ValueError begins with `name`."""
     if value == "":
         raise ValueError(f"{name} {EMPTY}")
     try:

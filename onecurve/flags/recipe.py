@@ -1,4 +1,4 @@
-"""Recipes: one frozen dataclass per train script, read from flags and config files; batch arithmetic."""
+"""Declares shared flags, parses recipes (a frozen dataclass per script), and divides batches."""
 
 import argparse
 import dataclasses
@@ -36,16 +36,16 @@ RecipeT = TypeVar("RecipeT", bound="Recipe")
 
 
 class Metric(typing.NamedTuple):
-    """A metric that evaluation.py computes, --best_by selects, pages show and verify.py checks.
+    """A metric that evaluation.py computes, --best_by can select, pages show and verify.py checks.
 
     Attributes:
-        title: Name on pages and plots.
-        value: Function that computes the metric; None for metrics that evaluate() always returns. If
-            by_class, it maps the numbers of images, predictions and correct predictions of each class
-            (int64 [classes]) to numerators and denominators, whose ratios are averaged over the classes.
-            Otherwise it maps logits [v, classes] and labels [v] to one number per image, [v].
-        is_share: True for a share from 0 to 1, where higher is better; False for a loss.
-        by_class: True for a mean over classes.
+        title: Name used on pages and in plots.
+        value: Function that computes the metric; None for metrics that evaluate() always returns. If by_class
+            is set, the function maps the counts of images, predictions and correct predictions of each class
+            (int64 [classes]) to numerators and denominators. Their ratios are averaged over the classes.
+            Otherwise, the function maps logits [v, classes] and labels [v] to one number per image, [v].
+        is_share: True for a fraction from 0 to 1, where higher is better; False for a loss.
+        by_class: True if the metric is a mean over classes.
     """
 
     title: str
@@ -63,14 +63,17 @@ METRICS = {
 
 
 def score(metrics: dict[str, float], by: str) -> float:
-    """Return a number that is higher for a better evaluation. by: metric; if it is missing, the loss."""
+    """Return a number that is higher for a better evaluation.
+
+    by: Name of the metric. The loss is used if the evaluation lacks this metric.
+    """
     name = by if by in metrics else "loss"
     return metrics[name] if METRICS[name].is_share else -metrics[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Flags of the computation, which distributed.accelerator.start needs."""
+    """Flags of the computation that distributed.accelerator.start() needs."""
 
     unit: typing.ClassVar[str] = "images"  # word for samples in messages
     # Flags of only some scripts, with their values in all other scripts
@@ -102,7 +105,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Job):
-    """Flags of all scripts. A script's recipe adds flags and overrides defaults."""
+    """Flags shared by all scripts. Each script's recipe adds flags and overrides defaults."""
 
     # Flags of only some scripts, with their values in all other scripts
     best_by = "accuracy"
@@ -173,14 +176,14 @@ class Recipe(Job):
             raise ValueError(f"--name {name}: must be the name of a folder. For a path, use --output_dir")
         if unknown := set(self.allow_changed) - {"optimizer", *recipe_part(self)}:
             raise ValueError(f"--allow_changed {unknown.pop()}: not a flag of the recipe")
-        if self.s3 == "none":  # overrides the prefix of a config file
+        if self.s3 == "none":  # overrides a prefix from a config file
             object.__setattr__(self, "s3", None)
         for name, value in (("s3", self.s3), ("resume", self.resume)):
             if value and (name == "s3" or "://" in value) and not re.fullmatch("s3://[^/]+(/.*)?", value):
                 raise ValueError(f"--{name} {value}: expected s3://bucket/prefix")
 
     def filled_name(self) -> str | None:
-        """Return --name with each flag in braces replaced by its value. ValueError for an unknown flag."""
+        """Return --name with flags in braces replaced by their values. ValueError if a flag is unknown."""
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in names:
@@ -191,17 +194,17 @@ class Recipe(Job):
         return self.name and re.sub(r"\{(\w+)\}", value, self.name)
 
     def resolved(self) -> typing.Self:
-        """Return the recipe with defaults from the model's own configuration filled in. May import timm."""
+        """Return the recipe with defaults filled in from the model's configuration. May import timm."""
         return self
 
     def without_derived(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Return a recorded recipe in which derived values are replaced by this recipe's values."""
+        """Return a recorded recipe whose derived values are replaced by this recipe's values."""
         return recorded
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRecipe(Recipe):
-    """Flags of all image scripts."""
+    """Flags shared by all image scripts."""
 
     data: str = flag("cifar10")
     image_column: str | None = flag(None)
@@ -240,7 +243,7 @@ class ImageRecipe(Recipe):
 
 
 def parse_fold(text: str) -> tuple[int, int]:
-    """Return (2, 5) for "2/5". Raises ValueError for text that is not a fold."""
+    """Parse a fold, for example "2/5" as (2, 5). Raises ValueError for any other text."""
     number, folds = map(int, text.split("/")) if re.fullmatch("[0-9]{1,6}/[0-9]{1,6}", text) else (0, 0)
     if not 0 < number <= folds > 1:
         raise ValueError(f"--fold {text}: must have the form 2/5, the second of five parts")
@@ -251,12 +254,12 @@ HUB_NAME = re.compile("^(hf[-_]hub:)?timm/")
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True for the hub's name of a timm model."""
+    """Return True if the name is a hub name of a timm model."""
     return HUB_NAME.match(name) is not None
 
 
 def timm_name(name: str) -> str:
-    """Return timm's name for the hub's name of a model. Raises ValueError for other addresses."""
+    """Convert a model's hub name to its timm name. Raises ValueError for other hub addresses."""
     name = HUB_NAME.sub("", name)
     scheme, _, address = name.rpartition(":")
     if scheme == "local-dir":
@@ -283,12 +286,12 @@ SCRIPT_GROUP = "Model, optimizer and augmentation, and this script's defaults of
 def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequence[str] = ()) -> R:
     """Parse a recipe from the command line. `--config FILE` sets defaults, which flags override.
 
-    A mistake ends the job with status 2. One line, printed once per host, names the flag or key.
+    A mistake ends the job with status 2. An error line, printed once per host, names the flag or key.
     `--print_config` prints the recipe and ends the job with status 0.
 
     Args:
         recipe_class: Dataclass of the script's recipe.
-        argv: Words of the command line; None uses sys.argv.
+        argv: Words of the command line. The default, None, uses sys.argv.
         recorded: Flags of an earlier run, which argv overrides.
     """
     fields = dataclasses.fields(recipe_class)
@@ -311,7 +314,7 @@ def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequen
 
 
 def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser:
-    """Return a parser with one group of flags for each class that declares some."""
+    """Return a parser with one group of flags for each class that declares flags."""
     description, examples = _described(sys.modules[recipe_class.__module__].__doc__ or "")
     usage = getattr(recipe_class, "usage", "%(prog)s [flags]")
     parser = Parser(
@@ -323,7 +326,8 @@ def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser
         allow_abbrev=False,
         add_help=False,
     )
-    classes = [base for base in recipe_class.__mro__ if dataclasses.is_dataclass(base)]  # the script's first
+    # The script's class comes first
+    classes = [base for base in recipe_class.__mro__ if dataclasses.is_dataclass(base)]
     script_group = (parser.prog, SCRIPT_GROUP)
     titles = [vars(base).get("help_group") or GROUPS.get(base.__name__, script_group) for base in classes]
     groups: list[Any] = [parser.add_argument_group(*title) for title in titles]
@@ -345,7 +349,7 @@ def _parser(recipe_class: type, fields: tuple[dataclasses.Field, ...]) -> Parser
 
 
 def _described(doc: str) -> tuple[str, str]:
-    """Return the first paragraph of a script's docstring, and its indented lines as examples."""
+    """Return the first paragraph of a script's docstring, and the docstring's indented lines as examples."""
     lines = [line.strip() for line in doc.splitlines() if line.startswith("    ")]
     examples = "\n".join(["examples:", *(f"  {line}" for line in lines)]) if lines else ""
     return doc.partition("\n\n")[0], examples
@@ -360,14 +364,14 @@ _parsed: dict[type, Any] = {}
 
 
 def from_flags(recipe_class: type[R]) -> R:
-    """Return this process's recipe. Flags are parsed only once, because --config may be a pipe."""
+    """Return this process's recipe. Flags are parsed only once because --config may be a pipe."""
     if recipe_class not in _parsed:
         _parsed[recipe_class] = parse(recipe_class)
     return _parsed[recipe_class]
 
 
 def recipe_part(recipe: Job) -> dict[str, Any]:
-    """Return the fields that affect what is trained, without settings of where or how to run."""
+    """Return the fields that affect the trained model, without settings for where or how to run."""
     return {name: getattr(recipe, name) for name in flags_where(type(recipe), "part_of_recipe")}
 
 
@@ -378,14 +382,14 @@ def agreed_part(job: Job) -> dict[str, Any]:
 
 
 def untrained(recipe: RecipeT) -> RecipeT:
-    """Return the recipe of the same model, trained from new weights without frozen layers."""
+    """Return a recipe that trains the same model from random weights, without frozen layers."""
     names = flags_where(type(recipe), "training_only")
     off = {field.name: switched_off(field) for field in dataclasses.fields(recipe) if field.name in names}
     return dataclasses.replace(recipe, **off)
 
 
 def as_yaml(recipe: "DataclassInstance") -> str:
-    """Return the recipe as a YAML file for --config."""
+    """Return the recipe as the content of a YAML file for --config."""
     import yaml
 
     values = dataclasses.asdict(recipe)
@@ -395,9 +399,9 @@ def as_yaml(recipe: "DataclassInstance") -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """The images of one optimizer step, divided among processes and forward passes."""
+    """Division of an optimizer step's images among processes and forward passes."""
 
-    total: int  # images per optimizer step over the whole job
+    total: int  # images per optimizer step in the whole job
     per_device: int  # images per forward pass on one device
     processes: int
     accumulations: int  # forward passes per optimizer step on one device
@@ -409,17 +413,17 @@ class Batch:
         return f"batch {self.total} = {share} x {processes} x {plural(self.accumulations, 'accumulation')}"
 
     def micro_batches(self, rank: int) -> range:
-        """Return the indices of the micro-batches of a step that process `rank` computes."""
+        """Return the indices, within a step, of the micro-batches that process `rank` computes."""
         return range(rank * self.accumulations, (rank + 1) * self.accumulations)
 
     def smaller(self) -> int | None:
-        """Return the largest valid per_device_batch_size up to half the current one, or None."""
+        """Return the largest valid per_device_batch_size up to half of the current size, or None."""
         share = self.total // self.processes
         return next((b for b in range(self.per_device // 2, 0, -1) if share % b == 0), None)
 
 
 def share_out(batch_size: int, per_device: int | None, processes: int, unit: str = "images") -> Batch:
-    """Divide a batch among processes and accumulation steps. Raises ValueError if it does not divide."""
+    """Divide a batch among processes and accumulation steps. Raises ValueError if this is impossible."""
     if per_device is None:
         if batch_size % processes:
             raise ValueError(
@@ -438,22 +442,23 @@ def share_out(batch_size: int, per_device: int | None, processes: int, unit: str
 
 
 def usable_processes(batch_size: int, per_device: int | None, most: int, step: int = 1) -> list[int]:
-    """Return the numbers of processes among which the batch divides: multiples of `step` up to `most`."""
+    """Return all multiples of `step` up to `most` that are process counts among which the batch divides."""
     counts = range(step, most + 1, step)
     return [count for count in counts if batch_size % (count * (per_device or 1)) == 0]
 
 
 def default_streams(batch_size: int) -> int:
-    """Return 64 if it divides the batch, else the divisor below 64 that suits the most numbers of processes.
+    """Return the default number of streams: 64 if it divides the batch size, else a smaller divisor.
 
-    The result depends only on the batch size, so the order of images is the same on any number of processes.
+    The smaller divisor is the one that works with the most process counts. The result depends only on the
+    batch size, so the order of images is the same on any number of processes.
     """
     divisors = [n for n in range(1, 65) if batch_size % n == 0]
     return 64 if 64 in divisors else max(divisors, key=lambda n: (sum(n % p == 0 for p in range(1, 17)), n))
 
 
 def _nearest_divisors(share: float, number: int) -> str:
-    """Return a phrase with the nearest valid values of --per_device_batch_size; empty if there are none."""
+    """Return a phrase with the nearest valid values of --per_device_batch_size, or an empty string."""
     divisors = [d for d in range(1, math.floor(share) + 1) if share % d == 0]
     near = [*[d for d in divisors if d < number][-1:], *[d for d in divisors if d > number][:1]]
     return (
@@ -462,6 +467,6 @@ def _nearest_divisors(share: float, number: int) -> str:
 
 
 def _nearest_multiples(number: int, unit: int) -> str:
-    """Return the multiples of `unit` below and above a number, as a phrase."""
+    """Return a phrase with the multiples of `unit` just below and above a number."""
     below = number // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"

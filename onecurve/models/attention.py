@@ -1,8 +1,9 @@
-"""Attention layers that train faster, and the choice between our kernel and torch's attention.
+"""Replaces timm's attention with faster layers, and chooses between our kernel and torch's attention.
 
-The kernel (onecurve/models/attention_kernels.py) computes layers with up to 256 tokens and a head size of up
+The kernel (onecurve/models/attention_kernels.py) supports layers with up to 256 tokens and a head size of up
 to 64, in bf16 and fp16, on GPUs of compute capability 8.0 and later. All other cases use torch's
-scaled_dot_product_attention: masks, dropout, query and key norms, fp32, CPUs, evaluation and export.
+scaled_dot_product_attention: layers with masks, dropout, or query and key norms, and also fp32, CPUs,
+evaluation and export.
 """
 
 import importlib.util
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MOST_TOKENS, MOST_HEAD_SIZE = 256, 64
-MOST_ERROR = 0.02  # relative to the norm of the result; rounding to bf16 causes about 0.003
+MOST_ERROR = 0.02  # relative to the norm of the result; rounding to bf16 causes an error of about 0.003
 HALF = (torch.bfloat16, torch.float16)
-CUDNN_FROM = 129  # tokens; with 197 tokens on an H200, cuDNN took 0.456 ms and flash attention 0.615 ms
+CUDNN_FROM = 129  # tokens; with 197 tokens on an H200, cuDNN took 0.456 ms and flash attention took 0.615 ms
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_FIRST += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def plain_attention(qkv: Tensor) -> Tensor:
-    """Compute the same function as the kernel, in at least fp32: [B, N, 3, H, D] -> [B, N, H, D]."""
+    """Compute the kernel's function in plain torch, in at least fp32: [B, N, 3, H, D] -> [B, N, H, D]."""
     precise = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
     q, k, v = precise.permute(2, 0, 3, 1, 4)  # each [B, H, N, D]
     scores = q @ k.transpose(-2, -1) * qkv.shape[-1] ** -0.5
@@ -35,14 +36,15 @@ def plain_attention(qkv: Tensor) -> Tensor:
 class Attention:
     """Mixin for timm's self-attention, [B, N, C] -> [B, N, C]: the same function with fewer copies.
 
-    timm permutes query, key and value to the front before it splits them. The backward pass then stacks their
-    gradients in that order, and copies the stack into the order of the projection `qkv`. This class splits
-    them in the order of the projection. The bits are the same, the stack reads whole rows, and the second
-    copy is not needed. In training, layers chosen by use_kernel() call the kernel, which needs no stack.
+    timm moves the dimension of query, key and value to the front before it splits the tensor. The backward
+    pass then stacks the three gradients in that order, and copies the stack into the order of the projection
+    `qkv`. This class splits the tensor in the order of the projection. The results are bitwise identical, the
+    stack operation reads whole rows, and no second copy is needed. In training, layers chosen by use_kernel()
+    call the kernel, which needs no stack.
     """
 
     PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
-    tokens = 0  # tokens of an image in training; 0 if unknown
+    tokens = 0  # number of tokens per image in training; 0 if unknown
     kernel_tokens = 0  # largest number of tokens for which training uses the kernel
     prefers_cudnn = False
 
@@ -77,10 +79,10 @@ class Attention:
 
 
 def has_kernel(device: torch.device, mixed_precision: str) -> bool:
-    """Return True if the kernel runs on the device.
+    """Return True if the kernel can run on the device.
 
-    For tests, TRITON_INTERPRET=1 makes it run on a CPU: slowly, and only in fp16, because Triton's
-    interpreter multiplies bf16 incorrectly.
+    For tests, TRITON_INTERPRET=1 makes the kernel run on a CPU. Triton's interpreter is slow, and it supports
+    only fp16 because it multiplies bf16 incorrectly.
     """
     if mixed_precision == "no" or importlib.util.find_spec("triton") is None:
         return False
@@ -90,7 +92,7 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
 
 
 def use_kernel(model: nn.Module) -> bool:
-    """Make each suitable attention layer use the kernel in training. Return False if there is none."""
+    """Make suitable attention layers use the kernel in training. Return False if no layer is suitable."""
     layers = _suitable_layers(model)
     if layers:
         import onecurve.models.attention_kernels  # noqa: F401  # registers the operator; imports Triton
@@ -102,13 +104,13 @@ def use_kernel(model: nn.Module) -> bool:
 def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel can't compute the model's attention on this device.
 
-    Each shape is computed once, forward and backward, and compared with plain_attention(), because a failure
-    of the driver or compiler must not end the training. No random number is drawn.
+    The kernel runs once, forward and backward, for each shape, and the result is compared with
+    plain_attention(). This check is needed because a failure of the driver or compiler must not end training.
+    No random numbers are drawn.
 
     Returns:
-        The reason, an empty string if the kernel works, or None if there is nothing to try: no suitable
-            layer,
-        or plan.py's tensors, which contain no values.
+        The reason, an empty string if the kernel works, or None if there is nothing to try. The latter is the
+        case if no layer is suitable, or if the tensors come from plan.py and contain no data.
     """
     shapes = {(layer.tokens, layer.num_heads, layer.head_size()) for layer in _suitable_layers(model)}
     if not shapes or type(torch.empty(0)) is not Tensor:
@@ -138,7 +140,7 @@ def _kernel(qkv: Tensor) -> Tensor:
 
 
 def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, and the gradient of half the output's sum of squares."""
+    """Return the output of a function, and the gradient of half of the output's sum of squares."""
     qkv = qkv.clone().requires_grad_()
     out = attention(qkv)
     out.backward(out.detach())
@@ -147,10 +149,10 @@ def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[
 
 
 def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
-    """Make torch try cuDNN's attention first in training, for at least CUDNN_FROM tokens.
+    """Make torch try cuDNN's attention first in training, for layers with at least CUDNN_FROM tokens.
 
-    Only affects GPUs of compute capability 9.0 and later. Do not call it for deterministic training, in which
-    torch refuses cuDNN's attention.
+    This function affects only GPUs of compute capability 9.0 and later. Do not call it for deterministic
+    training, because torch then refuses cuDNN's attention.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return

@@ -1,18 +1,18 @@
-"""Records how images are prepared as model inputs: interpolation, crop, mean and standard deviation."""
+"""Describes the preprocessing of images: interpolation, crop, mean and standard deviation."""
 
 import math
 from typing import Any, NamedTuple
 
 INTERPOLATIONS = ("bilinear", "bicubic")
-LEGACY = "legacy"  # bilinear in crops, bicubic on the device; used by versions in which models had no choice
+LEGACY = "legacy"  # bilinear in crops, bicubic on the device; used by versions without a choice per model
 CROP_MODES = ("center", "squash", "border")
 
 
 class Crop(NamedTuple):
-    """Resize and crop of images, in timm's terms.
+    """Resizing and cropping of images, in timm's terms.
 
     crop_mode: `center` scales the shorter side to size / crop_pct and crops the center. `squash` scales both
-    sides to this length. `border` scales the longer side and pads with `fill`.
+    sides to this length. `border` scales the longer side to this length and pads the other side with `fill`.
     """
 
     interpolation: str = LEGACY
@@ -27,11 +27,11 @@ class Crop(NamedTuple):
 
     @property
     def enlargement(self) -> str | None:
-        """Interpolation of whole images on the device, for to_float()."""
+        """Interpolation of whole images on the device, used by to_float()."""
         return None if self.interpolation == LEGACY else self.interpolation
 
     def scaled(self, size: int) -> int:
-        """Return the length to which an image's side is scaled before the crop. timm rounds down."""
+        """Return the length to which an image side is scaled before the crop, rounded down as in timm."""
         length = size / self.crop_pct
         return round(length) if self.interpolation == LEGACY else math.floor(length)
 
@@ -42,9 +42,9 @@ IMAGENET = {name: getattr(IMAGENET_CROP, name) for name in FLAGS}
 
 
 class DataConfig(NamedTuple):
-    """Preparation of a model's inputs."""
+    """Preprocessing of a model's inputs."""
 
-    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]; used to normalise
+    mean: tuple[float, ...]  # per channel, for pixels in [0, 1]; used for normalisation
     std: tuple[float, ...]
     crop: Crop = IMAGENET_CROP
 
@@ -58,7 +58,7 @@ class DataConfig(NamedTuple):
 
 
 def data_config(record: dict[str, Any], recipe: Any = None) -> DataConfig:
-    """Return the configuration that a record describes, with changes by a recipe's flags.
+    """Return the configuration that a record describes, as changed by a recipe's flags.
 
     Args:
         record: DataConfig.to_json(), or timm's data configuration.

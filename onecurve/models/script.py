@@ -1,7 +1,7 @@
 """Loads a train script as a module to read its recipe and build its model, without training.
 
-`python -m onecurve.models.script train_vit.py [FLAGS]` prints JSON for doctor.py: the numbers of parameters
-and images, the data and the batch size. It neither trains nor downloads.
+`python -m onecurve.models.script train_vit.py [FLAGS]` prints JSON for doctor.py: the number of parameters,
+the number of images, the data and the batch size. The command neither trains nor downloads.
 """
 
 import builtins
@@ -23,9 +23,9 @@ from onecurve.flags.recipe import Recipe, parse, recipe_part, untrained
 from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
 
-IMAGES = {"digits": 1437, "cifar10": 50_000}  # training images
+IMAGES = {"digits": 1437, "cifar10": 50_000}  # numbers of training images
 TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # files that contain or list images
-# Names that the beginning of an exported model.py imports for the Model section
+# Names that an exported model.py imports at its beginning, for use in the Model section
 MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
 MOVE = (
     "Move its import or definition into that section. The exported model.py can use torch, but not our code"
@@ -34,9 +34,10 @@ CLASSES = 10  # the number of classes changes the size of a model only slightly
 
 
 def own_script(name: str | None) -> Path:
-    """Return the path of the project's train script with the name stored in a checkpoint's manifest.
+    """Return the path of the train script that a checkpoint's manifest names.
 
-    A checkpoint can't name a path, because loading a script runs its code.
+    The script must belong to the project. A checkpoint can't name a path, because loading a script runs its
+    code.
 
     Raises:
         ValueError: If the project has no train script of this name.
@@ -51,7 +52,7 @@ def own_script(name: str | None) -> Path:
 
 
 def load_script(path: Path) -> ModuleType:
-    """Import the script without running its main()."""
+    """Import a train script without running its main()."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -62,15 +63,15 @@ def load_script(path: Path) -> ModuleType:
 
 
 def model_section(text: str) -> str | None:
-    """Return the code of a script's section `# --- Model`, from which export.py creates model.py."""
+    """Return the code of the section `# --- Model` in a script. export.py creates model.py from this code."""
     section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
     return section[1].strip() if section else None
 
 
 def names_from_above(section: str) -> list[str]:
-    """Return the names that a Model section uses but neither the section nor model.py's imports define.
+    """Return the names that a Model section uses, but that neither it nor model.py's imports define.
 
-    The section is compiled, not run. Annotations are ignored, because model.py does not evaluate them.
+    The section is compiled but not run. Annotations are ignored, because model.py does not evaluate them.
     """
     used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
     codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
@@ -102,8 +103,8 @@ def recipe_of(script: ModuleType, words: list[str]) -> Any:
 def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
     """Convert a manifest's recipe to flags of its script, which are then checked like a user's flags.
 
-    Flags that only affect the training are omitted, and also flags removed from the project, none of which
-    changed a weight's name or shape.
+    Flags that affect only training are omitted. Flags that the project has removed are also omitted, because
+    none of them changed a weight's name or shape.
 
     Raises:
         ValueError: If the recipe contains an unknown key.
@@ -124,14 +125,14 @@ def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation per channel that normalise the script's pixels in [0, 1]."""
+    """Return the per-channel mean and standard deviation that the script uses for pixels in [0, 1]."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
     return data_config_of(model)[:2]
 
 
 def main() -> None:
-    del sys.argv[0]  # makes errors name the script
+    del sys.argv[0]  # makes error messages name the script
     script = load_script(Path(sys.argv[0]))
     recipe = untrained(recipe_of(script, sys.argv[1:]))
     with torch.device("meta"):

@@ -1,7 +1,7 @@
-"""Options, blocks and heads of timm models, and faster replacements for some of timm's layers.
+"""Finds options, blocks and heads of timm models, and replaces some layers with faster ones.
 
-This file contains no list of models. It reads the structure of timm's models, so future timm models also
-work.
+This file contains no list of models. It inspects the structure of each timm model, so it also supports future
+models.
 """
 
 import functools
@@ -25,7 +25,7 @@ TRIED = 8  # number of nearest sizes to try if a model does not accept a size
 
 
 def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
-    """Return the data configuration of the model's authors, with changes by the recipe's flags."""
+    """Return the data configuration from the model's authors, as changed by the recipe's flags."""
     from timm.data import resolve_model_data_config
 
     return data_config(resolve_model_data_config(model), recipe)
@@ -47,15 +47,15 @@ def registered(name: str) -> Any:
         ) from None
 
 
-@functools.cache  # telemetry builds the model a second time
+@functools.cache  # cached, because telemetry builds the model a second time
 def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
-    """Return the options that the model accepts, for timm to build it for square images of this size.
+    """Return the options with which timm can build the model for square images of this size.
 
-    Logs a line if the model has no drop path or dropout.
+    Logs a message if the model does not support drop path or dropout.
 
     Raises:
         ValueError: If the model has no option for a given patch size or depth, or does not accept the image
-            size. The message then lists accepted sizes near it.
+            size. For an image size, the message lists the nearest accepted sizes.
     """
 
     accepted, is_possible = _try_options(name, size, options)
@@ -74,9 +74,9 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
 
 
 def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the options that the model accepts, and True if it can process images of this size.
+    """Return the options that the model accepts, and True if the model can process images of this size.
 
-    The trial runs on the meta device, where it needs little time and memory and draws no random number.
+    The trial runs on the meta device, so it needs little time and memory and draws no random numbers.
     """
     import timm
 
@@ -95,14 +95,15 @@ def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[st
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
-    """Return the sorted class names of the model's blocks; () if the model does not describe them.
+    """Return the sorted class names of the model's blocks, or () if the model does not describe blocks.
 
-    The blocks are the model's `_no_split_modules`, or else the modules to which `group_matcher` assigns a
-    separate index, or else the modules in its `stages` or `blocks`. A stage is replaced by its `blocks`, and
-    a torch container by its modules. Single layers and parts of blocks are not blocks.
+    The blocks are the model's `_no_split_modules`, or else the modules to which `group_matcher` assigns
+    separate indices, or else the modules in the model's `stages` or `blocks`. A stage is replaced by its
+    `blocks`, and a torch container is replaced by its modules. Single layers and parts of blocks do not count
+    as blocks.
 
     Raises:
-        ValueError: If layers of the model share parameters. timm can't save such a model.
+        ValueError: If layers of the model share parameters, because timm can't save the model.
     """
     if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
         raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose another --model.")
@@ -112,7 +113,8 @@ def block_classes(model: Any) -> tuple[str, ...]:
     if isinstance(matcher, dict):
         parts = [part for name, part in matcher.items() if part and not name.startswith("stem")]
         pairs = [pair for part in parts for pair in ([(part, None)] if isinstance(part, str) else part)]
-        patterns = [p for p, suffix in pairs if suffix is None]  # a suffix marks a part of another group
+        # A suffix marks layers that join another group
+        patterns = [p for p, suffix in pairs if suffix is None]
         modules = dict(model.named_modules())
         candidates = [modules[n] for n in modules if any(re.fullmatch(p, n) for p in patterns)]
     else:
@@ -133,21 +135,21 @@ def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def head_names(name: str) -> tuple[str, ...]:
-    """Return the names of the layers that compute the logits: one, or two in distilled DeiT models."""
+    """Return the names of the layers that compute the logits. Distilled DeiT models have two such layers."""
     import timm
 
     return _names_in(getattr(timm.get_pretrained_cfg(name), "classifier", None))
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that compute the logits, which by default is the last linear layer."""
+    """Return the names of the layers that compute the logits. The default is the last linear layer."""
     if config := getattr(model, "pretrained_cfg", None):
         return _names_in(config.get("classifier"))
     return tuple(name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))[-1:]
 
 
 def _names_in(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the names in timm's description of a classifier."""
+    """Return the layer names in timm's description of a classifier."""
     names = classifier or "head"
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -155,17 +157,17 @@ def _names_in(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class DropPath(nn.Module):
     """Stochastic depth (arXiv 1603.09382): [B, ...] -> [B, ...].
 
-    In training, drops a residual branch for some samples and scales it for the others. timm's DropPath stores
-    the rate as a Python number, which torch.compile turns into a constant, so each block would need a
-    separate graph. This class stores the rate in a buffer.
+    In training, this layer drops a residual branch for some samples and scales the branch for the remaining
+    samples. timm's DropPath stores the rate as a Python number, which torch.compile turns into a constant, so
+    each block would need a separate graph. This class stores the rate in a buffer instead.
     """
 
-    UNITS = 2**24  # float32 represents every integer up to this one
+    UNITS = 2**24  # float32 represents every integer up to this number
     keep: Tensor
 
     def __init__(self, rate: float):
         super().__init__()
-        # An integer, because ZeRO rounds a model's floating-point buffers to bf16.
+        # The buffer is an integer, because ZeRO rounds a model's floating-point buffers to bf16.
         self.register_buffer("keep", torch.tensor(round((1 - rate) * self.UNITS)), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,10 +183,11 @@ class PatchConv2d(nn.Conv2d):
 
     [B, C, H, W] -> [B, out, H / kernel, W / kernel], channels_last.
 
-    cuDNN took 7.4 ms of a 60 ms step for this layer (ViT-B/32, batch 512, one H200), mostly for the gradient
-    of the weights. With the matrix product, and the projection's order in attention, the step takes 48.5 ms.
-    Evaluation uses the convolution, which preserves timm's bits, also in exported files. Training also uses
-    it if the image size is not a multiple of the kernel size.
+    With cuDNN, this layer took 7.4 ms of a 60 ms step (ViT-B/32, batch 512, one H200), mostly for the
+    gradient of the weights. With the matrix product, and with query, key and value split in the projection's
+    order in attention, the step takes 48.5 ms. Evaluation and exported files use the convolution, so their
+    results are bitwise identical to timm's. Training also uses the convolution if the image size is not a
+    multiple of the kernel size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,9 +202,9 @@ class PatchConv2d(nn.Conv2d):
 
 
 def speed_up(model: nn.Module, size: int | None = None) -> None:
-    """Replace timm's patch embeddings, attention layers and DropPath by faster ones with the same parameters.
+    """Replace timm's patch embeddings, attention and DropPath with faster layers. Parameters stay the same.
 
-    size: Edge of the training images, from which attention layers determine their number of tokens.
+    size: Edge length of the training images, which determines the number of tokens in attention layers.
     """
     import timm.layers
 
@@ -218,13 +221,13 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
 
 
 def _is_plain(attention: nn.Module) -> bool:
-    """Return True unless the layer has additional parts, such as a gate."""
+    """Return True if the layer has no additional parts, such as a gate."""
     parts = attention.named_children()
     return all(name in Attention.PARTS or isinstance(part, nn.Identity) for name, part in parts)
 
 
 def _count_tokens(model: nn.Module, size: int) -> None:
-    """Set each attention layer's number of tokens by a forward pass on the meta device."""
+    """Set the number of tokens of each attention layer, using a forward pass on the meta device."""
 
     def count(module: Any, inputs: tuple[Tensor]) -> None:
         module.tokens = inputs[0].shape[1]

@@ -1,9 +1,10 @@
-"""Augments a whole batch on the device, with random numbers for each sample.
+"""Augments a whole batch on the device, with separate random numbers for each sample.
 
-To use these functions elsewhere, copy this file. It requires torch and numpy; mixer() also requires
-torchvision. rand_augment.py requires this file in the same folder. Random numbers are float64 in [0, 1), one
-row per sample. This project computes them by `uniforms` of onecurve/numerics/order.py; any other source also
-works. COLUMNS assigns one use to each column, including uses in other files.
+To use these functions in another project, copy this file. It requires torch and numpy; mixer() also requires
+torchvision. rand_augment.py requires this file in the same folder. Random numbers are float64 in [0, 1), with
+one row per sample. This project computes the random numbers with `uniforms` from onecurve/numerics/order.py,
+but any other source also works. COLUMNS assigns each column to one operation, including operations in other
+files.
 """
 
 import math
@@ -16,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Columns of a sample's random numbers. Changing the columns of a use changes the bits of every training.
+# Columns of a sample's random numbers. Changing the columns of an operation changes the results of every run
+# that uses the operation.
 COLUMNS = {
     "shift": slice(0, 2),  # moves(): down and right
     "flip": slice(2, 3),  # moves(), and photos after their crop
@@ -26,15 +28,15 @@ COLUMNS = {
     "rand_augment": slice(53, 69),  # rand_augment(): up to four layers with four numbers each
 }
 SHIFT, FLIP, CROP, COLOR, ERASING, RAND_AUGMENT = COLUMNS.values()
-DRAWS = RAND_AUGMENT.stop  # total number of columns
+DRAWS = RAND_AUGMENT.stop  # number of columns
 
-# Largest image for which normalisation factors are repeated per pixel. For larger images, the inner loop is
-# long enough without, and the factors would need much memory.
+# Largest image for which normalisation factors are repeated for each pixel. For larger images, the inner loop
+# is long enough without repetition, and the repeated factors would need too much memory.
 REPEATED_PIXELS = 2**19
-ALIGNMENT = 8  # bytes; a view with another dtype must start at a multiple of the dtype's size
+ALIGNMENT = 8  # bytes; a view with another dtype must start at a multiple of that dtype's size
 Mixer = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601-2, as in PIL and torchvision
-# The six orders of brightness (0), contrast (1) and saturation (2)
+# The six possible orders of brightness (0), contrast (1) and saturation (2)
 ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]])
 
 
@@ -46,7 +48,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Send arrays to the device in one copy, because each copy costs the host about 10 us."""
+    """Send several arrays to the device in one copy, because each copy costs the host about 10 us."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
@@ -61,7 +63,7 @@ def send_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tens
 
 
 def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
-    """Draw shifts by up to `pad` pixels down and right, and horizontal flips.
+    """Draw a random shift (up to `pad` pixels down and right) and a horizontal flip for each image.
 
     This is the augmentation of He et al. 2015 (arXiv 1512.03385, section 4.2).
 
@@ -78,7 +80,7 @@ def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
 def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the source pixels of moved images.
 
-    Borders are mirrored, unlike the black borders of He et al.
+    Borders are mirrored, whereas He et al. pad with black.
 
     Args:
         rows: int64 [B], indices of the images.
@@ -86,7 +88,7 @@ def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Ten
         shape: Shape of all images, [N, H, W, 3].
 
     Returns:
-        y [B, H] and x [B, W] on the device of `rows`. y + x is the index of a pixel among the N * H * W
+        y [B, H] and x [B, W], on the same device as `rows`. y + x is the index of a pixel among the N * H * W
         pixels of all images.
     """
     count, h, w, _ = shape
@@ -98,16 +100,16 @@ def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Ten
 
 
 def gather(images: Tensor, y: Tensor, x: Tensor) -> Tensor:
-    """Return the pixels chosen by moved_pixels() from uint8 images [N, H, W, 3]: uint8 [B, H, W, 3]."""
+    """Gather the pixels chosen by moved_pixels(): uint8 images [N, H, W, 3] -> uint8 [B, H, W, 3]."""
     pixels = y[:, :, None] + x[:, None, :]  # [B, H, W]
     return images.reshape(-1, 3).index_select(0, pixels.view(-1)).view(*pixels.shape, 3)
 
 
 def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
-    """Scale brightness, contrast and saturation by 1 - strength to 1 + strength, in random order.
+    """Scale brightness, contrast and saturation by factors in 1 +/- strength, in random order.
 
-    Equals torchvision's ColorJitter(strength, strength, strength), which timm uses with 0.4, except that it
-    rounds only once, at the end.
+    The result equals torchvision's ColorJitter(strength, strength, strength), which timm uses with a strength
+    of 0.4, except that this function rounds only once, at the end.
 
     Args:
         images: uint8 [B, H, W, 3].
@@ -120,13 +122,14 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
     _, h, w, _ = images.shape
     order = ORDERS[(draws[:, 3] * len(ORDERS)).astype(np.int64)]  # [B, 3]
     factors = np.take_along_axis(1 + strength * (2 * draws[:, :3] - 1), order, axis=1)
-    # Each operation is a blend with black, with the mean grey of the image, or with the grey of each pixel.
+    # Each operation is a blend with black, with the mean grey value of the image, or with the grey value of
+    # each pixel.
     blends = np.stack([factors, (1 - factors) * (order == 1), (1 - factors) * (order == 2)])  # [3, B, 3]
     weights = send(torch.from_numpy(blends.astype(np.float32)), images.device)
     planes = images.permute(3, 0, 1, 2).contiguous().float()  # [3, B, H, W]
     for image_weight, mean_weight, grey_weight in weights[..., None, None].unbind(2):  # [B, 1, 1] each
         luma = LUMA[0] * planes[0] + LUMA[1] * planes[1] + LUMA[2] * planes[2]  # [B, H, W]
-        # Sum integers, because the last bit of a float sum would depend on the other images of the batch.
+        # Sum integers, because the last bit of a float sum would depend on the other images in the batch.
         total = luma.round().int().sum((1, 2), keepdim=True)
         blended = total * (mean_weight / (h * w)) + luma * grey_weight
         planes.mul_(image_weight).add_(blended).clamp_(0, 255)
@@ -136,14 +139,14 @@ def color_jitter(images: Tensor, draws: np.ndarray, strength: float) -> Tensor:
 def random_erasing(images: Tensor, draws: np.ndarray, probability: float) -> Tensor:
     """Set a box in some images to 0, the mean of normalised pixels (arXiv 1708.04896).
 
-    The area is 0.02 to 1/3 of the image and the aspect ratio 0.3 to 1/0.3, as in timm's mode "const". timm's
-    mode "pixel" would need 150,000 draws per sample for noise. A box that is longer than the image (one in
-    200) is clipped, whereas timm draws again.
+    The box covers 0.02 to 1/3 of the image's area and has an aspect ratio from 0.3 to 1/0.3, as in timm's
+    mode "const". timm's mode "pixel" would need 150,000 draws per sample for the noise. A box that is longer
+    than the image (one in 200 boxes) is clipped, whereas timm draws a new box.
 
     Args:
         images: float [B, 3, H, W], changed in place and returned.
-        draws: float64 [B, 5] in [0, 1), for the decision to erase, the area, the aspect ratio and the
-            position.
+        draws: float64 [B, 5] in [0, 1). The columns determine whether to erase, the area, the aspect ratio
+            and the position.
         probability: Fraction of images in which a box is erased.
     """
     h, w = images.shape[2:]
@@ -168,15 +171,15 @@ def to_float(
 ) -> Tensor:
     """Normalise and resize images on the device.
 
-    Resizing on the device copies only 3 kB per CIFAR image to it, instead of 602 kB.
+    Resizing on the device reduces the copy to the device from 602 kB to 3 kB per CIFAR image.
 
     Args:
         images: uint8 [B, H, W, 3].
         mean: Mean of each channel for pixels in [0, 1].
         std: Standard deviation of each channel for pixels in [0, 1].
-        size: Edge of the output images.
-        interpolation: `bilinear` or `bicubic`, with PIL's kernel. None is bicubic and enlarges with PyTorch's
-            kernel.
+        size: Edge length of the output images.
+        interpolation: `bilinear` or `bicubic`, with PIL's kernel. None means bicubic with PyTorch's kernel
+            for enlargement.
 
     Returns:
         float32 [B, 3, size, size], channels_last.
@@ -199,10 +202,10 @@ def to_float(
 def _normalization(
     mean: tuple[float, ...], std: tuple[float, ...], pixels: int, device: torch.device
 ) -> Tensor:
-    """Return scale and shift, repeated so that the inner loop runs over a whole image: [2, pixels * 3].
+    """Return scale and shift, repeated so that the inner loop covers a whole image: [2, pixels * 3].
 
-    The tensor is cached, because each copy to a GPU costs the host about 10 us. torch.tensor(..., device=...)
-    would also wait for all work queued on the device.
+    The returned tensor is cached, because each copy to a GPU costs the host about 10 us. torch.tensor(...,
+    device=...) would also wait for all work that is queued on the device.
     """
     factors = torch.tensor([[1 / (255 * s) for s in std], [-m / s for m, s in zip(mean, std, strict=True)]])
     return factors.to(device, non_blocking=True).repeat(1, pixels)
@@ -214,8 +217,8 @@ def _resize_matrices(
 ) -> tuple[Tensor, ...]:
     """Return the matrices that resize rows, [size, H], and interleaved columns, [W * 3, size * 3].
 
-    A resize is linear in the pixels. On a CPU, the matrix products take a fifth of the time of F.interpolate
-    (32 to 224 pixels). They have not been measured on a GPU yet.
+    Resizing is linear in the pixels. On a CPU, the matrix products take a fifth of the time of F.interpolate
+    (32 to 224 pixels). Their speed on a GPU has not been measured yet.
     """
     shrinks = size < max(h, w)
     rows, columns = (_resize(torch.eye(n)[None, None], size, n, interpolation, shrinks)[0, 0] for n in (h, w))
@@ -224,27 +227,28 @@ def _resize_matrices(
 
 
 def _resize(images: Tensor, height: int, width: int, interpolation: str | None, shrinks: bool) -> Tensor:
-    # With antialias, bicubic uses PIL's kernel (a = -0.5) even if images grow. Without antialias, a = -0.75.
+    # With antialias, bicubic uses PIL's kernel (a = -0.5) even for enlargement. Without antialias, a = -0.75.
     mode, antialias = interpolation or "bicubic", shrinks or interpolation is not None
     return F.interpolate(images, (height, width), mode=mode, antialias=antialias)
 
 
 def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None = None) -> Mixer | None:
-    """Return a function that applies mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) to a micro-batch.
+    """Create a function that applies mixup (arXiv 1710.09412) or cutmix (arXiv 1905.04899) to micro-batches.
 
     The function maps (images [B, 3, H, W], labels int64 [B]) to (mixed images, float labels [B, classes]).
-    The mixed images are channels_last if the images are. Random numbers come from torch's generator, which
-    onecurve.numerics.order.reseed seeds.
+    The mixed images are channels_last if the input images are. Random numbers come from torch's generator,
+    which onecurve.numerics.order.reseed seeds.
 
     Args:
         mixup: Alpha of mixup, 0 to disable it.
-        cutmix: Alpha of cutmix, 0 to disable it. With both, each micro-batch uses one of them at random.
+        cutmix: Alpha of cutmix, 0 to disable it. If mixup and cutmix are enabled, each micro-batch uses one
+            of them at random.
         classes: Number of classes.
-        dtype: Dtype of the mixed images, by default the dtype of the images. bf16 halves the bytes for a
-            model that rounds its inputs to bf16.
+        dtype: Dtype of the mixed images. The default is the dtype of the input images. bf16 halves the memory
+            traffic for a model that rounds its inputs to bf16.
 
     Returns:
-        The function, or None if both are disabled.
+        The function, or None if mixup and cutmix are disabled.
     """
     from torchvision.transforms import v2  # takes seconds to import
 
@@ -266,5 +270,5 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
 
 
 def _mirrored(i: Tensor, n: int) -> Tensor:
-    """Reflect indices outside of 0 ... n - 1 at the border pixel. Requires |i| < 2n - 1."""
+    """Reflect indices outside of 0 ... n - 1 at the border pixels. Requires |i| < 2n - 1."""
     return (n - 1) - ((n - 1) - i.abs()).abs()

@@ -1,8 +1,8 @@
-"""BatchNorm with the same running statistics under every strategy and on any number of processes.
+"""Makes BatchNorm's running statistics equal under every strategy and on any number of processes.
 
-In training, each BatchNorm layer of torch or timm writes the mean and variance of a forward pass into extra
-buffers. Only the buffers of rank 0's first micro-batch update the running statistics. Therefore the
-statistics do not depend on the number of processes or on recomputation by activation checkpointing.
+In training, each BatchNorm layer from torch or timm writes the mean and variance of a forward pass into extra
+buffers. Only the buffers of rank 0's first micro-batch update the running statistics. Therefore, the
+statistics do not depend on the number of processes, or on recomputation due to activation checkpointing.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ BatchNorm: Any = batch_norm_class()
 
 
 class RunningStatistics:
-    """Running statistics of a model's BatchNorm layers. Create it before accelerator.prepare().
+    """Running statistics of a model's BatchNorm layers. Create this object before accelerator.prepare().
 
     Raises:
         ValueError: If the statistics of a BatchNorm class can't be made independent of the number of
@@ -39,7 +39,7 @@ class RunningStatistics:
         self.initial = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
-        """Update the statistics after each forward pass of micro-batch 0. prepared: the unwrapped model."""
+        """Update the statistics after each forward pass of micro-batch 0. `prepared`: the unwrapped model."""
         for layer, (mean, var) in zip(self.layers, self.initial, strict=True):
             # DeepSpeed casts the whole model, but running statistics must be fp32.
             layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))
@@ -64,13 +64,13 @@ class RunningStatistics:
 
 
 class _Layer(BatchNorm):
-    """BatchNorm layer, [B, C, ...] -> [B, C, ...]. Training uses the statistics of the rank's micro-batch.
+    """BatchNorm layer, [B, C, ...] -> [B, C, ...], which trains with the statistics of the micro-batch.
 
-    Weight and bias are cast to fp32, the dtype of the statistics, because torch refuses mixed dtypes.
+    The layer casts weight and bias to fp32, the dtype of the statistics, because torch refuses mixed dtypes.
     """
 
     momentum: float
-    running_mean: Tensor  # [C], like the other buffers
+    running_mean: Tensor  # [C], like the other statistics
     running_var: Tensor
     batch_mean: Tensor
     batch_var: Tensor
@@ -80,7 +80,7 @@ class _Layer(BatchNorm):
 
     @property
     def is_frozen(self) -> bool:
-        """True if the weights are not trained, as with --freeze. The statistics are then frozen as well."""
+        """True if the weights are not trained (--freeze). The layer's statistics are then frozen as well."""
         return self.affine and not self.weight.requires_grad
 
     def train(self, mode: bool = True) -> Self:
@@ -91,14 +91,15 @@ class _Layer(BatchNorm):
         mean, var = self.running_mean, self.running_var
         weight, bias = (None if p is None else p.to(mean.dtype) for p in (self.weight, self.bias))
         if self.training:
-            mean, var = self.batch_mean, self.batch_var  # overwritten, because the momentum is 1
+            # The forward pass overwrites batch_mean and batch_var, because the momentum is 1
+            mean, var = self.batch_mean, self.batch_var
         x = F.batch_norm(x, mean, var, weight, bias, self.training, 1.0, self.eps)
         return self.act(self.drop(x)) if hasattr(self, "act") else x
 
 
 @cache
 def _layer_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass with the same name, so that isinstance still works."""
+    """Return a subclass with the same name as the layer's class, so that isinstance() still works."""
     return type(cls.__name__, (_Layer, cls), {})
 
 

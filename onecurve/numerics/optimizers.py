@@ -12,18 +12,18 @@ from onecurve.system.text import did_you_mean
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
     """Return True if torch.optim.SGD(fused=True) can be used: on a GPU, except under FSDP.
 
-    Fused SGD runs one kernel for all tensors, and the fp16 scaler then does not need to wait for the device.
-    torch 2.15 has no fused SGD for DTensors. On a CPU, it would round differently from existing runs that are
-    to be resumed.
+    Fused SGD runs one kernel for all tensors, and the fp16 scaler does not need to wait for the device. torch
+    2.15 does not support fused SGD for DTensors. On a CPU, fused SGD would round differently from existing
+    runs, which must remain resumable.
     """
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 
 
 def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """Create timm's optimizer with this name, or else torch's, with the optimizer's default settings.
+    """Create the timm or else torch optimizer with this name, using the optimizer's default settings.
 
     Raises:
-        ValueError: If there is no such optimizer, or it can't be created.
+        ValueError: If no optimizer has this name, or the optimizer can't be created.
     """
     from timm.optim import create_optimizer_v2, list_optimizers
 

@@ -1,9 +1,9 @@
-"""Pure functions for the order of samples and for random numbers, with equal results on every machine.
+"""Computes the order of samples and random numbers, with equal results on every machine.
 
-The order depends only on (seed, epoch, step, batch size). An epoch has floor(N / B) steps. Step s uses the
-samples [s*B : (s+1)*B] of the epoch's order; the remaining samples are not used. Micro-batch k of a step
-contains the step's samples [k*b : (k+1)*b]. With A gradient accumulations, rank r computes the micro-batches
-r*A ... r*A + A-1.
+All functions are pure. The order depends only on (seed, epoch, step, batch size). An epoch of N samples has
+floor(N / B) steps with batch size B. Step s uses the samples [s*B : (s+1)*B] of the epoch's order; the
+remaining samples are not used. Micro-batch k of a step contains the step's samples [k*b : (k+1)*b]. With A
+gradient accumulation steps, rank r computes the micro-batches r*A ... r*A + A-1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-if TYPE_CHECKING:  # avoids the import of all flags
+if TYPE_CHECKING:  # not at runtime, which avoids importing all flags
     from onecurve.flags.recipe import Batch, Recipe
 
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
 
 
 class Shuffled:
-    """Samples with fast random access. An epoch is a permutation of all samples."""
+    """Samples with fast random access. The order of an epoch is a permutation of all samples."""
 
     def __init__(self, count: int):
         self.count = count
@@ -36,7 +36,7 @@ class Shuffled:
 
 
 class Streamed:
-    """Samples in shards, which are read sequentially in parallel streams.
+    """Samples stored in shards, which are read sequentially in parallel streams.
 
     Args:
         counts: Number of samples in each shard.
@@ -64,13 +64,13 @@ class Streamed:
         return stream_order(seed, epoch, self.counts, self.streams, self.window, batch.total)
 
 
-Samples = Shuffled | Streamed  # the number and order of a data set's training samples
+Samples = Shuffled | Streamed  # number and order of a data set's training samples
 
 
 def order(seed: int, epoch: int, count: int) -> np.ndarray:
     """Return the shuffled samples of one epoch: int64 [count].
 
-    Uses RandomState, because NumPy guarantees that its stream does not change (NEP 19).
+    The function uses RandomState, because NumPy guarantees that its random stream never changes (NEP 19).
     """
     return np.random.RandomState([seed, epoch]).permutation(count)
 
@@ -118,10 +118,10 @@ def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """Optimizer steps of a run, which trains the steps first ... last - 1."""
+    """Optimizer steps of a run. The run trains the steps first ... last - 1."""
 
     per_epoch: int
-    total: int  # steps of all epochs, which is the length of schedules
+    total: int  # steps of all epochs, the length of schedules
     last: int  # total, or --max_steps if it is smaller
     first: int = 0  # greater than 0 in a resumed run
 
@@ -154,12 +154,12 @@ def training_plan(
 def evaluation_plan(
     count: int, per_device: int, processes: int, rank: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield this rank's micro-batches. Over all ranks, every sample is evaluated exactly once.
+    """Yield this rank's micro-batches for an evaluation of every sample, exactly once over all ranks.
 
     Each rank evaluates consecutive micro-batches, so that it reads only its part of the shards. Except for
-    empty micro-batches, they are the same on any number of processes. All ranks evaluate the same number of
-    micro-batches of the same shape, because a forward pass is a collective under FSDP and ZeRO-3. Padding
-    repeats the rank's last sample and must not be counted.
+    empty micro-batches, the micro-batches are the same on any number of processes. All ranks evaluate the
+    same number of micro-batches with the same shape, because a forward pass is a collective operation under
+    FSDP and ZeRO-3. Padding repeats the rank's last sample and must not be counted.
 
     Yields:
         Sample ids, int64 [per_device], and the number of ids at the beginning that are not padding.
@@ -173,31 +173,31 @@ def evaluation_plan(
 
 
 def chosen_by_hash(count: int, size: int) -> np.ndarray:
-    """Choose `size` of the samples 0 ... count - 1 by a fixed hash of their ids: int64 [size], ascending.
+    """Choose `size` of the ids 0 ... count - 1 by a fixed hash. Return them in order: int64 [size].
 
-    The choice does not depend on the seed. A smaller choice is a subset of a larger choice.
+    The choice does not depend on the seed. A smaller choice is always a subset of a larger choice.
     """
     return np.sort(np.argsort(hashes(count), kind="stable")[:size])
 
 
 def hashes(count: int) -> np.ndarray:
-    """Return a fixed hash of each sample id 0 ... count - 1: uint64 [count], all different."""
+    """Return a fixed, unique hash for each sample id 0 ... count - 1: uint64 [count]."""
     return _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
-_MASK = 2**64 - 1  # cuts Python's integers to 64 bits
+_MASK = 2**64 - 1  # truncates Python integers to 64 bits
 
 
 def _mix(x: Any) -> Any:
-    """Scramble 64 bits of an integer or array by SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    """Scramble 64-bit integers with SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
 def _hash(*words: int) -> int:
-    """Return a 64-bit hash of some integers. For a few integers, Python is faster than NumPy."""
+    """Return one 64-bit hash of several integers. For a few integers, Python is faster than NumPy."""
     state = 0
     for word in words:
         state = _mix((state + (word + 1) * _GOLDEN) & _MASK)
@@ -207,7 +207,7 @@ def _hash(*words: int) -> int:
 def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarray:
     """Return random numbers that depend only on (seed, epoch, sample): float64 [b, count] in [0, 1).
 
-    COLUMNS in onecurve/numerics/augment.py assigns a use to each column.
+    COLUMNS in onecurve/numerics/augment.py assigns each column to an operation.
     """
     key = np.uint64(_hash(seed, epoch))
     per_sample = _mix(key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN))
@@ -218,9 +218,10 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 def reseed(seed: int, step: int, k: int) -> None:
     """Seed torch's generators before micro-batch k, so that dropout, drop path and mixup need no saved state.
 
-    Does not call torch.manual_seed(), which takes 0.4 ms without a GPU to format a stack trace (torch 2.15).
+    This function does not call torch.manual_seed(), because that call takes 0.4 ms without a GPU to format a
+    stack trace (torch 2.15).
     """
-    number = _hash(seed, step, k) >> 1  # 63 bits, because generators accept a signed integer
+    number = _hash(seed, step, k) >> 1  # 63 bits, because generators accept signed integers
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)

@@ -1,13 +1,13 @@
 """Applies RandAugment (arXiv 1909.13719) to a batch on the device, following google-research/big_vision.
 
 Each layer applies one of 16 operations to each image, with the same strength for all images. The operations
-are the ones in big_vision/pp/archive/autoaugment.py, most of which come from PIL. The result for an image
-does not depend on the other images of the batch. Shifts and cut-outs scale with the image size; big_vision
+follow big_vision/pp/archive/autoaugment.py; most of them come from PIL. The result for an image does not
+depend on the other images in the batch. Shifts and cut-outs scale with the image size, whereas big_vision
 assumes 224 pixels.
 
-Five operations call torchvision. The others are implemented here, because torchvision's AutoContrast, Color,
-Contrast and Sharpness round differently, its affine transforms accept only one angle or shift per batch, and
-it has neither SolarizeAdd nor Cutout.
+Five operations call torchvision. The remaining operations are implemented in this file, because torchvision's
+AutoContrast, Color, Contrast and Sharpness round differently, its affine transforms accept only one angle or
+shift per batch, and it lacks SolarizeAdd and Cutout.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from .augment import LUMA, send_arrays
 
 Factors = tuple[float | np.ndarray, ...]
 
-DRAWN = 4  # columns of a sample's draws per layer
+DRAWN = 4  # columns of draws per sample and layer
 GREY = 128  # fill value of all channels
 EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
 
@@ -30,8 +30,8 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
 
     Args:
         images: uint8 [B, H, W, 3].
-        draws: float64 [B, >= 4 * layers] in [0, 1). Each layer uses four columns: operation, direction, and
-            row and column of a cut-out.
+        draws: float64 [B, >= 4 * layers] in [0, 1). Each layer uses four columns: the operation, the
+            direction, and the row and column of a cut-out.
         layers: Number of operations per image.
         magnitude: Strength of the operations. 10 is strong; larger values are allowed.
 
@@ -56,8 +56,8 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
 def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int], tuple[np.ndarray, ...]]:
     """Return one layer's operations on a batch: the number of images in each of GROUPS, and four arrays.
 
-    The arrays are the order of the images by group and its inverse, both int64 [B], the factors for
-    _warped(), float32 [6, warped], and the centers of the squares, int32 [cut out, 2].
+    The arrays are: the order of the images by group, int64 [B]; the inverse of this order, int64 [B]; the
+    factors for _warped(), float32 [6, warped]; and the centers of the cut-out squares, int32 [cut out, 2].
     """
     operations = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
     group = _GROUP_OF[operations]
@@ -93,14 +93,14 @@ def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
 
 
 def _auto_contrast(images: Tensor, strength: float) -> Tensor:
-    """Stretch each channel, so that its darkest value becomes 0 and its brightest value 255."""
+    """Stretch each channel, so that the darkest value becomes 0 and the brightest value becomes 255."""
     low, high = (f(images, dim=(1, 2), keepdim=True).float() for f in (torch.amin, torch.amax))
     scale = 255 / (high - low)
     return torch.where(high > low, _clip(images * scale - low * scale), images)
 
 
 def _posterize(images: Tensor, strength: float) -> Tensor:
-    """Keep only the upper bits of each value."""
+    """Keep only the upper bits of each pixel value."""
     return _torchvision("posterize", images, min(8, int(4 * strength)))
 
 
@@ -111,7 +111,7 @@ def _solarize(images: Tensor, strength: float) -> Tensor:
 
 
 def _solarize_add(images: Tensor, strength: float) -> Tensor:
-    """Brighten dark pixels."""
+    """Brighten dark pixels by adding a constant."""
     brighter = (images.short() + int(110 * strength)).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, brighter, images)
 
@@ -127,7 +127,7 @@ def _contrast(images: Tensor, strength: float) -> Tensor:
 
 
 def _sharpness(images: Tensor, strength: float) -> Tensor:
-    """Blend with a 3 x 3 mean in which the center pixel has weight 5. Border pixels do not change."""
+    """Blend images with their 3 x 3 means. The center pixel has weight 5. Border pixels do not change."""
     h, w = images.shape[1:3]
     values = images.short()
     rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
@@ -185,13 +185,14 @@ OPERATIONS = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast",
     "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",
 )  # fmt: skip
-# All images of a group are processed together. The warps form one group, which needs fewer kernels on a GPU.
+# All images of a group are processed together. The warps form a single group, which needs fewer kernels on a
+# GPU.
 GROUPS = (*SIMPLE, "Cutout", "Warp")
 _GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Return the brightness according to ITU-R 601-2: uint8 [b, H, W, 1]."""
+    """Return the brightness of each pixel according to ITU-R 601-2: uint8 [b, H, W, 1]."""
     red, green, blue = images.float().unbind(3)
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_().to(torch.uint8)[..., None]
 
@@ -203,7 +204,7 @@ def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
 
 
 def _factor(strength: float) -> float:
-    """Return the factor for PIL's ImageEnhance: 0 is a black, grey or smooth image, 1 the unchanged image."""
+    """Return the factor for PIL's ImageEnhance: 0 gives a black, grey or smooth image, 1 the original."""
     return 1.8 * strength + 0.1
 
 
