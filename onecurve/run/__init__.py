@@ -1,4 +1,4 @@
-"""A training run: its folder, steps, log, trackers, evaluations and result.
+"""Training runs: folder, steps, log, trackers, evaluations and result.
 
-Start with run.py. session.py runs on all ranks, record.py only on the main process.
+Start with run.py. session.py runs on all ranks, and record.py runs only on the main process.
 """

@@ -1,4 +1,4 @@
-"""Tables at the end of a run: results, weight files and which one to use."""
+"""Prints tables at the end of a run: results, weight files, and the weight file to use."""
 
 import math
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from onecurve.system.paths import ROOT, python_command, shortest
 if TYPE_CHECKING:  # imported where it is needed
     from rich.table import Table
 
-TIMED_STEPS = 10  # no speed is shown for shorter runs, because the first steps are slow
+TIMED_STEPS = 10  # shorter runs show no speed, because the first steps are slow
 
 
 def print_result(folder: Path, chance: float | None) -> None:
-    """Print result.json, the weight files and the paths of outputs. chance: share of the largest class."""
+    """Print result.json, the weight files and the output paths. `chance`: share of the largest class."""
     from rich.console import Console
 
     result = cast(Result, read_json(folder / "result.json"))
@@ -31,7 +31,8 @@ def print_result(folder: Path, chance: float | None) -> None:
     table, file = _weights(folder, result, lines)
     console.print(table)
     if result["best_accuracy"] is not None:
-        # Given a folder, the commands use the averaged weights. Name the file if the raw weights are better.
+        # Commands that receive a folder use the averaged weights. Name the file if the raw weights are
+        # better.
         best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
         validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
         commands = {"all metrics of the best checkpoint": python_command(validate, best)}
@@ -48,7 +49,7 @@ def print_result(folder: Path, chance: float | None) -> None:
 
 
 def interval(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share of `count` samples (score interval, Wilson 1927)."""
+    """Return the 95 % confidence interval of a fraction of `count` samples (score interval, Wilson 1927)."""
     square = 1.96**2 / count
     centre, half = share + square / 2, math.sqrt(square * (share * (1 - share) + square / 4))
     return (centre - half) / (1 + square), (centre + half) / (1 + square)
@@ -86,7 +87,7 @@ def _results(title: str, result: Mapping[str, Any], unit: str, chance: float | N
 
 
 def _luck(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
-    """Return rows that put an accuracy in context: its confidence interval and the accuracy of chance."""
+    """Return rows that put an accuracy in context: its confidence interval and the chance-level accuracy."""
     split, images = ("test", "test_images") if result.get("test_name") else ("best", "val_images")
     accuracy, count = result.get(f"{split}_accuracy"), result[images]
     if accuracy is None or not count:
@@ -97,10 +98,10 @@ def _luck(result: Mapping[str, Any], chance: float | None) -> dict[str, str]:
 
 
 def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]]) -> tuple["Table", Path]:
-    """Return a table of the weight files with their metric and purpose, and the file to use.
+    """Return a table of the weight files with their metrics and purposes, and the file to use.
 
-    The file to use comes from the best checkpoint, or from the newest if the best is only in S3. It contains
-    the EMA, unless the raw weights of the same step were better.
+    The file to use comes from the best checkpoint, or from the newest checkpoint if the best one is only in
+    S3. The file contains the EMA, unless the raw weights of the same step were better.
     """
     from rich.table import Table
 
@@ -133,7 +134,10 @@ def _weights(folder: Path, result: Mapping[str, Any], lines: list[dict[str, Any]
 
 
 def early_end(facts: Mapping[str, Any]) -> str:
-    """Return `ended at step 20 of 58, by --max_steps 20`; empty for complete and for unfinished runs."""
+    """Describe an early end, for example `ended at step 20 of 58, by --max_steps 20`.
+
+    Return an empty string for complete runs and for unfinished runs.
+    """
     if not {"steps", "total_steps"} <= facts.keys() or not facts.get("stopped_by"):
         return ""
     return f"ended at step {facts['steps']:,} of {facts['total_steps']:,}, by {facts['stopped_by']}"

@@ -1,4 +1,4 @@
-"""End of a run that was preempted, interrupted or failed, with explanations of known errors."""
+"""Ends a run that was preempted, interrupted or failed, and explains known errors."""
 
 import contextlib
 import errno
@@ -23,17 +23,18 @@ from onecurve.system.files import not_written, read_json, write_json
 from onecurve.system.phase import ENDING, SAVING, now
 from onecurve.system.processes import says_out_of_memory
 
-ONE_VALUE = "Expected more than 1 value per channel when training"  # messages of torch
+ONE_VALUE = "Expected more than 1 value per channel when training"  # torch's message
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
 def end_preempted(ranks: Ranks, why: str) -> None:
     """Save a last checkpoint after a signal, and close the run. Collective.
 
-    The other processes wait for the main process, because the launcher kills all processes when one exits.
+    The other processes wait for the main process, because the launcher kills all processes as soon as one
+    exits.
 
     Args:
-        ranks: State shared by all ranks of the run.
+        ranks: State of the run that all ranks share.
         why: Reason on this process; empty if it received no signal.
 
     Raises:
@@ -45,14 +46,14 @@ def end_preempted(ranks: Ranks, why: str) -> None:
     why = next(filter(None, exchange.poll.gather(why)), "")
     if record:
         record.log.write_mark({"interrupted_at": time.time(), "why": why})
-    # A single process may stop within a step, while it waits for a shard. That step is discarded.
+    # A single process may stop within a step, while it waits for a shard. The partial step is discarded.
     try:
         ranks.flush()
     except (FloatingPointError, ValueError):
         if record:
             record.close("failed")
         raise
-    exchange.gather(None)  # sends the telemetry since the newest snapshot
+    exchange.gather(None)  # sends the telemetry recorded since the newest snapshot
     exchange.poll.wait_for_main(record is not None, ranks.saver.done)
     problem = record and record.problem()
     if record:
@@ -62,9 +63,9 @@ def end_preempted(ranks: Ranks, why: str) -> None:
 
 
 def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
-    """Write `preempted` into result.json after a signal before the training. Nothing is saved."""
+    """Write `preempted` into result.json if a signal arrives before training. No checkpoint is saved."""
     folder = _expected_folder(accelerator, recipe, batch) if accelerator.is_main_process else None
-    if folder and not (folder / RECORD).exists():  # otherwise another process runs there, or was killed
+    if folder and not (folder / RECORD).exists():  # otherwise, another process uses the folder or was killed
         file = folder / "result.json"
         with contextlib.suppress(ValueError, OSError):
             write_json(file, (read_json(file) if file.exists() else {}) | {"status": "preempted"})
@@ -76,7 +77,7 @@ def end_failed(
 ) -> None:
     """Raise the error that all processes report, with an explanation if the cause is known.
 
-    ranks: state of the run; None before begin().
+    ranks: State of the run; None before begin().
     """
     watch.begin_exit()
     now.enter(ENDING)
@@ -103,7 +104,7 @@ def end_failed(
 
 
 def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None) -> int:
-    """Return the step at which the same command resumes after Ctrl-C, which saves nothing."""
+    """Return the step at which the same command resumes. Ctrl-C itself saves no checkpoint."""
     if ranks:
         ranks.saver.done(WRITING_GRACE_S)
         return ranks.saver.committed or ranks.steps.first
@@ -112,7 +113,7 @@ def _resume_step(accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: 
 
 
 def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> Path | None:
-    """Return the folder in which this recipe would run, before the run is opened; None if there is none."""
+    """Return the folder that a run of this recipe would use, before the run is opened, or None."""
     with contextlib.suppress(ValueError, OSError):
         return next(folders(recipe, run_name(accelerator, recipe, batch), None))
     return None
@@ -121,12 +122,13 @@ def _expected_folder(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> 
 def explained(
     error: BaseException, accelerator: Accelerator, batch: Batch, ranks: Ranks | None
 ) -> BaseException:
-    """Return a ValueError that explains the error and says what to do, or the error itself."""
+    """Return a ValueError that explains a known error and the remedy, or the error itself."""
     if is_out_of_memory(error):
         return ValueError(out_of_memory(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and ranks:
         is_given = not (ranks.recipe.output_dir or "*").endswith("*")
-        resumes = ranks.newest or (is_given and ranks.state.logged_step)  # True if the next start resumes
+        # True if the next start resumes this run
+        resumes = ranks.newest or (is_given and ranks.state.logged_step)
         return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
     if ONE_VALUE in str(error):
         return ValueError(f"BatchNorm: {error}. Give a larger --per_device_batch_size or --image_size")
@@ -139,7 +141,7 @@ def explained(
     if ranks and (unused := unused_parameters(error, [*ranks.saver.training.layout.parameters])):
         return ValueError(without_gradient(unused))
     if ranks and ranks.record and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return not_written("the run", ranks.record.folder, error)  # raised by a write in the script
+        return not_written("the run", ranks.record.folder, error)  # the script failed to write a file
     return error
 
 
@@ -151,7 +153,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(accelerator: Accelerator, batch: Batch, error: BaseException) -> str:
-    """Return a message with the batch size to try. It quotes errors that do not mention memory."""
+    """Return a message with a batch size to try. Errors that do not mention memory are quoted."""
     smaller = batch.smaller()
     advice = "shard the model (fsdp_4gpu, zero3_4gpu, zero3_offload_4gpu) or use a smaller model"
     if smaller:

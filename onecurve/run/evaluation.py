@@ -1,4 +1,4 @@
-"""Evaluation of each sample exactly once, on any number of processes."""
+"""Evaluates each sample exactly once, on any number of processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,17 +18,18 @@ from onecurve.models.preprocessing import IMAGENET_CROP, Crop
 from onecurve.numerics.augment import send, to_float
 from onecurve.numerics.order import chosen_by_hash, evaluation_plan
 
-SHOWN = 16  # sample predictions for plots/
-CONFUSED = 1000  # with more classes, frequent mistakes replace the confusion matrix
+SHOWN = 16  # number of sample predictions shown in plots/
+# Maximum number of classes for a confusion matrix; with more classes, frequent mistakes replace it
+CONFUSED = 1000
 MISTAKES = 20  # number of frequent mistakes
 
-Mistake = tuple[int, int, int]  # true class, predicted class, images
+Mistake = tuple[int, int, int]  # true class, predicted class, number of images
 
 
 def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
     """Return the mean of a metric over classes, as scikit-learn computes it.
 
-    counts: images, predictions and correct predictions of each class, int64 [3, classes].
+    counts: int64 [3, classes], the number of images, predictions and correct predictions of each class.
     """
     assert metric.value
     numerators, denominators = metric.value(*counts)
@@ -37,7 +38,7 @@ def mean_of_classes(metric: Metric, counts: np.ndarray) -> float:
 
 
 def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -> list[Mistake]:
-    """Return the most frequently confused pairs of classes, in descending order. Inputs are int64 [n]."""
+    """Return the most frequently confused pairs of classes, most frequent first. Inputs are int64 [n]."""
     is_wrong = labels != predicted
     codes, counts = np.unique(labels[is_wrong] * classes + predicted[is_wrong], return_counts=True)
     order = np.argsort(-counts, kind="stable")[:MISTAKES]
@@ -46,7 +47,7 @@ def frequent_mistakes(labels: np.ndarray, predicted: np.ndarray, classes: int) -
 
 @dataclass(frozen=True)
 class Predicted:
-    """The v valid samples of one micro-batch, on this process's device. v may be 0."""
+    """Predictions for the v valid samples of one micro-batch, on this process's device. v may be 0."""
 
     ids: np.ndarray  # int64 [v]
     pixels: Tensor  # uint8 [v, H, W, 3]
@@ -58,7 +59,7 @@ class Predicted:
         rows = np.flatnonzero(np.isin(self.ids, ids))
         sent = send(
             torch.from_numpy(rows), self.labels.device
-        )  # indexing with t[rows] would wait for the device
+        )  # indexing with t[rows] would synchronize with the device
         parts = (t.index_select(0, sent) for t in (self.pixels, self.labels, self.logits))
         return Predicted(self.ids[rows], *parts)
 
@@ -67,7 +68,7 @@ class Predicted:
 
 
 class Watcher(Protocol):
-    """Receiver of an evaluation's progress and predictions."""
+    """Interface that receives an evaluation's progress and predictions."""
 
     def show_progress(self, text: str) -> None: ...
 
@@ -93,19 +94,20 @@ def evaluate(
         model: Model whose forward pass returns logits.
         split: Images to evaluate.
         recipe: The run's recipe.
-        batch: Batch arithmetic, which determines the size of micro-batches.
+        batch: Division of the batch, which determines the size of micro-batches.
         mean: Mean of each channel, for pixels in [0, 1].
         std: Standard deviation of each channel, for pixels in [0, 1].
-        crop: Resizing of images, and the crop of images that stay encoded.
-        watcher: show_progress() is called before each micro-batch. keep() receives the confusion matrix,
-            int64 [classes, classes] with a row per true class, or the most frequent mistakes for more than
-            CONFUSED classes. It also receives this process's share of SHOWN predictions. These show the same
-            images for any seed.
+        crop: Resizing of images, and the crop for images that stay encoded.
+        watcher: Receiver of the progress and the predictions. show_progress() is called before each
+            micro-batch. keep() receives the confusion matrix, int64 [classes, classes] with one row per true
+            class, or the most frequent mistakes if there are more than CONFUSED classes. keep() also receives
+            this process's share of SHOWN sample predictions. The sample images are the same for any seed.
 
     Returns:
-        "loss", "accuracy", "images" and the metric of --best_by, equal on all processes.
+        "loss", "accuracy", "images" and the metric of --best_by. The values are equal on all processes.
     """
-    sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)  # losses, metric of --best_by
+    # Sum of the losses, sum of --best_by's metric
+    sums = torch.zeros(2, device=accelerator.device, dtype=torch.float64)
     best_by = METRICS[recipe.best_by]
     counts = confusion = None
     pairs, examples = list[Tensor](), []
@@ -148,12 +150,12 @@ def evaluate(
 
 
 def counted(split: Split, recipe: ImageRecipe) -> int:
-    """Return the number of images of the split that are evaluated."""
+    """Return the number of images in the split that are evaluated."""
     return min(len(split), recipe.max_val_images or len(split))
 
 
 def evaluated_ids(split: Split, recipe: ImageRecipe) -> np.ndarray:
-    """Return the ids of the evaluated images of the split, ascending: int64 [counted]."""
+    """Return the ids of the split's evaluated images in ascending order: int64 [counted]."""
     return chosen_by_hash(len(split), counted(split, recipe))
 
 
@@ -169,8 +171,8 @@ def predictions(
     show_progress: Callable[[str], None],
     crop: Crop = IMAGENET_CROP,
 ) -> Iterator[Predicted]:
-    """Yield predictions for this process's share of the split. For arguments, see evaluate(). Collective."""
-    for buffer in model.buffers():  # BatchNorm statistics of rank 0 apply to all ranks
+    """Yield predictions for this process's share of the split. See evaluate() for arguments. Collective."""
+    for buffer in model.buffers():  # all ranks use rank 0's BatchNorm statistics
         broadcast(buffer)
     model.eval()
     device, size, count = accelerator.device, recipe.image_size, counted(split, recipe)

@@ -1,10 +1,10 @@
-"""The folder of a run: its lease, its mirror in S3, and the checkpoint to resume from. Main process only.
+"""Manages a run's folder: lease, S3 mirror, and the checkpoint to resume from. Main process only.
 
 The checkpoint is selected as follows:
 
 1. Use the newest intact checkpoint in the run's folder.
 2. If --s3 has a newer checkpoint, download it first, for example on a new machine with an empty folder.
-3. If the run has no checkpoint, start from --resume PATH or s3://....
+3. If the run has no checkpoint, start from the checkpoint given by --resume, a local path or s3:// address.
 4. Require the same recipe, except for the flags in --allow_changed.
 """
 
@@ -47,9 +47,10 @@ if TYPE_CHECKING:  # imported with --s3
     from onecurve.system.s3 import ObjectStore
 
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # subfolders of a run's folder
-FRUITLESS_RESTARTS = 3  # a run gives up after this many restarts by a launcher without a new checkpoint
-# Files that a run writes into its folder. In a folder without a run, they belong to another program unless
-# their content matches, because a start that ended early leaves such files.
+# The run ends after more than this many restarts by a launcher without a new checkpoint
+FRUITLESS_RESTARTS = 3
+# Files that a run writes into its folder. In a folder without a run, these files belong to another program,
+# unless their content shows that a start of a run wrote the files and ended early.
 WRITTEN: dict[str, Callable[[dict[str, Any]], bool]] = {
     RECORD: lambda owner: {"id", "beat"} <= owner.keys(),
     "restarts.json": lambda restarts: {"launcher", "fruitless"} <= restarts.keys(),
@@ -62,22 +63,23 @@ PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.js
 
 
 class RunFolder:
-    """A run's folder, which this process owns, its mirror in S3, and the checkpoint to resume from.
+    """A run's folder, which this process owns, its S3 mirror, and the checkpoint to resume from.
 
     Args:
         recipe: The run's recipe.
-        name: Name of the folder, unless --output_dir gives one.
+        name: Name of the folder, unless --output_dir names it.
         last_step: Last step of this run.
-        heartbeat: Function to call during long operations.
+        heartbeat: Function that is called during long operations.
 
     Raises:
-        ValueError: The folder or the prefix has another owner or run, or all its checkpoints are damaged.
+        ValueError: The folder or the S3 prefix belongs to another owner or run, or all its checkpoints are
+            damaged.
     """
 
     mirror: "Mirror | None" = None
     checkpoint: Checkpoint | None = None
-    is_new = False  # True if the run starts now from another run's checkpoint
-    began_at: str | None = None  # value of --resume when the run began
+    is_new = False  # True if this start begins the run from another run's checkpoint
+    began_at: str | None = None  # value of --resume at the run's first start
 
     def __init__(self, recipe: Recipe, name: str, last_step: int, heartbeat: Heartbeat):
         self.recipe, self.last_step, self.heartbeat = recipe, last_step, heartbeat
@@ -86,7 +88,7 @@ class RunFolder:
                 "--resume never would start a new run each time the launcher restarts the job. Remove it, and"
                 " choose a new --name or --output_dir"
             )
-        self.leases: list[Lease] = []  # leases on the folder and on the prefix in S3
+        self.leases: list[Lease] = []  # leases on the folder and the S3 prefix
         self.path = self._lease(name)
         try:
             with writing("the run", self.path):
@@ -96,19 +98,20 @@ class RunFolder:
             raise
 
     def lost(self) -> str | None:
-        """Return a message if another run has taken over the folder or the prefix."""
+        """Return a message if another run has taken over the folder or the S3 prefix."""
         return next((lease.lost for lease in self.leases if lease.lost), None)
 
     def release(self) -> None:
-        """Release the leases on the folder and the prefix."""
+        """Release the leases on the folder and the S3 prefix."""
         for lease in self.leases:
             lease.release()
 
     def _lease(self, name: str) -> Path:
         """Acquire the lease on the run's folder, and return the folder.
 
-        A run that has just begun may not have a recipe.json yet, but its owner's record contains its recipe.
-        If that recipe differs, the next folder is tried, unless --output_dir names the folder.
+        A run that has just begun may not have a recipe.json yet, but the record of the run's owner contains
+        the recipe. If the recorded recipe differs, the next folder is tried, unless --output_dir names the
+        folder.
         """
         recipe = self.recipe
         identity = {"script": script_name(), "recipe": recipe_part(recipe)}
@@ -118,20 +121,20 @@ class RunFolder:
                     lease = Lease(FolderRecord(path), self.heartbeat, identity)
                 if not why_not_this_run(
                     path, recipe, self.last_step
-                ):  # no other run has used it in the meantime
+                ):  # no other run has used the folder in the meantime
                     self.leases.append(lease)
                     return path
                 lease.release()
             except AlreadyOwned as error:
                 usual_names = (name, name.removeprefix(model_part(recipe)))
-                is_elsewhere = not path.name.startswith(usual_names)  # another job continues that run
+                is_elsewhere = not path.name.startswith(usual_names)  # another job continues the run
                 is_given = Path(recipe.output_dir or "*").name != "*"
                 if is_given or not (is_elsewhere or why_other_run(error.record, recipe)):
                     raise
         raise AssertionError("folder numbers are unlimited")
 
     def _open(self) -> None:
-        """Find the checkpoint to resume from, and open the mirror."""
+        """Find the checkpoint to resume from, and open the S3 mirror."""
         path, resume = self.path, self.recipe.resume
         for name in FOLDERS:
             refuse_link(path / name)
@@ -150,17 +153,17 @@ class RunFolder:
             self.checkpoint = self.checkpoint or _other_runs_checkpoint(path, resume, self.heartbeat)
         if self.checkpoint:
             check_recipe(str(self.checkpoint.folder), self.checkpoint.manifest, self.recipe)
-            # On a new machine, the checkpoint comes from the run's prefix, and recipe.json is missing.
+            # On a new machine, the checkpoint comes from the run's S3 prefix, and recipe.json is missing.
             begun = {"resumed_from": None if resume in ("auto", "never") else resume}
             self.began_at = resume if self.is_new else (recorded_recipe(path) or begun).get("resumed_from")
 
     def _own_checkpoint(self) -> Checkpoint | None:
-        """Return the newest checkpoint in the folder. If S3 has a newer one, download it first."""
+        """Return the newest checkpoint in the folder. If S3 contains a newer one, download it first."""
         parent, checkpoint, problem = self.path / "checkpoints", None, None
         try:
             checkpoint = checkpoints.newest(parent, self.heartbeat)
         except ValueError as error:
-            problem = error  # raised below, unless S3 has an intact checkpoint
+            problem = error  # raised below unless S3 contains an intact checkpoint
         if self.mirror:
             from onecurve.checkpoint.mirror import committed, fetch_log, fetch_newest, read_manifest
             from onecurve.system.s3 import WrongSize
@@ -171,13 +174,16 @@ class RunFolder:
             if there >= 0 and not steps_in(parent) and (is_never or has_finished(result, self.last_step)):
                 reason = "and --resume is never" if is_never else "which is finished"
                 raise ValueError(f"{store.url} holds a run already, {reason}. Choose another prefix")
-            if there >= 0:  # even if nothing is downloaded, because the mirror removes older checkpoints
+            # This is needed even if nothing is downloaded, because the mirror removes older checkpoints
+            if there >= 0:
                 with contextlib.suppress(
                     checkpoints.DamagedCheckpoint, WrongSize
-                ):  # fetch_newest() finds an intact one
+                ):  # fetch_newest() finds an intact checkpoint
                     check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
             if there > here:
-                fetch_log(store, self.path)  # before the checkpoint, so that a killed download repeats both
+                # The logs come first, so that an interrupted start downloads the logs and the checkpoint
+                # again
+                fetch_log(store, self.path)
                 lost = self.leases[-1].check
                 if fetch_newest(store, parent, here, self.heartbeat, lost) is not None:
                     return checkpoints.newest(parent, self.heartbeat)
@@ -187,18 +193,18 @@ class RunFolder:
 
 
 def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
-    """Create and yield folders without another run: --output_dir, or <name>, <name>-2, ... for its `*`.
+    """Create and yield folders that no other run uses.
 
-    A run in a folder is continued if it is unfinished, has the same recipe and began with the same --resume.
-    This includes runs that version 1.0 named without the model. Folders of starts that trained nothing are
-    reused. If the launcher restarts jobs, an unfinished run of this recipe with another automatic name is
-    also continued.
+    The folder is --output_dir. A `*` in --output_dir is replaced by <name>, <name>-2, ... A run in a folder
+    is continued if it is unfinished, has the same recipe and began with the same --resume. This includes runs
+    that version 1.0 named without the model. Folders of starts that trained no step are reused. If the
+    launcher restarts jobs, an unfinished run of this recipe under another automatic name is also continued.
 
     Args:
         recipe: The run's recipe.
         name: Automatic name of the run.
-        last_step: Last step of this run; None if unknown. If given, a line names an unfinished run that is
-            not continued, of the same recipe or with one different value.
+        last_step: Last step of this run; None if unknown. If given, a message names an unfinished run that is
+            not continued although its recipe is equal or differs in only one value.
 
     Raises:
         ValueError: --output_dir contains another run or files of another program, or a recipe.json can't be
@@ -207,7 +213,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
     is_reported = last_step is None
     output_dir = Path(recipe.output_dir or "runs/*")
     given, parent = output_dir if output_dir.name != "*" else None, output_dir.parent / script_name()
-    old_name = name.removeprefix(model_part(recipe))  # name in version 1.0
+    old_name = name.removeprefix(model_part(recipe))  # the run's name in version 1.0
     names = [*_begun(parent, old_name, recipe, last_step)] if not given and old_name != name else []
     if not (given or names or recipe.name or recipe.s3 or any(_begun(parent, name, recipe, last_step))):
         elsewhere = _begun_elsewhere(parent, recipe, last_step)
@@ -245,7 +251,7 @@ def folders(recipe: Recipe, name: str, last_step: int | None) -> Iterator[Path]:
 
 
 def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> Iterator[str]:
-    """Return the names of unfinished runs of this recipe among <name>, <name>-2, ..."""
+    """Return the names of this recipe's unfinished runs among <name>, <name>-2, ..."""
     existing = itertools.takewhile(lambda n: (parent / n / "recipe.json").exists(), numbered(name))
     return (
         n for n in existing if has_trained(parent / n) and not why_not_this_run(parent / n, recipe, last_step)
@@ -253,12 +259,13 @@ def _begun(parent: Path, name: str, recipe: Recipe, last_step: int | None) -> It
 
 
 def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> list[str]:
-    """Return the names of unfinished runs of this recipe without a live owner, the most advanced first."""
+    """Return the names of this recipe's unfinished runs without a live owner, the most advanced run first."""
     steps = {}
     for folder in sorted(parent.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # another run's recipe.json may be damaged
             is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
-            # A restarted job may have lost a host. Its lease waits for a heartbeat of the lost host's owner.
+            # A restarted job may have lost a host. The lease waits for a heartbeat from the lost host's
+            # owner.
             has_owner = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
             if is_known and not has_owner and not why_not_this_run(folder, recipe, last_step):
                 steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
@@ -271,7 +278,7 @@ def _is_restarted() -> bool:
 
 
 def _other_programs_file(folder: Path) -> str | None:
-    """Return a file that a run would overwrite in a folder without a run; else None."""
+    """Return another program's file that a run would overwrite, or None if there is no such file."""
     if "recipe" in (recorded_recipe(folder) or {}) or steps_in(folder / "checkpoints"):
         return None
     files = (file for pattern in PATTERNS for file in sorted(folder.glob(pattern)) if file.lstat().st_size)
@@ -280,17 +287,17 @@ def _other_programs_file(folder: Path) -> str | None:
 
 
 def _is_leftover(file: Path) -> bool:
-    """Return True for a file of a run that ended before it wrote recipe.json."""
+    """Return True if the file belongs to a run that ended before it wrote recipe.json."""
     if not (is_written_by_run := WRITTEN.get(file.name)):
         return False
     try:
         return is_written_by_run(next(json_lines(file), {}) if file.suffix == ".jsonl" else read_json(file))
     except (OSError, ValueError):
-        return file.name == RECORD  # Lease handles an unreadable record
+        return file.name == RECORD  # Lease handles unreadable records
 
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
-    """Return the checkpoint that --resume names: in S3, in a checkpoint's folder, or the newest of a run."""
+    """Return the checkpoint given by --resume: from S3, a checkpoint folder or a run (newest checkpoint)."""
     path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None  # temporary folder
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
@@ -310,10 +317,10 @@ def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> C
 
 
 def count_restarts(folder: Path, step: int) -> None:
-    """Count the launcher's restarts in restarts.json. Called at each start.
+    """Count the launcher's restarts in restarts.json. This function is called at each start.
 
-    A restart by the same launcher at the same step made no progress, unless the previous process was told to
-    stop, for example because a host joined.
+    A restart by the same launcher at the same step means that the previous process made no progress, unless
+    that process was asked to stop, for example because a host joined.
 
     Args:
         folder: The run's folder.
@@ -324,13 +331,14 @@ def count_restarts(folder: Path, step: int) -> None:
     """
     if _most_restarts() == 0:
         return
-    launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"  # unique
+    launcher = f"{socket.gethostname()} {os.getppid()} {start_ticks(os.getppid())}"  # unique to one launcher
     file, fruitless = folder / "restarts.json", 0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         before = read_json(file)
         if (before["launcher"], before["step"]) == (launcher, step):
             fruitless = before["fruitless"] + 1
-            fruitless -= read_json(folder / "result.json")["status"] == "preempted"  # the file may not exist
+            # The file result.json may not exist
+            fruitless -= read_json(folder / "result.json")["status"] == "preempted"
     write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
     if fruitless > FRUITLESS_RESTARTS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Identity of a run: its name, and how a recorded run differs from a new recipe."""
+"""Determines a run's name, and how a recorded run differs from a new recipe."""
 
 import json
 import re
@@ -24,9 +24,10 @@ def script_name() -> str:
 
 
 def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
-    """Return --name, else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>.
+    """Return --name, or else <strategy>_<batch>_<epochs>_<hosts>_<mean processes per host>.
 
-    In scripts with --model, the name begins with the model. Absent hosts of an elastic job are included.
+    In scripts with --model, the name begins with the model. The number of hosts includes absent hosts of an
+    elastic job.
     """
     if name := recipe.filled_name():
         return name
@@ -37,14 +38,14 @@ def run_name(accelerator: JobAccelerator, recipe: Recipe, batch: Batch) -> str:
 
 
 def model_part(recipe: Recipe) -> str:
-    """Return the prefix of the names of runs in scripts with --model; empty in other scripts."""
+    """Return the prefix of run names in scripts with --model, or an empty string in other scripts."""
     return re.sub(r"[^\w.-]+", "_", recipe.model) + "_" if recipe.model else ""
 
 
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
-    """Return why a run is not a run of this recipe; empty if it is one, or if this is unknown.
+    """Return why a run belongs to another recipe, or an empty string if it does not or is unknown.
 
-    record: the run's recipe.json, or its owner's record.
+    record: Content of the run's recipe.json, or of its owner's record.
     """
     if not isinstance(record.get("recipe"), dict):
         return ""
@@ -56,9 +57,9 @@ def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
 
 
 def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Return the flags that differ, for example `--epochs was 3, now 10`, without flags in --allow_changed.
+    """List changed flags that --allow_changed does not permit, for example `--epochs was 3, now 10`.
 
-    A flag that is missing in the recorded recipe has its default.
+    A flag that is missing in the recorded recipe counts as having the default value.
     """
     current, defaults = (json.loads(json.dumps(recipe_part(r))) for r in (recipe, type(recipe)()))
     removed = [name for name in without_left(recorded) if name in LEFT]
@@ -73,7 +74,7 @@ def recipe_differences(recorded: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Return the only flag in which an unfinished run of this script differs from the recipe; else empty."""
+    """Return the only flag in which this script's unfinished run differs from the recipe, or ""."""
     record = recorded_recipe(folder) or {}
     is_same_script = record.get("script") == script_name() and isinstance(record.get("recipe"), dict)
     if not is_same_script or has_finished(partial(read_json, folder / "result.json"), last_step):
@@ -83,13 +84,13 @@ def only_difference(folder: Path, recipe: Recipe, last_step: int | None) -> str:
 
 
 def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str:
-    """Return why a folder's run is not this run, for example ` (--epochs was 3, now 10)`.
+    """Return why the run in a folder is not this run, for example ` (--epochs was 3, now 10)`.
 
     The result is empty for a folder without a run, and for an unfinished run of this recipe.
     """
     record = recorded_recipe(folder)
     if record is None or not has_trained(folder):
-        return ""  # no run, or a run without a step; the checkpoint's recipe is compared later
+        return ""  # no run, or a run that trained no step; the checkpoint's recipe is compared later
     if reason := why_other_run(record, recipe):
         return reason
     if recipe.resume not in ("auto", record.get("resumed_from")) and not _is_own(folder, recipe.resume):
@@ -99,7 +100,7 @@ def why_not_this_run(folder: Path, recipe: Recipe, last_step: int | None) -> str
 
 
 def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> None:
-    """Raise ValueError if a checkpoint was written with another recipe. location: folder or address."""
+    """Raise ValueError if the checkpoint at `location` (folder or address) belongs to another recipe."""
     recorded = manifest.get("recipe")
     differing = "it has none"
     if isinstance(recorded, dict):
@@ -112,19 +113,19 @@ def check_recipe(location: str, manifest: dict[str, Any], recipe: Recipe) -> Non
 
 
 def has_trained(folder: Path) -> bool:
-    """Return True for a run with a checkpoint, or with a step in its log."""
+    """Return True if the run wrote a checkpoint or logged a step."""
     if steps_in(folder / "checkpoints"):
         return True
     return (file := folder / "metrics.jsonl").exists() and any(line.get("step") for line in json_lines(file))
 
 
 def has_finished(read: Callable[[], Any], last_step: int | None) -> bool:
-    """Return True if result.json says that a run has finished.
+    """Return True if result.json records that a run has finished.
 
     Args:
         read: Function that returns the content of result.json.
-        last_step: Last step of the new run. A run that --max_steps ended earlier has not finished. None
-            accepts any step.
+        last_step: Last step of the new run. An older run that --max_steps ended before this step does not
+            count as finished. None accepts any step.
     """
     try:
         result = read()
@@ -136,7 +137,7 @@ def has_finished(read: Callable[[], Any], last_step: int | None) -> bool:
 
 
 def recorded_recipe(folder: Path) -> dict[str, Any] | None:
-    """Return the content of recipe.json, or None if it is missing. Raises ValueError if it is unreadable."""
+    """Return the content of recipe.json, or None without the file. Raises ValueError if it is unreadable."""
     file = folder / "recipe.json"
     try:
         return read_json(file) if file.exists() else None

@@ -1,7 +1,7 @@
-"""Lease on a run folder or a prefix in S3, which allows only one run at a time.
+"""Leases a run folder or an S3 prefix, so that only one run uses it at a time.
 
-The owner's record, owner.json, contains a counter that serves as heartbeat. If the owner was a process on
-this machine and is dead, the lease is taken over at once. If the owner ran on another machine, its record is
+The owner's record, owner.json, contains a counter that serves as a heartbeat. If the owner was a process on
+this machine and has died, the lease is taken over at once. If the owner ran on another machine, its record is
 first watched for heartbeats, because a lost machine can't remove its record. An earlier round of the same
 elastic job is not watched, because launch.py has ended it.
 """
@@ -33,7 +33,7 @@ RECORD = "owner.json"
 
 
 class AlreadyOwned(ValueError):
-    """Error for a folder or prefix with a live owner. record: content of the owner's owner.json."""
+    """Raised when a folder or prefix has a live owner. `record` is the content of its owner.json."""
 
     def __init__(self, message: str, record: dict[str, Any]):
         super().__init__(message)
@@ -41,9 +41,9 @@ class AlreadyOwned(ValueError):
 
 
 class FolderRecord:
-    """Owner's record in a folder. A reader may see an empty record, which it treats as another machine's.
+    """Owner's record in a folder. Readers treat an empty record as the record of another machine.
 
-    flag: the flag that selects another folder.
+    flag: Flag with which a user selects another folder.
     """
 
     flag = "--output_dir"
@@ -52,13 +52,13 @@ class FolderRecord:
         self.name, self.path = str(folder), folder / RECORD
 
     def create(self, text: str) -> bool:
-        """Create the record. Returns False if a record exists."""
+        """Create the record. Returns False if a record already exists."""
         try:
             with open(self.path, "x") as file:
                 file.write(text)
         except FileExistsError:
             return False
-        except OSError:  # a full disk
+        except OSError:  # for example a full disk
             self.path.unlink(missing_ok=True)
             raise
         return True
@@ -73,7 +73,7 @@ class FolderRecord:
         write_text(self.path, text)
 
     def remove(self, text: str) -> None:
-        """Remove the record by renaming it, so that only one process succeeds and newer records remain."""
+        """Remove the record by renaming it. Only one process can succeed, and newer records remain."""
         aside = self.path.with_name(f".{RECORD}.{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             self.path.rename(aside)
@@ -114,16 +114,16 @@ class Lease:
     Args:
         store: Location of the record.
         heartbeat: Function that is called about every second while another machine's record is watched.
-        details: Additional content of the record.
+        details: Additional entries for the record.
 
     Raises:
-        AlreadyOwned: The owner is alive. The message names its host, process and start time.
+        AlreadyOwned: The owner is alive. The message names the owner's host, process and start time.
     """
 
     def __init__(self, store: Record, heartbeat: Callable[[], None], details: dict[str, Any] | None = None):
         self.store = store
         self.record = {**(details or {}), **_this_process(), "id": secrets.token_hex(8), "beat": 0}
-        self.lost: str | None = None  # message after another run has taken over
+        self.lost: str | None = None  # message, set once another run has taken over
         while not store.create(json.dumps(self.record)):
             _wait_for_end(store, heartbeat)
         self.released = threading.Event()
@@ -131,9 +131,9 @@ class Lease:
         self.thread.start()
 
     def check(self) -> str | None:
-        """Read the record again. Returns a message if another run has taken over, else None."""
+        """Read the record again. Returns a message if another run has taken over, or else None."""
         text = self.store.read()
-        if text is None:  # removed by hand, or by a run that took over while this process was suspended
+        if text is None:  # a user removed the record, or a run took over while this process was suspended
             self.lost = (
                 f"{self.store.name} has no {RECORD} any more. It was removed, or another run used the folder"
             )
@@ -142,12 +142,12 @@ class Lease:
         return self.lost
 
     def release(self) -> None:
-        """Stop the heartbeats and remove the record. Waits at most RELEASE_S."""
+        """Stop the heartbeats and remove the record. Waits at most RELEASE_S seconds."""
         self.released.set()
         self.thread.join(RELEASE_S)
 
     def _keep_alive(self) -> None:
-        # The checkpoints report a full disk, and the mirror a store's error (StoreError, a ValueError).
+        # Checkpoints report a full disk. The mirror reports errors of the store (StoreError, a ValueError).
         while not self.released.wait(HEARTBEAT_S) and not self.lost:
             with contextlib.suppress(OSError, ValueError):
                 if not self.check():
@@ -159,9 +159,9 @@ class Lease:
 
 
 def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
-    """Return True if a run folder's record indicates a live owner. The record is not watched.
+    """Return True if the record in a run folder indicates a live owner. The record is not watched.
 
-    silent_s: seconds without a heartbeat after which an owner on another machine is considered dead.
+    silent_s: Seconds without a heartbeat after which an owner on another machine is considered dead.
     """
     with contextlib.suppress(OSError):
         record, (job, number) = _parsed(FolderRecord(folder).read()), job_round()
@@ -173,7 +173,7 @@ def is_owned(folder: Path, silent_s: float = WATCH_S) -> bool:
 
 
 def _wait_for_end(store: Record, heartbeat: Callable[[], None]) -> None:
-    """Wait until the record is gone, or remove it if its owner is dead. Otherwise raise AlreadyOwned."""
+    """Wait until the record is gone, or remove a dead owner's record. Otherwise, raise AlreadyOwned."""
     text = store.read()
     if text is None:
         return

@@ -1,4 +1,4 @@
-"""Log of a running training: metrics.jsonl, samples.jsonl, the trackers and the line on the terminal."""
+"""Logs a run in progress to metrics.jsonl, samples.jsonl, the trackers and the terminal."""
 
 import contextlib
 import json
@@ -26,14 +26,14 @@ if TYPE_CHECKING:  # imported where they are needed
 
 
 class RunLog:
-    """The log of the main process. After a failed write, `problem` holds the message for all processes.
+    """Log of the main process. After a failed write, `problem` contains the message for all processes.
 
     The constructor removes lines that were written after the run's step.
 
     Args:
         folder: The run's folder.
         recipe: The run's recipe.
-        manifest: Content of recipe.json, without the trackers' ids.
+        manifest: Content of recipe.json, without the tracker ids.
         state: State at which the run starts or resumes.
         steps: Steps of the run.
     """
@@ -43,12 +43,12 @@ class RunLog:
     def __init__(self, folder: Path, recipe: Recipe, manifest: RecipeFile, state: RunState, steps: Steps):
         self.folder, self.state, self.steps_per_epoch = folder, state, steps.per_epoch
         self.problem: str | None = None
-        self.scalars: dict[str, float | Tensor] = {}  # values from the script for the next line
-        self.val_images: list[int] = []  # images of each class in the last evaluation
-        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # in time of time.monotonic()
+        self.scalars: dict[str, float | Tensor] = {}  # values from the script for the next line of the log
+        self.val_images: list[int] = []  # number of images of each class in the last evaluation
+        self.report_at = 0.0 if EVENTS_FILE in os.environ else math.inf  # on the clock of time.monotonic()
         metrics, samples = folder / "metrics.jsonl", folder / "samples.jsonl"
         kept = _keep_lines(metrics, state)
-        if samples.is_symlink():  # its target may not belong to the run
+        if samples.is_symlink():  # the link's target may not belong to the run
             samples.unlink()
         if recipe.log_samples and samples.exists():
             _cut(samples, state.step)
@@ -78,7 +78,7 @@ class RunLog:
             self.was_interrupted = False
 
     def write(self, values: dict[str, float], telemetry: dict[str, float] | None = None) -> None:
-        """Write a line with these values and the script's finite scalars. Only trackers receive telemetry."""
+        """Log a line with these values and the script's finite scalars. Only trackers receive telemetry."""
         scalars, self.scalars = self.scalars, {}
         values = {name: float(value) for name, value in scalars.items() if math.isfinite(value)} | values
         line = self.write_mark(values)
@@ -93,16 +93,16 @@ class RunLog:
     def write_metrics(
         self, prefix: str, metrics: dict[str, float], predictions: Predictions, **subject: Any
     ) -> None:
-        """Write a line of metrics and, for a model with classes, confusion.json.
+        """Log a line of metrics and, for a model with classes, write confusion.json.
 
-        The metrics of the best weights on the test split appear in a line of the last step. In this case,
+        The test metrics of the best weights appear in a line for the last step. For these metrics,
         confusion.json also contains the number of validation images of each class.
 
         Args:
             prefix: `val` or `test`, the first part of the metrics' names.
-            metrics: Metrics of evaluate().
-            predictions: Predictions of the evaluation.
-            subject: Keys for confusion.json that say what was evaluated, for example `step`.
+            metrics: Metrics returned by evaluate().
+            predictions: Predictions from the evaluation.
+            subject: Entries for confusion.json that describe what was evaluated, for example `step`.
         """
         self.write({f"{prefix}/{name}": v for name, v in metrics.items() if name != "images"})
         if not (confusion := predictions.as_json()):
@@ -119,11 +119,11 @@ class RunLog:
             self._set_problem("confusion.json", error)
 
     def write_samples(self, per_rank: list[list[int]], share: int) -> None:
-        """Write a line for each of the last steps, with its sample ids in the order of the whole batch.
+        """Log a line for each of the last steps, with the step's sample ids in the order of the whole batch.
 
         Args:
-            per_rank: For each process, the ids of all these steps.
-            share: Number of ids per process and step.
+            per_rank: For each process, the sample ids of all these steps.
+            share: Number of sample ids per process and step.
         """
         assert self.samples
         count = len(per_rank[0]) // share
@@ -132,7 +132,7 @@ class RunLog:
             self._write_line(self.samples, {"step": self.state.step - count + i + 1, "samples": ids})
 
     def close(self, failed: bool) -> None:
-        """Close files and trackers. Ignores a full disk, and does nothing when called again."""
+        """Close files and trackers. Ignores a full disk. Further calls have no effect."""
         for file in (self.metrics, self.samples):
             with contextlib.suppress(OSError):
                 if file:
@@ -143,7 +143,7 @@ class RunLog:
                 trackers.finish(failed)
 
     def write_mark(self, values: Mark | dict[str, float]) -> dict[str, Any]:
-        """Write a line to metrics.jsonl only, and return it. values: an event or metrics."""
+        """Write a line with an event or metrics only to metrics.jsonl, and return the line."""
         step = self.state.step
         base: MetricsLine = {
             "step": step,
@@ -170,10 +170,10 @@ class RunLog:
 
 
 def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
-    """Return the previous and current numbers of hosts and processes; empty if equal or unknown.
+    """Return the previous and current numbers of hosts and processes, or {} if equal or unknown.
 
     Args:
-        writer: `written_by` in the manifest of the checkpoint from which the run resumes.
+        writer: `written_by` from the manifest of the checkpoint from which the run resumes.
         manifest: Content of recipe.json at this start.
     """
     before = len(writer.get("hosts", ())), writer.get("processes", 0)
@@ -184,14 +184,14 @@ def change_of_hosts(writer: dict[str, Any], manifest: RecipeFile) -> Mark:
 
 
 def _keep_lines(file: Path, state: RunState) -> list[dict[str, Any]]:
-    """Remove the lines that were written after the state was saved, and return the remaining lines."""
+    """Remove the lines written after the state was saved, and return the remaining lines."""
     kept = [line for line in read_lines(file) if _was_before(line, state)]
     write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 
 def _cut(file: Path, step: int) -> None:
-    """Truncate a file of lines in the order of their steps after a step. The file may be gigabytes long."""
+    """Truncate a file of lines, sorted by step, after the given step. The file may be gigabytes long."""
     check_regular(file)
     with open(file, "r+b") as lines:
         end = 0
@@ -206,8 +206,8 @@ def _cut(file: Path, step: int) -> None:
 def _was_before(line: dict[str, Any], state: RunState) -> bool:
     """Return True if the line was written before the state was saved.
 
-    The result is False for changes of hosts at the state's step and for evaluations that will be repeated,
-    because these lines are written again.
+    The result is False for host changes at the state's step and for evaluations that will be repeated,
+    because the log will contain these lines again.
     """
     step = line.get("step", math.inf)
     if type(step) not in (int, float):

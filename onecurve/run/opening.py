@@ -1,4 +1,4 @@
-"""Opening of a run: its folder, resume point, record, log, saver and telemetry."""
+"""Opens a run: its folder, resume point, record, log, saver and telemetry."""
 
 import contextlib
 import dataclasses
@@ -45,28 +45,28 @@ from onecurve.system.processes import parents
 from onecurve.system.text import some_of
 from onecurve.system.threads import Heartbeat
 
-VAL_CHOSEN = "a hash of their ids"  # how --max_val_images chooses images
+VAL_CHOSEN = "a hash of their ids"  # the way in which --max_val_images chooses images
 
 
 @dataclass
 class Opening:
-    """Parts of a run that is being opened. open() restores the newest checkpoint, if there is one."""
+    """Parts of a run that is being opened. open() restores the newest checkpoint, if one exists."""
 
     accelerator: JobAccelerator
     recipe: Recipe
     batch: Batch
     steps: Steps
     training: TrainingState
-    source: str  # identity of the data, which changes with its content
+    source: str  # identity of the data; changes if the content of the data changes
     classes: tuple[str, ...]
     cropped: bool | None = None  # True if images stay encoded and are cropped
-    # The model's preprocessing, and after open() the run's; None if the script decides
+    # The model's preprocessing; after open(), the run's preprocessing. None if the script decides.
     preprocessing: DataConfig | None = dataclasses.field(default=None, kw_only=True)
     run_folder: RunFolder | None = None  # main process only
     record: MainRecord | None = None  # main process only
 
     def open(self) -> Ranks:
-        """Open the run. Releases the run's folder after an error. Collective."""
+        """Open the run. If an error occurs, release the run's folder. Collective."""
         from onecurve.telemetry.sampling import Telemetry, this_process
 
         accelerator, recipe, training = self.accelerator, self.recipe, self.training
@@ -113,12 +113,13 @@ class Opening:
         """Open the run's folder and find the state to resume from. Main process only.
 
         Returns:
-            The state as JSON, which is empty at step 0; its step if it is this run's, else 0; True if the
-            optimizer's state is restored; the folder; the steps of its checkpoints; and the preprocessing.
+            The state as JSON, which is empty at step 0; the state's step, or 0 if the state is from another
+            run; True if the optimizer's state is restored; the folder; the steps of the checkpoints in the
+            folder; and the preprocessing.
 
         Raises:
-            ValueError: The checkpoint belongs to other data, another model or optimizer, or a step after the
-                run's last. Also raised after too many restarts without a new checkpoint.
+            ValueError: The checkpoint belongs to other data, another model or another optimizer, or its step
+                is after the run's last step. Also raised after too many restarts without a new checkpoint.
         """
         name = run_name(self.accelerator, self.recipe, self.batch)
         self.run_folder = run_folder = RunFolder(self.recipe, name, self.steps.last, heartbeat)
@@ -133,9 +134,9 @@ class Opening:
         return [state.to_json(), own_step, has_optimizer, str(run_folder.path), steps, preprocessing]
 
     def _preprocessing(self, manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the preprocessing of images: the checkpoint's, changed by flags, else the model's.
+        """Return the checkpoint's preprocessing as changed by flags, or else the model's preprocessing.
 
-        Checkpoints of earlier versions do not record it, because their scripts decided it.
+        Checkpoints from earlier versions do not record the preprocessing, because the scripts determined it.
         """
         model_config = self.preprocessing
         if model_config is None or manifest is None:
@@ -149,11 +150,11 @@ class Opening:
     def _refuse_older(self, folder: str, steps: list[int], hosts: list[str]) -> None:
         """Raise ValueError if another host's disk has newer checkpoints. Collective.
 
-        With c10d, the host whose name sorts first has rank 0, so a host that joins may become rank 0.
+        With c10d, the host whose name sorts first becomes rank 0, so a newly joined host may become rank 0.
 
         Args:
             folder: The run's folder.
-            steps: Steps of the checkpoints on rank 0.
+            steps: Steps of the checkpoints on rank 0's disk.
             hosts: Host of each rank.
         """
         unknown_steps = set(steps_in(Path(folder) / "checkpoints")) - set(steps)
@@ -166,9 +167,9 @@ class Opening:
             )
 
     def _from_checkpoint(self, checkpoint: Checkpoint, is_new: bool) -> tuple[RunState, bool]:
-        """Return the checkpoint's state, and True if its optimizer is restored.
+        """Return the checkpoint's state, and True if the optimizer's state is restored.
 
-        is_new: True for a checkpoint of another run.
+        is_new: True if the checkpoint is from another run.
         """
         recipe, steps, manifest = self.recipe, self.steps, checkpoint.manifest
         before, was_cropped = manifest.get("data"), manifest.get("cropped", self.cropped)
@@ -197,10 +198,10 @@ class Opening:
             )
         for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
             log.info(change)
-        current = json.loads(json.dumps(recipe_part(recipe)))  # with the types of a manifest
+        current = json.loads(json.dumps(recipe_part(recipe)))  # converts values to the types in a manifest
         recorded, measuring = manifest["recipe"], flags_where(type(recipe), "measures_best")
         is_other = is_other or any(recorded.get(name, current[name]) != current[name] for name in measuring)
-        if is_new or is_other:  # the best evaluation belongs to another run, or is not comparable
+        if is_new or is_other:  # the best evaluation is from another run, or is not comparable
             reset: dict[str, Any] = {"best": {}, "stale": 0, "stopped": False}
             state = dataclasses.replace(state, evaluated=False, **reset)
         if is_new:
@@ -208,12 +209,12 @@ class Opening:
         elif is_other:
             log.info("the best result is reset, because data or flags of the evaluation have changed")
         if at == steps.last or state.is_over(recipe.patience):
-            # Only the end of the run is missing. Its pictures need an evaluation.
+            # Only the end of the run is missing. The pictures drawn at the end require an evaluation.
             state = dataclasses.replace(state, evaluated=False)
         return state, has_optimizer
 
     def _recipe_file(self, hosts: list[str], devices: list[str]) -> RecipeFile:
-        """Return the content of recipe.json. devices: one for each rank."""
+        """Return the content of recipe.json. `devices`: the device of each rank."""
         accelerator, recipe = self.accelerator, self.recipe
         recipe_file: RecipeFile = {
             "script": script_name(),
@@ -257,7 +258,7 @@ class Opening:
     def _start_line(
         self, recipe_file: RecipeFile, steps: Steps, state: RunState, has_optimizer: bool
     ) -> StartLine:
-        """Return a line of starts.jsonl, before its comparison with a checkpoint."""
+        """Return a line for starts.jsonl, before the comparison with a checkpoint."""
         return {
             **recipe_file,
             "step": state.step,
@@ -278,15 +279,16 @@ class Opening:
         saver: Saver,
         _: Heartbeat,
     ) -> None:
-        """Create the main process's record, with a log that begins at the state.
+        """Create the main process's record, with a log that starts at the given state.
 
-        start: line for starts.jsonl.
+        start: Line for starts.jsonl.
         """
         run_folder = self.run_folder
         assert run_folder
         checkpoint = None if run_folder.is_new else run_folder.checkpoint
         with writing("the log", run_folder.path):
-            remove_temporary(run_folder.path / "checkpoints")  # a download from another run
+            # Removes, for example, a checkpoint that was downloaded from another run
+            remove_temporary(run_folder.path / "checkpoints")
             paths = flags_where(type(self.recipe), "is_path")
             add_start(run_folder.path, start, checkpoint.manifest if checkpoint else None, paths)
             (run_folder.path / "result.json").unlink(missing_ok=True)
@@ -294,7 +296,7 @@ class Opening:
             writer = checkpoint.manifest.get("written_by", {}) if checkpoint else {}
             if change := change_of_hosts(writer, recipe_file):
                 run_log.write_mark(change)
-        if run_folder.mirror and checkpoint:  # its upload may have been interrupted
+        if run_folder.mirror and checkpoint:  # the checkpoint's upload may have been interrupted
             run_folder.mirror.offer(checkpoint.step, state.best_step)
         log.info(f"run folder {run_folder.path}")
         utilisation_values = None
@@ -310,10 +312,10 @@ class Opening:
         self.record = MainRecord(*run, steps, state, run_folder, saver, run_log, utilisation_values, final)
 
     def _warn_of_export(self) -> None:
-        """Warn if export.py would refuse the trained model because its code is outside the Model section."""
+        """Warn if export.py would refuse the trained model because code is outside the Model section."""
         from onecurve.models.script import MOVE, model_section, names_from_above
 
-        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # none in a notebook
+        file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # None in a notebook
         if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm can rebuild it
             return
         section = model_section(Path(file).read_text())
@@ -321,7 +323,7 @@ class Opening:
             log.info(f"warning: export.py will refuse: the Model section needs {some_of(names)}. {MOVE}")
 
     def _report_start(self, exchange: Exchange, step: int) -> None:
-        """Report to launch.py the first step, and whether all hosts see the run's folder. Collective."""
+        """Report the first step to launch.py, and whether all hosts see the run's folder. Collective."""
         if EVENTS_FILE not in os.environ:
             return
         file = self.run_folder.path.resolve() / "recipe.json" if self.run_folder else None
@@ -333,16 +335,17 @@ class Opening:
 
 
 def _holds(file: Path, content: bytes) -> bool:
-    """Return True if the file exists with this content."""
+    """Return True if the file exists and has this content."""
     with contextlib.suppress(OSError):
         return file.read_bytes() == content
     return False
 
 
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
-    """Return True if the checkpoint's optimizer is restored.
+    """Return True if the checkpoint's optimizer state can be restored.
 
-    Returns False if it does not match and --allow_changed permits this. Otherwise raises ValueError.
+    If the state does not match, return False if --allow_changed permits the change; otherwise, raise
+    ValueError.
     """
     try:
         training.optimizer.check(checkpoint, state.scalars(), training.moved_rows(checkpoint))
@@ -359,7 +362,7 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
 def _changes(
     checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe, per_epoch: int
 ) -> Iterator[str]:
-    """Yield a message for each permitted change that affects numbers."""
+    """Yield a message for each permitted change that affects numerical results."""
     writer = checkpoint.manifest.get("written_by", {})
     if types := changed_types(writer, vars(training.accelerator.precision)):
         yield f"the checkpoint was computed with other types. From now on: {types}. Losses differ by rounding"
@@ -371,7 +374,7 @@ def _changes(
     size, unit = recipe.batch_size, recipe.unit
     old_size = checkpoint.manifest["recipe"].get("batch_size", size)
     if old_size != size and state.epoch:
-        # Step numbers continue. state.epoch is the step divided by the checkpoint's steps per epoch.
+        # Step numbers continue. state.epoch is the step divided by the steps per epoch at the checkpoint.
         old_epoch, old_step = divmod(state.step, round(state.step / state.epoch))
         epoch, step = divmod(state.step, per_epoch)
         old, new = old_step * old_size, step * size
@@ -384,20 +387,20 @@ def _changes(
 
 
 def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:
-    """Return the types of the computation that differ from the checkpoint's. Weights are always fp32."""
+    """Describe how the compute dtypes differ from the checkpoint's dtypes. Weights are always fp32."""
     changed = (name for name, now in types.items() if writer.get(name, now) != now)
     return ", ".join(f"{name} {types[name]} (it was {writer[name]})" for name in changed)
 
 
 def changed_packages(before: dict[str, str] | None, now: dict[str, str]) -> str:
-    """Return the packages, and the attention kernel, that differ. before: None if unknown."""
+    """Describe the packages, or the attention kernel, that differ. `before`: None if unknown."""
     before = now if before is None else before
     pairs = {name: (before.get(name, "none"), now.get(name, "none")) for name in {**before, **now}}
     return ", ".join(f"{name} {new} (it was {old})" for name, (old, new) in pairs.items() if old != new)
 
 
 def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """Return the script's default recipe. Defaults that depend on other flags follow this recipe."""
+    """Return the script's default recipe. Defaults that depend on other flags use this recipe's values."""
     default = type(recipe)()
     deciding = {name: getattr(recipe, name) for name in flags_where(type(recipe), "decides_defaults")}
     with_derived = dataclasses.asdict(type(recipe)(**deciding).resolved())
@@ -405,10 +408,10 @@ def _defaults(recipe: Recipe) -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    """Return the command as typed: the outermost launcher's command, else this process's command.
+    """Return the command that the user typed: the outermost launcher's command, or this process's.
 
-    Words before the launcher (sudo, env, a shell) are left out. They may contain secrets, and pages show the
-    command.
+    Words before the launcher (sudo, env, a shell) are omitted, because they may contain secrets and pages
+    show the command.
     """
     flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     command = ["python", sys.argv[0], *flags]
@@ -422,7 +425,7 @@ def _command() -> list[str]:
 
 
 def _git_commit() -> str | None:
-    """Return the commit of the code, followed by + if files were changed; None outside a repository."""
+    """Return the commit of the code, with a + if files were modified, or None outside a repository."""
     try:
         git = partial(subprocess.run, capture_output=True, text=True, timeout=10, check=True)
         commit = git(["git", "-C", ROOT, "rev-parse", "HEAD"]).stdout

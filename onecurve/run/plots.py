@@ -1,4 +1,4 @@
-"""Figures: curves, bars, confusion matrices and sheets of images, as PNG with a white background."""
+"""Draws curves, bars, confusion matrices and image sheets as PNG files with a white background."""
 
 import io
 import textwrap
@@ -14,30 +14,31 @@ from onecurve.system.files import write_bytes
 from onecurve.system.text import ending, printable, printable_lines
 
 DPI = 100
-NAMED_CLASSES, NUMBERED_CLASSES = 30, 20  # maximum number of classes with readable names and counts
+# Maximum number of classes for readable class names, and for readable counts
+NAMED_CLASSES, NUMBERED_CLASSES = 30, 20
 NAMED_CURVES = 16
-NAME = 28  # characters per line of a class's name
-# Sheets of images: characters per line of a caption and per inch of the title; height of a line, edge of an
-# image, width of a column, and minimum width of the sheet, in inches
+NAME = 28  # characters per line of a class name
+# Image sheets: characters per line of a caption and per inch of the title; height of a line, edge length of
+# an image, width of a column, and minimum width of the sheet, in inches
 CAPTION, TITLE_PER_IN = 22, 11
 LINE_IN, EDGE_IN, CELL_IN, MIN_SHEET_IN = 0.125, 1.25, 1.35, 4
-POINTS = 500  # maximum points of a curve; longer curves are averaged
+POINTS = 500  # maximum number of points of a curve; longer curves are averaged
 
 
 @dataclass
 class Panel:
-    """A panel with curves {name: ([x], [y])} or with horizontal bars {name: value}."""
+    """Panel with curves {name: ([x], [y])} or with horizontal bars {name: value}."""
 
     x: str
     y: str
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = field(default_factory=dict)
     bars: dict[str, float] = field(default_factory=dict)
-    from_zero: bool = False  # the y axis
-    is_log: bool = False  # the y axis
+    from_zero: bool = False  # the y axis starts at 0
+    is_log: bool = False  # the y axis is logarithmic
 
 
 def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str]) -> Panel:
-    """Return a panel with curves of the named values in a log's lines, against the value `x`."""
+    """Return a panel that plots the named values from a log's lines against the value `x`."""
     curves: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
     for name in names:
         points = [(line[x], line[name]) for line in lines if name in line]
@@ -47,10 +48,10 @@ def panel(lines: Sequence[dict[str, Any]], x: str, y: str, names: Sequence[str])
 
 
 def plot_curves(folder: Path, lines: list[dict[str, Any]], title: str) -> None:
-    """Draw the loss and, for models with classes, the accuracy against epochs. lines: of metrics.jsonl."""
+    """Draw the loss and, for models with classes, the accuracy per epoch from lines of metrics.jsonl."""
     best = max((line["val/accuracy"] for line in lines if "val/accuracy" in line), default=None)
     row = [panel(lines, "epoch", "loss", ("train/loss", "val/loss"))]
-    row[0].is_log = best is None  # without classes, the loss falls by several orders of magnitude
+    row[0].is_log = best is None  # the loss of models without classes falls by several orders of magnitude
     if best is not None:
         row.append(panel(lines, "epoch", "accuracy", ("val/accuracy", "val/raw_accuracy")))
         title = f"{title}: best accuracy {best:.4f}"
@@ -82,7 +83,7 @@ def panels(path: Path, rows: Sequence[Sequence[Panel]], title: str) -> None:
 
 
 def confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
-    """Draw the `confusion` matrix of `classes`, or bars of the most frequent `mistakes`."""
+    """Draw the `confusion` matrix of `classes`, or bars for the most frequent `mistakes`."""
     classes = mistakes["classes"]
     if "confusion" in mistakes:
         confusion_matrix(path, mistakes["confusion"], classes, title)
@@ -95,12 +96,12 @@ def confusion(path: Path, mistakes: dict[str, Any], title: str) -> None:
 
 
 def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str], title: str) -> None:
-    """Draw counts with a row per true class, shaded by the share of the row. 2 to 1,000 classes."""
+    """Draw counts with a row per true class, shaded by their share of the row. Needs 2 to 1,000 classes."""
     counts = np.asarray(matrix, dtype=np.int64)  # [C, C]
     shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
     is_numbered = len(classes) <= NUMBERED_CLASSES
     edge_in = min(6.5, max(4.0, 0.45 * len(classes)))
-    # Names are not cut. Long names are small, and wrapped to the height of a row.
+    # Names are not truncated. Long names use a small font and are wrapped to the height of a row.
     longest = max(map(len, classes))
     size = 10 if longest <= NAME else 6
     line = max(NAME, longest // max(1, int(edge_in / LINE_IN / len(classes))) + 8)
@@ -122,19 +123,19 @@ def confusion_matrix(path: Path, matrix: list[list[int]], classes: Sequence[str]
 
 
 def prediction_caption(label: str, guess: str, probability: float) -> str:
-    """Return an image's caption: true class, predicted class if different, and probability."""
+    """Return an image caption: the true class, the predicted class if different, and the probability."""
     return "\n".join([label, *([f"not {guess}"] if guess != label else []), f"{probability:.3f}"])
 
 
 def image_sheet(
     path: Path, images: np.ndarray, captions: Sequence[str], title: str, wrong: Sequence[bool] = ()
 ) -> None:
-    """Draw images, uint8 [n, H, W, 3], with captions below. Captions of `wrong` images are red."""
+    """Draw images, uint8 [n, H, W, 3], with captions below them. Captions of `wrong` images are red."""
     columns = min(8, max(1, len(images)))
     wrapped = [_wrapped(caption, CAPTION) for caption in captions]
     width_in = max(MIN_SHEET_IN, CELL_IN * columns)
     title = _wrapped(title, int(TITLE_PER_IN * width_in))
-    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # top of each row of images
+    tops_in, end_in = [], 0.15 + 0.25 * (title.count("\n") + 1)  # upper edge of each row of images
     for row in range(0, len(images), columns):
         tops_in.append(end_in)
         lines = max(caption.count("\n") + 1 for caption in wrapped[row : row + columns])
@@ -144,7 +145,7 @@ def image_sheet(
         figure.suptitle(title, y=1 - 0.1 / end_in, va="top")
         axes = figure.add_axes(
             (0, 0, 1, 1)
-        )  # one Axes for all images, because an Axes costs more than an image
+        )  # one Axes for all images, because an Axes takes longer to draw than an image
         for i, (image, caption) in enumerate(zip(images, wrapped, strict=True)):
             x_in, bottom_in = (i % columns + 0.5) * CELL_IN, end_in - tops_in[i // columns] - EDGE_IN
             y_in = bottom_in + EDGE_IN / 2
@@ -160,12 +161,13 @@ def image_sheet(
 def _figure(
     path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
-    """Yield a figure that is written to `path` at the end, without pyplot's global state."""
+    """Yield a figure, and write it to `path` at the end. Does not use pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")
     yield figure
-    if engine := figure.get_layout_engine():  # run the layout once; savefig would draw everything twice
+    # Run the layout only once, because savefig would draw everything twice
+    if engine := figure.get_layout_engine():
         engine.execute(figure)
         figure.set_layout_engine(None)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +177,7 @@ def _figure(
 
 
 def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Average a long curve over parts with equal numbers of points."""
+    """Average a long curve over segments with equal numbers of points."""
     if len(x) <= 2 * POINTS:
         return list(x), list(y)
     means_x, means_y = (
@@ -185,12 +187,12 @@ def _averaged(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list
 
 
 def file_caption(name: str) -> str:
-    """Return a file's name for two lines of a caption. A long name keeps its end, which is most specific."""
+    """Return a file name for two lines of a caption. Long names keep the end, the most specific part."""
     return ending(_drawable(name), 2 * CAPTION)
 
 
 def _drawable(text: str) -> str:
-    """Return the text with characters that matplotlib's font lacks escaped, for example \\u732b."""
+    """Escape characters that matplotlib's font lacks, for example as \\u732b."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     charmap = get_font(findfont(FontProperties())).get_charmap()
@@ -199,17 +201,17 @@ def _drawable(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text in drawable characters, with dollar signs escaped because they begin formulas."""
+    """Return the text in drawable characters. Dollar signs are escaped, because they start formulas."""
     return _drawable(text).replace("$", r"\$")
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Return the whole text in lines of at most `width` characters."""
+    """Wrap the whole text into lines of at most `width` characters."""
     lines = _drawable(text).splitlines()
     return _plain("\n".join(part for line in lines for part in textwrap.wrap(line, width)))
 
 
 def _short(name: str, length: int = 28) -> str:
-    """Return a shortened name for legends and bars. Pages show it in full."""
+    """Shorten a name for legends and bars. Pages show the full name."""
     name = printable(name)
     return _plain(name if len(name) <= length else f"{name[: length - 1]}...")

@@ -1,4 +1,4 @@
-"""Predictions of the last evaluation, as the log and the plots show them."""
+"""Stores the predictions of the last evaluation for the log and the plots."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,24 +15,26 @@ if TYPE_CHECKING:  # imported where they are needed
 class Predictions:
     """Predictions of the newest evaluation.
 
-    keep() holds them, and accept() takes them over when the metrics are logged. With an EMA, two evaluations
-    precede a log line. The second one, with the averaged weights, is used.
+    keep() holds an evaluation's predictions until accept() is called, when the metrics are logged. With an
+    EMA, two evaluations precede a log line. The predictions of the second evaluation, with the averaged
+    weights, are used.
     """
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self.classes = classes
         self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
-        self.subject = ""  # what was evaluated, for titles
-        # int64 [classes, classes] with a row per true class; for many classes, the most frequent mistakes
+        self.subject = ""  # description of the evaluated weights, for titles
+        # int64 [classes, classes] with a row per true class; the most frequent mistakes if there are many
+        # classes
         self.confusion: Tensor | list[Mistake] | None = None
-        self.examples: list[Predicted] = []  # of this process; after gather(), of all processes
+        self.examples: list[Predicted] = []  # examples of this process; after gather(), of all processes
 
     def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
         """Hold an evaluation's predictions until accept()."""
         self.kept = (confusion, examples)
 
     def accept(self, subject: str) -> None:
-        """Use the held predictions. subject: what was evaluated, for titles."""
+        """Use the held predictions. `subject`: description of the evaluated weights, for titles."""
         self.subject = subject
         self.confusion, self.examples = self.kept
 
@@ -42,7 +44,7 @@ class Predictions:
         self.examples = [part for parts in examples_by_rank for part in parts]
 
     def as_json(self) -> dict[str, Any]:
-        """Return `classes` and `confusion`, or `mistakes` for many classes; empty without classes."""
+        """Return `classes` with `confusion` (or `mistakes` for many classes), or {} without classes."""
         if self.confusion is None:
             return {}
         if isinstance(self.confusion, Tensor):
@@ -50,9 +52,9 @@ class Predictions:
         return {"classes": self.classes, "mistakes": self.confusion}
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write confusion.png and predictions.png, and return their paths.
+        """Draw confusion.png and predictions.png, and return their paths.
 
-        Nothing is drawn for a model without classes, or without an evaluation in this process.
+        Nothing is drawn for a model without classes, or if this process has run no evaluation.
         """
         if self.confusion is None:
             return []

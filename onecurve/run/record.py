@@ -1,4 +1,4 @@
-"""Record of a run on the main process: folder, log, result.json and plots/."""
+"""Writes a run's records on the main process: folder, log, result.json and plots/."""
 
 import contextlib
 import resource
@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # imported where they are needed
     from onecurve.telemetry.flops import Utilisation
     from onecurve.telemetry.sampling import Telemetry
 
-UPLOAD_GRACE_S = 15  # time that a preempted run waits for S3; launchers kill 30 s after SIGTERM
-WRITING_GRACE_S = 8  # time that a failed run waits for a checkpoint in flight; other processes wait 10 s
+UPLOAD_GRACE_S = 15  # seconds that a preempted run waits for S3; launchers send SIGKILL 30 s after SIGTERM
+WRITING_GRACE_S = 8  # seconds that a failed run waits for an unfinished checkpoint; other processes wait 10 s
 
 
 @dataclass
@@ -53,7 +53,7 @@ class MainRecord:
     saver: Saver
     log: RunLog
     utilisation: "Utilisation | None"
-    final: ResultEnd  # parts of result.json that are known at the start, extended at the end
+    final: ResultEnd  # parts of result.json that are known at the start; extended at the end
     best: Checkpoint | None = None  # set by find_best()
 
     @property
@@ -62,11 +62,11 @@ class MainRecord:
         return self.run_folder.path
 
     def problem(self) -> str | None:
-        """Return the first error that ends the run: a lost folder or a failed write."""
+        """Return the first problem that ends the run: a lost folder or a failed write."""
         return self.run_folder.lost() or self.saver.problem or self.log.problem
 
     def find_best(self, heartbeat: Heartbeat) -> bool:
-        """Find and verify the best evaluation's checkpoint, locally or in S3. Return False if it is gone."""
+        """Find and verify the best checkpoint, locally or in S3. Return False if it no longer exists."""
         self._wait_for_save(heartbeat)
         step, parent, mirror = self.state.best_step, self.folder / "checkpoints", self.run_folder.mirror
         assert step
@@ -88,26 +88,26 @@ class MainRecord:
     def write_end(
         self, facts: ResultEnd, predictions: Predictions, telemetry: "Telemetry", heartbeat: Heartbeat
     ) -> None:
-        """Complete the run on the local disk. A kill or a full disk at any point loses no training.
+        """Complete the run on the local disk. A kill or a full disk at any point loses no training progress.
 
         The run ends in these steps:
 
         1. Commit the last checkpoint, and list it in index.json.
         2. Draw pictures into plots/.
         3. Close the trackers.
-        4. Write `finished` into result.json and, with a mirror, `uploaded` false.
-        5. In upload(), send the checkpoint and the run's files to S3, with result.json last.
+        4. Write `finished` and, with a mirror, `uploaded` false into result.json.
+        5. In upload(), send the checkpoint and the run's files to S3. result.json is sent last.
         6. Write `uploaded` true into result.json.
 
         After an interruption, the same command restores the last checkpoint, repeats the evaluation that the
-        pictures show, and repeats all steps. Once result.json contains `finished` and, with a mirror,
-        `uploaded` true, the same command starts a new run.
+        pictures show, and repeats all of these steps. Once result.json contains `finished` and, with a
+        mirror, `uploaded` true, the same command starts a new run.
 
         Args:
             facts: Parts of result.json that are known at the end.
-            predictions: Predictions of the last evaluation.
+            predictions: Predictions from the last evaluation.
             telemetry: The run's telemetry.
-            heartbeat: Function to call during long operations.
+            heartbeat: Function that is called during long operations.
         """
         folder, mirror, state = self.folder, self.run_folder.mirror, self.state
         self.final.update(facts)
@@ -121,10 +121,10 @@ class MainRecord:
             self.final["peak_flops"] = self.utilisation.peak_flops
             self.final["mfu_pct"] = mfu_pct
         with writing("the end of the run", folder):
-            # After an interruption, an evaluation may be newer than its checkpoint.
+            # After an interruption, the last evaluation may be newer than its checkpoint.
             checkpoints.write_step_index(folder / "checkpoints", state.step, state.best_step)
-            # After a day of samples, summaries take seconds. A launcher that stops a run does not wait for
-            # them, so the page of an unfinished run computes its summaries itself.
+            # After a day of samples, computing the summaries takes seconds. A launcher that stops a run does
+            # not wait that long, so the page of an unfinished run computes the summaries instead.
             from onecurve.telemetry.summary import energy_wh
 
             summaries = run_with_heartbeat(telemetry.summaries, heartbeat)
@@ -138,11 +138,15 @@ class MainRecord:
             for file in (folder / "metrics.jsonl", *folder.glob("plots/*")):
                 sync(file)
             write_json(folder / "result.json", {**content, **self._times()})
-        counts = [sum(row) for row in predictions.as_json().get("confusion", [])]  # images of each class
+        # Number of images of each class
+        counts = [sum(row) for row in predictions.as_json().get("confusion", [])]
         print_result(folder, max(counts) / sum(counts) if counts else None)
 
     def _draw(self, content: Result, predictions: Predictions) -> None:
-        """Draw the pictures, and send them to the trackers. Raises OSError. content: of result.json."""
+        """Draw the pictures and send them to the trackers. Raises OSError.
+
+        content: Content of result.json.
+        """
         from onecurve.run.plots import plot_curves
 
         plots = self.folder / "plots"
@@ -155,21 +159,21 @@ class MainRecord:
                 self.log.trackers.show(pictures, self.state.step)
         except OSError:
             raise
-        except Exception as error:  # libraries raise many types
+        except Exception as error:  # libraries raise many types of errors
             log.info(f"some pictures are missing in {plots}: {type(error).__name__}: {error}")
 
     def _wait_for_save(self, heartbeat: Heartbeat) -> None:
-        """Wait until the checkpoint in flight is written. Raises ValueError if a write failed."""
+        """Wait until the current checkpoint is written. Raises ValueError if a write failed."""
         self.saver.wait(heartbeat)
         if problem := self.problem():
             raise ValueError(problem)
 
     def _times(self) -> ResultEnd:
-        """Return the duration of the run until now, and its parts."""
+        """Return the duration of the run until now, and the time spent in each part."""
         return {"wall_s": self.state.wall_now_s(), "spent_s": self.state.spent_now_s()}
 
     def upload(self, heartbeat: Heartbeat) -> None:
-        """Wait until the mirror has sent everything, and record in result.json whether it succeeded."""
+        """Wait until the mirror has uploaded everything, and record the outcome in result.json."""
         mirror, file = self.run_folder.mirror, self.folder / "result.json"
         if mirror is None:
             return
@@ -193,7 +197,7 @@ class MainRecord:
             write_json(file, content)
 
     def result(self, status: str, error: str | None = None) -> Result:
-        """Return the content of result.json. error: message of a failed run."""
+        """Return the content of result.json. `error`: error message of a failed run."""
         state = self.state
         epoch_s = state.train_s / state.logged_step * self.steps.per_epoch if state.logged_step else None
         steps = {"checkpoint": self.saver.committed, "best_checkpoint": state.best_step}
@@ -205,12 +209,12 @@ class MainRecord:
         return result(self.accelerator, self.recipe, self.batch, status, state, final)
 
     def write_best(self) -> None:
-        """Start writing a held snapshot, unless a device error may have corrupted it."""
+        """Start to write a held snapshot, unless a device error may have corrupted it."""
         if self.saver.training.is_copied():
             self.saver.write_held()
 
     def close_failed(self, error: str) -> None:
-        """Close the run after a failure of any rank. Waits up to WRITING_GRACE_S for a checkpoint."""
+        """Close the run after any rank failed. Waits up to WRITING_GRACE_S seconds for a checkpoint."""
         self.write_best()
         self.saver.done(WRITING_GRACE_S)
         self.close("failed", error)
@@ -241,14 +245,14 @@ def result(
     Args:
         accelerator: The job's accelerator.
         recipe: The run's recipe.
-        batch: Batch arithmetic.
+        batch: Division of the batch among processes.
         status: `finished`, `preempted` or `failed`.
         state: Progress of the run.
-        final: Additional values of a run that has begun.
+        final: Additional entries for a run that has begun.
     """
     measure = recipe.best_by if "accuracy" in state.best else "loss"
     scores = {f"best_{measure}": state.best.get(measure), f"final_{measure}": state.last.get(measure)}
-    metrics = cast(ResultEnd, scores)  # mypy does not support computed keys
+    metrics = cast(ResultEnd, scores)  # mypy does not support computed keys of a TypedDict
     memory = final.get("memory_gib") or [memory_gib(accelerator)]
     return {
         "script": script_name(),
@@ -296,7 +300,7 @@ def result(
 
 
 def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[str, float]:
-    """Return the memory of this process, in GiB.
+    """Return the memory use of this process in GiB.
 
     Args:
         accelerator: The job's accelerator.

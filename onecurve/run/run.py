@@ -1,4 +1,4 @@
-"""Interface of a training run for train scripts: start, log, checkpoints and end."""
+"""Provides train scripts with the interface of a run: start, log, checkpoints and end."""
 
 import contextlib
 import importlib.util
@@ -36,7 +36,7 @@ class Run:
     """Context manager of a training run. All processes call it; the main process writes and prints.
 
     Raises:
-        ValueError: The folder holds another run or can't be written, or memory ran out. In the latter case,
+        ValueError: The folder contains another run or can't be written, or memory ran out. If memory ran out,
             the message names a batch size to try.
         Preempted: A process received a signal. The run was saved.
     """
@@ -48,7 +48,7 @@ class Run:
         self.tested: ResultEnd = {}  # parts of result.json about the test split
         self.begun: Ranks | None = None  # set by begin()
         self._preprocessing: DataConfig | None = None
-        self.profile: Profile | None = None  # with --profile, on the main process
+        self.profile: Profile | None = None  # set with --profile, on the main process
         self.ended = self.finished = False
         self.feeding: Generator[Any, None, None] | None = None  # the script's micro-batches
 
@@ -64,20 +64,20 @@ class Run:
     ) -> Steps:
         """Open the run's folder and restore the newest checkpoint. Collective.
 
-        Call it after prepare() and before the first forward pass.
+        Call this method after prepare() and before the first forward pass.
 
         Args:
             model: The prepared model.
             optimizer: The prepared optimizer.
-            steps: All steps of the run.
-            data: Identity of the data, which changes with its content; names of the classes; and for images,
+            steps: Steps of the whole run.
+            data: Identity of the data, which changes with the content; names of the classes; and, for images,
                 True if they are cropped.
-            ema: The averaged weights, if the script has them.
-            preprocessing: Preprocessing of the model. A resumed run keeps the preprocessing with which it
-                began, which run.preprocessing returns.
+            ema: Averaged weights, if the script maintains an EMA.
+            preprocessing: Preprocessing of the model. A resumed run keeps its initial preprocessing, which
+                run.preprocessing returns.
 
         Returns:
-            The remaining steps.
+            Remaining steps.
         """
         from onecurve.checkpoint.training import TrainingState
         from onecurve.run.opening import Opening
@@ -100,13 +100,13 @@ class Run:
 
     @property
     def ranks(self) -> "Ranks":
-        """The shared state of all ranks. Available after begin()."""
+        """State shared by all ranks. Available after begin()."""
         assert self.begun, "call run.begin() first"
         return self.begun
 
     @property
     def preprocessing(self) -> "DataConfig":
-        """The run's preprocessing of images. Available after begin() with `preprocessing`."""
+        """The run's image preprocessing. Available after begin() with `preprocessing`."""
         assert self._preprocessing, "call run.begin() with preprocessing first"
         return self._preprocessing
 
@@ -122,7 +122,7 @@ class Run:
         return self.main_record.folder
 
     def __enter__(self) -> "Run":
-        import onecurve.run.ending  # noqa: F401  # imported now, because it may be impossible after a failure
+        import onecurve.run.ending  # noqa: F401  # imported now, because the import may fail after an error
 
         return self
 
@@ -150,7 +150,7 @@ class Run:
             ranks.record.close("finished")
 
     def should_evaluate(self, step: int) -> bool:
-        """Return True if an epoch or the run ends after `step` steps and is not evaluated yet."""
+        """Return True if an epoch or the run ends after `step` steps and this step is not evaluated yet."""
         ranks = self.ranks
         is_end = step % ranks.steps.per_epoch == 0 or step == ranks.steps.last or ranks.is_over()
         is_due = step > 0 and is_end and not ranks.state.evaluated
@@ -161,8 +161,8 @@ class Run:
     def checkpoint(self, step: int) -> None:
         """Save a checkpoint if one is due after `step` steps. Collective.
 
-        If no checkpoint is due, a snapshot of a new best evaluation stays in memory until --checkpoint_s
-        after the last write.
+        If no checkpoint is due, a snapshot of a new best evaluation is held in memory until --checkpoint_s
+        seconds after the last write.
 
         Raises:
             Preempted: A process received a signal.
@@ -175,27 +175,27 @@ class Run:
             self.ranks.save_if_due(step)
 
     def is_last(self, step: int) -> bool:
-        """Return True if the run ends after `step` steps, or is over and has evaluated this step."""
+        """Return True if the run ends after `step` steps, or is over and this step has been evaluated."""
         ranks = self.ranks
         return step == ranks.steps.last or (ranks.state.evaluated and ranks.is_over())
 
     def stop(self) -> None:
-        """End the run as finished, at this step if it is evaluated, else at the next step.
+        """End the run as finished, at this step if it has been evaluated, or else at the next step.
 
-        All processes must call it at the same step. Schedules still span all epochs.
+        All processes must call this method at the same step. Schedules still span all epochs.
         """
         self.ranks.state.stopped = True
 
     def _end(self) -> None:
-        """Write pending checkpoints, and print the reason of an early end. Collective."""
+        """Write pending checkpoints, and print the reason for an early end. Collective."""
         from onecurve.run.end_tables import early_end
 
         ranks = self.ranks
         now.enter(ENDING)
         if self.feeding:
-            self.feeding.close()  # otherwise decoders would continue with the next steps
+            self.feeding.close()  # otherwise, decoders would continue with the next steps
         if ranks.state.step < ranks.steps.last and not ranks.is_over():
-            ranks.state.stopped = True  # the script has left its loop
+            ranks.state.stopped = True  # the script has left its training loop
         ranks.flush()
         if ranks.record and not self.ended and (early := early_end(ranks.end_facts())):
             log.info(early)
@@ -204,9 +204,9 @@ class Run:
             raise ValueError("the script left its loop before the first evaluation, so there is no result")
 
     def restore_best(self) -> bool:
-        """Load the weights of the best evaluation (their EMA, if there is one) into the model. Collective.
+        """Load the weights of the best evaluation, or their EMA if there is one, into the model. Collective.
 
-        Call it after the loop. Returns False if the weights are gone.
+        Call this method after the training loop. Returns False if the weights no longer exist.
         """
         self._end()
         find, ranks = lambda heartbeat: self.main_record.find_best(heartbeat), self.ranks
@@ -217,10 +217,10 @@ class Run:
         return exists
 
     def log_test(self, metrics: dict[str, float], split: str) -> None:
-        """Log the metrics of the best weights on the data's held-out split, which selected nothing.
+        """Log the metrics of the best weights on the held-out split, which was not used for selection.
 
         Args:
-            metrics: Metrics of evaluate(), after restore_best().
+            metrics: Metrics that evaluate() returned after restore_best().
             split: Name of the split.
         """
         now.enter(ENDING)
@@ -247,7 +247,8 @@ class Run:
         once(self.accelerator, "report", lambda beat: self.main_record.write_end(*parts, beat), timeout_s)
         once(self.accelerator, "last upload", lambda beat: self.main_record.upload(beat), timeout_s)
         watch.begin_exit()
-        self.accelerator.wait_for_everyone()  # under deepspeed, rank 0 hosts the store of all ranks
+        # With the deepspeed launcher, rank 0 hosts the store of all ranks
+        self.accelerator.wait_for_everyone()
         if self.ranks.record:
             report("finished")
         self.finished = True
@@ -261,7 +262,7 @@ class Run:
         now.enter(STARTING, READING)
         with contextlib.ExitStack() as stack:
             if isinstance(batches, Generator):
-                stack.callback(batches.close)  # ends the decoders together with this generator
+                stack.callback(batches.close)  # ends the decoders when this generator ends
             for number, item in enumerate(batches):
                 if number == 0:
                     self.ranks.meter.start_clock()
@@ -270,17 +271,17 @@ class Run:
                 now.enter(READING)
 
     def add(self, loss: Tensor, ids: np.ndarray) -> None:
-        """Add a micro-batch. Its loss stays on the device until the next line of the log."""
+        """Record a micro-batch. The loss stays on the device until the next line of the log."""
         self.ranks.meter.add(loss, ids)
         if record := self.ranks.record:
             steps = self.ranks.meter.micro_batches // self.batch.accumulations
             record.log.progress.advance(record.steps.first + steps)
 
     def log_training(self, step: int, lr: float) -> None:
-        """End a step. Collective.
+        """End a step, and log it if a line of the log is due. Collective.
 
         Every --log_every steps and at the end of each epoch, this call waits for the device and logs the mean
-        loss, the learning rate and the speed since the last line.
+        loss, the learning rate and the speed since the last line of the log.
 
         Raises:
             FloatingPointError: The loss is not finite. Raised on all processes.
@@ -314,7 +315,7 @@ class Run:
             record.log.write(values, ranks.exchange.telemetry.means())
 
     def show_progress(self, text: str) -> None:
-        """Show an evaluation's progress without waiting for the device. May raise Preempted. Collective."""
+        """Show an evaluation's progress, without waiting for the device. May raise Preempted. Collective."""
         if record := self.ranks.record:
             record.log.progress.tell(text)
         self.ranks.exchange.listen()
@@ -324,9 +325,10 @@ class Run:
         self.ranks.predictions.keep(confusion, examples)
 
     def log_scalars(self, values: Mapping[str, float | Tensor]) -> None:
-        """Add values of the main process to the next line of the log, for training or evaluation.
+        """Add values from the main process to the next training or evaluation line of the log.
 
-        If a name is given twice, the last value is logged. A tensor stays on its device until then.
+        If a name is given twice, the last value is logged. A tensor stays on its device until the line is
+        logged.
         """
         if invalid := [name for name in values if "/" not in name]:
             raise ValueError(f"log_scalars: {invalid[0]} needs a group, for example train/{invalid[0]}")
@@ -337,7 +339,7 @@ class Run:
         """Log an evaluation.
 
         Args:
-            step: Number of trained steps.
+            step: Number of completed training steps.
             metrics: `loss`, `images`, `accuracy` for models with classes, and `raw_accuracy` with an EMA.
 
         Raises:

@@ -1,8 +1,9 @@
-"""Schemas of the files that a run, its tools and find_batch_size.py write and that other programs read.
+"""Defines schemas for the files that runs, tools and find_batch_size.py write for other programs.
 
-Writers build these types, so that mypy checks keys and values. Readers pass kinds(schema) to
-onecurve.system.files.typed_values. They ignore values of another type, and accept missing keys, because
-files of earlier versions lack some. The metrics of result.json are declared in onecurve.flags.recipe.METRICS.
+Code that writes a file builds these types, so that mypy checks keys and values. Code that reads a file passes
+kinds(schema) to onecurve.system.files.typed_values. Readers ignore values of the wrong type. They accept
+missing keys, because files from earlier versions lack some keys. The metrics in result.json are declared in
+onecurve.flags.recipe.METRICS.
 """
 
 import types
@@ -56,7 +57,7 @@ class StartLine(RecipeFile):
     cropped: bool | None
     has_optimizer: bool
     changed: NotRequired[dict[str, Any]]
-    processes: NotRequired[int]  # only in a line about the training by an earlier version
+    processes: NotRequired[int]  # only in a line about training by an earlier version
     wall_s: NotRequired[float]
 
 
@@ -75,7 +76,7 @@ class ResultEnd(TypedDict, total=False):
     telemetry: list[HostSummary]
     energy_wh: float | None
     uploaded: bool
-    # The following keys replace values that result.json always contains.
+    # Values under the following keys replace values that result.json always contains.
     steps: int
     val_name: str | None
     epoch_s: float | None
@@ -88,7 +89,7 @@ class ResultEnd(TypedDict, total=False):
 
 
 class Result(ResultEnd):
-    """Content of result.json: progress, metrics and speed of a run. kinds() adds keys of metrics."""
+    """Content of result.json: progress, metrics and speed of a run. kinds() adds the keys of metrics."""
 
     script: str
     status: str
@@ -123,7 +124,7 @@ class Result(ResultEnd):
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl. Metrics and scalars of scripts add floats, for example `val/loss`."""
+    """A line of metrics.jsonl. Metrics and scripts' scalars add floats, for example `val/loss`."""
 
     step: int
     epoch: float
@@ -138,7 +139,7 @@ class MetricsLine(TypedDict):
 
 
 class Mark(TypedDict, total=False):
-    """Keys of a line of metrics.jsonl that records an event."""
+    """Keys of an event's line in metrics.jsonl."""
 
     interrupted_at: float
     resumed_at: float
@@ -150,7 +151,7 @@ class Mark(TypedDict, total=False):
 
 
 class GpuSample(TypedDict, total=False):
-    """Values of one GPU in a line of telemetry-<host>.jsonl."""
+    """Measurements of one GPU in a line of telemetry-<host>.jsonl."""
 
     index: int
     utilisation_pct: float | None
@@ -167,7 +168,7 @@ class TelemetryLine(TypedDict, total=False):
 
     t: float
     host: str
-    before_s: float  # only on the main process's host, like age_s
+    before_s: float  # present only for the main process's host, like age_s
     age_s: float
     cpus: float
     step: int
@@ -209,7 +210,7 @@ class Report(TypedDict, total=False):
 
 
 class Stamp(TypedDict, total=False):
-    """A replay recorded in verified.json. `files` contains the SHA-256 of each file."""
+    """A replay recorded in verified.json. `files` maps each file to its SHA-256."""
 
     date: str
     commit: str | None
@@ -265,7 +266,7 @@ class SearchResult(TypedDict, total=False):
 
 
 def kinds(schema: Any) -> dict[str, Kind]:
-    """Return the type of each value of a schema, without None, for onecurve.system.files.typed_values.
+    """Return the type of each value in a schema, without None, for onecurve.system.files.typed_values.
 
     Each metric of METRICS adds three keys to Result.
     """

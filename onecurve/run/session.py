@@ -1,4 +1,4 @@
-"""Shared work of all ranks of a run: messages, checkpoints, and the loss between lines of the log."""
+"""Coordinates a run's ranks: messages, checkpoints, and the mean loss between lines of the log."""
 
 import math
 import time
@@ -28,23 +28,23 @@ if TYPE_CHECKING:  # imported where it is needed
     from onecurve.telemetry.sampling import Telemetry
 
 Ids = Callable[[], list[int]]
-# A message costs the host about 0.1 ms, so several short steps share one message. A signal then takes effect
-# after 2 * AGREEMENT_S, or after 2 * MOST_STEPS steps if steps suddenly become slow.
+# A message costs the host about 0.1 ms, so several short steps share one message. A signal takes effect after
+# 2 * AGREEMENT_S seconds, or after 2 * MOST_STEPS steps if steps suddenly become slow.
 SHORT_STEP_S, AGREEMENT_S = 0.005, 0.02
 MOST_STEPS = 32
 UNKNOWN_US = 2**31 - 1
 
 
 class Exchange:
-    """Messages over gloo, independent of the training's collectives.
+    """Messages over gloo, independent of the collectives used for training.
 
     The constructor and most methods are collective.
 
     Args:
-        record: The run's record on the main process, None elsewhere.
+        record: The run's record on the main process, None on other processes.
         telemetry: This process's telemetry.
         timeout_s: Seconds after which a silent process ends the job.
-        skipped: Function that returns the ids of this process's skipped images.
+        skipped: Function that returns the ids of images that this process skipped.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class Exchange:
     ):
         self.poll = Poll(timeout_s)
         self.record, self.telemetry, self.skipped = record, telemetry, skipped
-        self.step_us = UNKNOWN_US  # time per step of this process, between its last two messages
-        self.slowest_us = UNKNOWN_US  # longest time per step of all processes, equal on all of them
+        self.step_us = UNKNOWN_US  # this process's time per step between its last two messages
+        self.slowest_us = UNKNOWN_US  # longest time per step of any process; the same value on all processes
         self.sent_at, self.sent_step, self.next_step = time.perf_counter(), -1, 0
 
     def listen_after(self, step: int) -> None:
-        """Call listen() after the step or, if steps are short, after every few steps.
+        """Call listen() after each step or, if steps are short, after every few steps.
 
-        All processes skip the same number of steps, because they exchange their times per step.
+        All processes skip the same number of steps, because the processes exchange their times per step.
         """
         if step < self.next_step:
-            watch.wanted()  # resets the watchdog, because a step has ended
+            watch.wanted()  # reset the watchdog, because a step has ended
             return
         now = time.perf_counter()
         if self.sent_step >= 0:
@@ -76,7 +76,7 @@ class Exchange:
         self.next_step = step + (1 if is_alone or step_s >= SHORT_STEP_S else few)
 
     def listen(self) -> None:
-        """Send this process's signal or problem to the other processes, and receive their last ones.
+        """Send this process's signal or problem to the other processes, and receive their last messages.
 
         Raises, on all processes:
             Preempted: A process received a signal.
@@ -91,7 +91,7 @@ class Exchange:
             raise Preempted
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of each process. The main process also receives telemetry and skipped images."""
+        """Return the values of all processes. The main process also receives telemetry and skipped images."""
         reports = self.poll.collect((self.telemetry.take(), self.skipped()))
         if self.record:
             self.telemetry.append([piece for pieces, _ in reports for piece in pieces])
@@ -106,18 +106,18 @@ class Meter:
     def __init__(self, accelerator: JobAccelerator, batch: Batch, keeps_ids: bool):
         self.accelerator, self.batch, self.keeps_ids = accelerator, batch, keeps_ids
         dtype = torch.float64 if accelerator.deterministic else torch.float32
-        # Sum over the micro-batches of all steps since the last line
+        # Sum over the micro-batches of all steps since the last line of the log
         self.loss = torch.zeros((), device=accelerator.device, dtype=dtype)
         self.step_loss = torch.zeros_like(self.loss)  # sum over the current step
-        self.ids: list[int] = []  # samples since the last line, for --log_samples
+        self.ids: list[int] = []  # ids of the samples since the last line, for --log_samples
         self.micro_batches = 0  # since this process started
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
-        """Restore the sum of losses.
+        """Restore the sum of losses from a checkpoint.
 
-        If the number of ranks has changed, rank 0 receives the whole sum. The sum is scaled to the current
-        number of micro-batches, which preserves the mean.
+        If the number of ranks has changed, rank 0 receives the whole sum. The sum is rescaled to the current
+        number of micro-batches, so that the mean stays the same.
         """
         if losses := state.losses:
             now, before = self.batch.processes * self.batch.accumulations, len(losses) * state.accumulations
@@ -132,12 +132,12 @@ class Meter:
             self.ids.extend(ids.tolist())
 
     def end_step(self) -> None:
-        """Add the losses of the current step to the sum since the last line."""
+        """Add the losses of the current step to the sum since the last line of the log."""
         self.loss += self.step_loss
         self.step_loss.zero_()
 
     def check(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks if --deterministic could not sum a gradient. Collective."""
+        """Raise FloatingPointError on all ranks if --deterministic could not sum gradients. Collective."""
         if self.accelerator.exact_sum:
             self.accelerator.exact_sum.check(step)
 
@@ -161,30 +161,30 @@ class Meter:
 
 @dataclass
 class Ranks:
-    """Shared state and work of all ranks of an open run.
+    """State and operations that all ranks of an open run share.
 
-    A checkpoint is due at the first, best and last step, at multiples of --keep_every, and every
-    --checkpoint_every steps or after each epoch. If epochs are short, at most one checkpoint per
-    --checkpoint_s seconds is due.
+    A checkpoint is due after the first step, after the best evaluation, after the last step, at multiples of
+    --keep_every, and every --checkpoint_every steps or after each epoch. If epochs are short, at most one
+    checkpoint is due per --checkpoint_s seconds.
     """
 
     recipe: Recipe
-    steps: Steps  # begins with the first step of this process
+    steps: Steps  # starts at the first step of this process
     state: RunState
     meter: Meter
     predictions: Predictions
     saver: Saver
     exchange: Exchange
     record: MainRecord | None  # None except on the main process
-    newest: int  # step of the newest snapshot, else of the checkpoint in the run's folder, else 0
+    newest: int  # step of the newest snapshot, else of the newest checkpoint in the folder, else 0
     epoch_began: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
-        """Return True if the run ends at the evaluation of this step or at the next one."""
+        """Return True if the run ends at this step's evaluation or at the next step."""
         return self.state.is_over(self.recipe.patience)
 
     def end_facts(self) -> ResultEnd:
-        """Return the parts of result.json about the end. `stopped_by` is None if no epoch is missing."""
+        """Return the entries of result.json about the end. `stopped_by` is None if no epoch is missing."""
         step, steps, stopped_by = self.state.step, self.steps, None
         if step == steps.last != steps.total:
             stopped_by = f"--max_steps {step}"
@@ -193,9 +193,9 @@ class Ranks:
         return {"steps": step, "total_steps": steps.total, "stopped_by": stopped_by}
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint if one is due after `step` steps. Collective. Raises the errors of take().
+        """Save a checkpoint if one is due after `step` steps. Collective. Raises the same errors as take().
 
-        The snapshot of a new best evaluation is held until --checkpoint_s after the last write.
+        The snapshot of a new best evaluation is held until --checkpoint_s seconds after the last write.
         """
         if step > self.newest:
             if self._is_due(step) or step == self.steps.first:
@@ -205,7 +205,7 @@ class Ranks:
         self.saver.write_held(self.recipe.checkpoint_s)
 
     def flush(self) -> None:
-        """Write this step's snapshot or a held snapshot, if it is not on disk yet. Collective; see take()."""
+        """Write this step's snapshot, or a held snapshot that is not on disk yet. Collective; see take()."""
         if self.state.step > self.newest:
             self.take()
         else:
@@ -247,7 +247,7 @@ class Ranks:
             self.newest = step
 
     def write_samples(self) -> None:
-        """Log the sample ids of each step since the last call, in the order of its batch. Collective."""
+        """Log the sample ids of each step since the last call, in the order of the batch. Collective."""
         if not self.meter.keeps_ids:
             return
         batch, per_rank = self.meter.batch, self.exchange.poll.gather([*self.meter.ids])
@@ -258,8 +258,9 @@ class Ranks:
     def _is_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step` steps.
 
-        At the end of an epoch, it is due if the next epoch would end more than --checkpoint_s after the last
-        write. This call is then collective, because clocks differ.
+        At the end of an epoch, a checkpoint is due if the next epoch would end more than --checkpoint_s
+        seconds after the last write. In this case, the call is collective, because clocks differ between
+        ranks.
         """
         recipe = self.recipe
         is_to_keep = recipe.keep_every is not None and step % recipe.keep_every == 0

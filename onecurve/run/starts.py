@@ -1,7 +1,7 @@
-"""Lines of starts.jsonl, one for each start of a run's main process.
+"""Reads and writes starts.jsonl, which contains one line for each start of a run's main process.
 
-A start appends a line and does not change earlier lines. A line contains recipe.json at that start (without
-`argv` and `defaults`), and:
+Each start appends a line and does not change earlier lines. A line contains recipe.json as of that start
+(without `argv` and `defaults`), and the following keys:
 
     at                     time.time() of the start
     step                   step at which the start began
@@ -10,7 +10,7 @@ A start appends a line and does not change earlier lines. A line contains recipe
     per_device_batch_size, accumulation_steps, steps_per_epoch, cropped
 
 If an earlier version trained before the first recorded start, the first line is created from the checkpoint's
-manifest and has no `step`.
+manifest and does not contain `step`.
 """
 
 import json
@@ -25,7 +25,7 @@ from onecurve.run.schemas import Result, StartLine, kinds
 from onecurve.system.files import open_to_append, read_lines, typed_values
 
 STARTS = "starts.jsonl"
-# Keys of `changed` that indicate different evaluation images
+# Keys of `changed` which indicate that the evaluation images differ
 CONTENT, CROPPED = "content of the data", "cropped images"
 LEFT_OUT = ("argv", "defaults")
 MOST_IN_TURN = 4  # number of values that in_turn() lists
@@ -33,7 +33,7 @@ MOST_IN_TURN = 4  # number of values that in_turn() lists
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run. The run's result includes its steps first + 1 ... last, or none if both are equal."""
+    """A start of a run. The result includes its steps first + 1 ... last, or no step if both are equal."""
 
     about: dict[str, Any]  # line of starts.jsonl
     first: int
@@ -41,7 +41,7 @@ class Start:
 
     @property
     def is_recorded(self) -> bool:
-        """False for the line about the training by an earlier version."""
+        """False for the line about training by an earlier version."""
         return "step" in self.about
 
 
@@ -52,12 +52,12 @@ def add_start(
 
     Args:
         folder: The run's folder.
-        start: The new line, without `changed`.
+        start: New line, without `changed`.
         continued: Manifest of the checkpoint from which the run resumes; None for a new run.
         paths: Names of the flags that may be local paths.
     """
     file, line = folder / STARTS, {name: value for name, value in start.items() if name not in LEFT_OUT}
-    if file.is_symlink():  # its target may not belong to the run
+    if file.is_symlink():  # the link's target may not belong to the run
         file.unlink()
     changed = changes(continued, start, paths) if continued else {}
     lines = [line | {"changed": changed}]
@@ -76,7 +76,7 @@ def add_start(
 
 
 def changes(manifest: dict[str, Any], start: StartLine, paths: Collection[str]) -> dict[str, list[Any]]:
-    """Return the differences between a start's recipe and its checkpoint's: {name: [before, now]}."""
+    """Return the flags that differ between a checkpoint's recipe and a start: {name: [before, now]}."""
     before, now = manifest.get("recipe", {}), json.loads(json.dumps(start["recipe"]))
     pairs = {name: [value, now[name]] for name, value in before.items() if name in now}
     pairs = {
@@ -100,7 +100,7 @@ def comparable(value: Any, is_path: bool) -> Any:
 
 
 def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
-    """Return the starts with their steps in the result. last_step: last step of the run."""
+    """Return the starts with the steps that the result includes. `last_step`: last step of the run."""
     begins = [line.get("step", 0) for line in lines]
     return [
         Start(line, begins[k], max(begins[k], min([*begins[k + 1 :], last_step])))
@@ -109,14 +109,14 @@ def in_order(lines: Sequence[dict[str, Any]], last_step: int) -> list[Start]:
 
 
 def kept(starts: Sequence[Start]) -> list[Start]:
-    """Return the starts with steps in the run's result, or the last start if there are no such steps yet."""
+    """Return the starts with steps in the run's result, or the last start if no start has such steps yet."""
     return [start for start in starts if start.last > start.first] or [*starts[-1:]]
 
 
 def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ...]]]:
     """Return the strategy and the devices of each start with steps in the result.
 
-    result: content of result.json, which describes only the last start.
+    result: Content of result.json, which describes only the last start.
     """
     lines = [typed_values(line, kinds(StartLine))[0] for line in read_lines(folder / STARTS)]
     starts = [start.about for start in kept(in_order(lines, result["steps"]))]
@@ -125,13 +125,13 @@ def where_trained(folder: Path, result: Result) -> list[tuple[str, tuple[str, ..
 
 
 def where_in_words(folder: Path, result: Result) -> str:
-    """Return where a run was trained, for example `ddp on 2 x CPU, then single on 1 x CPU`."""
+    """Describe where a run was trained, for example `ddp on 2 x CPU, then single on 1 x CPU`."""
     jobs = where_trained(folder, result)
     return in_turn(f"{strategy} on {len(devices)} x {devices[0]}" for strategy, devices in jobs)
 
 
 def in_turn(values: Iterable[str]) -> str:
-    """Return successive values without repetitions, for example `a, then b, then c`."""
+    """List successive values without consecutive repetitions, for example `a, then b, then c`."""
     distinct = [value for value, _ in groupby(values)]
     if len(distinct) > MOST_IN_TURN:
         distinct = [*distinct[: MOST_IN_TURN - 2], f"{len(distinct) - MOST_IN_TURN + 1} others", distinct[-1]]

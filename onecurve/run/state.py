@@ -1,4 +1,4 @@
-"""Progress of a run, in memory and in state.json of each checkpoint."""
+"""Tracks the progress of a run, in memory and in each checkpoint's state.json."""
 
 import dataclasses
 import typing
@@ -14,10 +14,10 @@ from onecurve.system.processes import own_age_s
 
 @dataclass
 class RunState:
-    """State of a run after `step` optimizer steps. Without arguments, the state before the first step.
+    """State of a run after `step` optimizer steps. The defaults describe a run before the first step.
 
-    In memory, `wall_s` and `spent_s` are the times of earlier processes. The fields from `losses` onwards
-    have the values at the start of this process. at_save() fills in current values.
+    In memory, `wall_s` and `spent_s` contain only the time of earlier processes, and the fields from `losses`
+    onwards contain the values at the start of this process. at_save() fills in current values.
     """
 
     step: int = 0
@@ -29,13 +29,14 @@ class RunState:
     wall_s: float = 0.0
     spent_s: dict[str, float] | None = None  # parts of wall_s; missing in older files
     bad_images: list[int] = field(default_factory=list)  # skipped samples; missing in older files
-    stale: int = 0  # evaluations since the best; missing in older files
+    stale: int = 0  # number of evaluations since the best one; missing in older files
     stopped: bool = False  # True if the script ends the run before its last step; missing in older files
-    losses: list[float] = field(default_factory=list)  # for each process, the sum since the last line
+    # For each process, the sum of losses since the last line of the log
+    losses: list[float] = field(default_factory=list)
     accumulations: int = 1
     epoch: float = 0.0
     optimizer: OptimizerScalars | None = None
-    loss_scale: dict[str, float] | None = None  # with fp16
+    loss_scale: dict[str, float] | None = None  # set only with fp16
     wandb_id: str | None = None
     wandb_url: str | None = None
 
@@ -67,7 +68,7 @@ class RunState:
         return {n: value for n, value in vars(self).items() if value is not None or n == "loss_scale"}
 
     def at_save(self, **filled: Any) -> Self:
-        """Return a copy for state.json, with current times and the given values of other fields."""
+        """Return a copy for state.json with current times, and with the given values for other fields."""
         reset = {"wandb_id": None, "wandb_url": None}  # ids of an earlier process
         times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
         return dataclasses.replace(self, **times | reset | filled)
@@ -77,27 +78,27 @@ class RunState:
         return {name: v for name, v in self.to_json().items() if name in ("optimizer", "loss_scale")}
 
     def wall_now_s(self) -> float:
-        """Return the run's seconds over all starts, including imports but not pauses between starts."""
+        """Return the run's seconds over all starts, including imports but not the time between starts."""
         return self.wall_s + own_age_s()
 
     def spent_now_s(self) -> dict[str, float]:
-        """Return the parts of wall_now_s(): `starting`, `training`, ... (see onecurve/system/phase.py)."""
+        """Divide wall_now_s() into `starting`, `training` and so on (see onecurve/system/phase.py)."""
         before, current = self.spent_s or {}, now.spent_s()
         return {part: before.get(part, 0.0) + current.get(part, 0.0) for part in before | current}
 
     def end_step(self, step: int) -> None:
-        """Set the step, whose weights are not evaluated yet."""
+        """Set the current step. Its weights have not been evaluated yet."""
         self.step, self.evaluated = step, False
 
     def add_evaluation(self, step: int, metrics: dict[str, float], by: str = "accuracy") -> None:
-        """Add an evaluation. The best has the highest metric `by`, or the lowest loss without that metric."""
+        """Record an evaluation. The best one has the highest metric `by`, or the lowest loss without it."""
         self.last, self.evaluated = metrics, True
         self.stale += 1
         if not self.best or score(metrics, by) > score(self.best, by):
             self.best, self.stale = metrics | {"step": step}, 0
 
     def is_over(self, patience: int | None) -> bool:
-        """Return True if the run ends at the evaluation of this step or at the next one."""
+        """Return True if the run ends at this step's evaluation or at the next step."""
         return self.stopped or (patience is not None and self.stale >= patience)
 
     @property

@@ -1,4 +1,4 @@
-"""Logging to TensorBoard, Weights & Biases and trackio, based on Accelerate's trackers."""
+"""Logs to TensorBoard, Weights & Biases and trackio, based on Accelerate's trackers."""
 
 import hashlib
 import os
@@ -18,14 +18,15 @@ from onecurve.system.output import log
 from onecurve.system.text import printable
 from onecurve.upstream.packages_ import is_tensorboard_writer
 
-HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")  # shown with hyper-parameters
-INIT_S, FINISH_S = 10, 60  # seconds that a run waits for a W&B server at its start and at its end
+# Shown next to the hyper-parameters
+HEADLINES = ("val/accuracy", "val/loss", "train/loss", "train/images_per_s")
+INIT_S, FINISH_S = 10, 60  # seconds that a run waits for a W&B server at the start and at the end
 
 
 class Trackers:
-    """The trackers in --trackers, which write into the run's folder. Main process only.
+    """Trackers selected by --trackers, which write into the run's folder. Main process only.
 
-    The recipe, the strategy and the number of processes are the hyper-parameters.
+    Trackers show the recipe, the strategy and the number of processes as hyper-parameters.
 
     Args:
         names: Names of the trackers.
@@ -43,10 +44,11 @@ class Trackers:
         if "wandb" in names and (wandb := _start_wandb(folder, recipe_file["script"], state.wandb_id)):
             self.started.append(wandb)
         if "trackio" in names:
-            # Runs in different folders may have the same name.
+            # Runs in different folders may share a name.
             name = f"{folder.name}-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:8]}"
             options = {"name": name, "resume": "allow", "embed": False}
-            measured = {"auto_log_cpu": False, "auto_log_gpu": False}  # recorded in telemetry-<host>.jsonl
+            # The telemetry of the run already contains these measurements
+            measured = {"auto_log_cpu": False, "auto_log_gpu": False}
             self.started.append(_Trackio(recipe_file["script"], **options, **measured))
             self.started[-1].start()
             log.info(f"trackio run {name}: trackio show --project {recipe_file['script']}")
@@ -60,7 +62,7 @@ class Trackers:
             tracker.store_init_configuration(values)
 
     def ids(self) -> dict[str, str]:
-        """Return the W&B run's id and address, for recipe.json; empty without W&B."""
+        """Return the W&B run's id and address for recipe.json, or {} without W&B."""
         runs = [tracker.run for tracker in self.started if isinstance(tracker, _WandB)]
         ids = {"wandb_id": runs[0].id, "wandb_url": runs[0].url} if runs else {}
         return {name: value for name, value in ids.items() if value}  # an offline run has no address
@@ -71,28 +73,28 @@ class Trackers:
             tracker.log(values, step=step)
 
     def show(self, files: list[Path], step: int) -> None:
-        """Send PNG files as `plots/<name>`. An error is logged and does not end the training."""
+        """Send PNG files as `plots/<name>`. An error is logged and does not end training."""
         from PIL import Image
 
         for tracker in self.started:
-            # TensorBoard needs the layout [1, H, W, 3]. The other trackers take single images.
+            # TensorBoard needs the layout [1, H, W, 3]. The other trackers accept single images.
             layout = {"dataformats": "NHWC"} if isinstance(tracker, _TensorBoard) else {}
             try:
                 for file in files:
                     with Image.open(file) as image:
                         pixels = np.asarray(image.convert("RGB"))[None]
                     tracker.log_images({f"plots/{file.stem}": pixels}, step=step, **layout)
-            except Exception as error:  # libraries and disks raise many types
+            except Exception as error:  # libraries and disks cause many types of errors
                 log.info(f"{tracker.name} does not have the pictures ({error}). They are in plots/")
 
     def finish(self, failed: bool) -> None:
-        """Close all trackers. failed: True marks the run as failed."""
+        """Close all trackers. `failed`: mark the run as failed."""
         for tracker in self.started:
             tracker.finish(failed)
 
 
 def _without_full_disks(args: threading.ExceptHookArgs) -> None:
-    """Hide tracebacks of TensorBoard's thread. Its error is raised again in the main thread."""
+    """Hide tracebacks of TensorBoard's thread, because the main thread raises the same error again."""
     if not isinstance(args.exc_value, OSError) or not is_tensorboard_writer(args.thread):
         threading.__excepthook__(args)
 
@@ -100,13 +102,13 @@ def _without_full_disks(args: threading.ExceptHookArgs) -> None:
 class _TensorBoard(TensorBoardTracker):
     """TensorBoard tracker that stores hyper-parameters in the run itself.
 
-    Accelerate's tracker adds a second run through torch's add_hparams (pytorch/pytorch#32651).
+    Accelerate's tracker would create a second run through torch's add_hparams (pytorch/pytorch#32651).
     """
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # TensorBoard shows the last values of the curves with these names.
+        # TensorBoard shows the last values of the curves with these names next to the hyper-parameters.
         *start, self.success = hparams(values, dict.fromkeys(HEADLINES, 0.0))
         for summary in start:
             self.writer.file_writer.add_summary(summary)
@@ -133,8 +135,8 @@ class _Trackio(TrackioTracker):
 class _WandB(WandBTracker):
     """W&B tracker with the optimizer step as the axis of all curves.
 
-    W&B's own counter does not accept a step twice. An error is logged once, and ends logging to W&B but not
-    the training.
+    W&B's built-in counter does not accept the same step twice. An error is logged once. It ends logging to
+    W&B, but not training.
     """
 
     ended = False
@@ -167,10 +169,10 @@ class _WandB(WandBTracker):
 def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | None:
     """Start or continue a W&B run. Returns None if W&B is disabled.
 
-    The run is offline without a key, or if no server accepts it. W&B's environment variables override the
-    names of run and project. docs/launching.md lists some of them.
+    The W&B run is offline if there is no API key, or if no server accepts the run. W&B's environment
+    variables override the names of run and project. docs/launching.md lists some of these variables.
     """
-    # Otherwise W&B's error reports would wait for the same unavailable server at the end.
+    # Otherwise, W&B's error reports would wait for the same unavailable server at the end of the run.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
@@ -200,9 +202,9 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
             log.info(f"W&B has no key (wandb login): the run is logged offline. {_send_later(folder)}")
             tracker = offline
         tracker.start()
-    except Exception as error:  # for example a wrong key, no server, no service process
+    except Exception as error:  # for example a wrong key, an unavailable server or a missing service process
         log.info(f"W&B does not accept the run ({error}). It is logged offline. {_send_later(folder)}")
-        wandb.teardown()  # otherwise the offline run would wait for the same server
+        wandb.teardown()  # otherwise, the offline run would wait for the same server
         tracker = offline
         tracker.start()
     log.info(f"W&B run {tracker.run.id if tracker.run.offline else tracker.run.url}")
@@ -210,7 +212,7 @@ def _start_wandb(folder: Path, project: str, run_id: str | None) -> _WandB | Non
 
 
 def _save_and_stop() -> None:
-    """Stop the run with a checkpoint, as after SIGTERM. W&B itself would send SIGINT, which saves nothing."""
+    """Stop the run with a checkpoint, like SIGTERM. By default, W&B sends SIGINT, which saves nothing."""
     log.info("W&B's Stop button was pressed: saving a checkpoint")
     os.kill(os.getpid(), signal.SIGTERM)
 
