@@ -1,4 +1,4 @@
-"""Operating system, files, processes, S3 and the command line. This package knows nothing about training.
+"""Operating system, files, processes, S3 and the command line. This package is independent of training.
 
 Start with files.py and processes.py.
 """

@@ -1,4 +1,4 @@
-"""Runs commands: environment, flags, error messages and exit status."""
+"""Runs commands, and handles their environment, flags, error messages and exit status."""
 
 import argparse
 import contextlib
@@ -17,18 +17,18 @@ from onecurve.system.env import rank, report
 from onecurve.system.paths import ROOT
 from onecurve.system.text import message_text
 
-# An empty value must never mean the working folder or the root of the file system.
+# An empty value must never refer to the working folder or to the root of the file system.
 EMPTY = "is empty. Check that the variable that provides it is set."
 
 
 def run_command(main: Callable[[], int]) -> int:
     """Call a command's main() and return its exit status.
 
-    After a ValueError or OSError, prints one line and returns 1. After Ctrl-C, returns 130.
+    After a ValueError or OSError, this function prints one line and returns 1. After Ctrl-C, it returns 130.
     """
     settle_environment()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # tests may replace it by another stream
-        sys.stdout.reconfigure(errors="backslashreplace")  # names that are not UTF-8 must not end the command
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tests may replace sys.stdout with another stream
+        sys.stdout.reconfigure(errors="backslashreplace")  # names with invalid UTF-8 must not end the command
     try:
         status = main()
         sys.stdout.flush()
@@ -46,7 +46,7 @@ def run_command(main: Callable[[], int]) -> int:
 
 
 def _is_pipe_closed() -> bool:
-    """Return True if stdout's reader, such as `head`, has closed the pipe. Discard the remaining output."""
+    """Return True if stdout's reader (for example `head`) has closed the pipe. Discard remaining output."""
     with contextlib.suppress(OSError):  # raised if stdout is not a file
         (poll := select.poll()).register(sys.stdout, 0)  # reports a closed pipe even with an empty mask
         if poll.poll(0):
@@ -56,14 +56,14 @@ def _is_pipe_closed() -> bool:
 
 
 def _text(error: Exception) -> str:
-    """Return the error's message. For file errors, omit the errno and the quotes that Python adds."""
+    """Return the error's message. For file errors, omit the errno and the quotation marks."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def config_file(name: str) -> Path:
-    """Return the path of an accelerate config. A bare name may be a file in accelerate_configs/."""
+    """Return the path of an accelerate config. A bare name may refer to a file in accelerate_configs/."""
     path, bundled = Path(name), Path("accelerate_configs", name)
     if not path.exists() and (ROOT / bundled).is_file():
         path = bundled if bundled.exists() else ROOT / bundled
@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def command_parser(doc: str | None, usage: str | None = None) -> CommandParser:
-    """Return a parser whose help shows a script's docstring: first paragraph, flags, remaining paragraphs.
+    """Return a parser whose help shows a docstring's first paragraph, the flags, and the other paragraphs.
 
     If the second paragraph is indented, it gets the heading "examples:".
     """
@@ -113,19 +113,19 @@ def add_help_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def say_loading() -> None:
-    """Print a first line on rank 0 before the import of torch, which takes seconds."""
+    """Print a first line on rank 0 before importing torch, which takes seconds."""
     if rank() == 0:
         print("loading PyTorch", file=sys.stderr, flush=True)
 
 
 def split_at_script(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the words before the first word that ends in .py, and the remaining words."""
+    """Split a command line at the first word that ends in .py. That word begins the second part."""
     index = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
     return words[:index], words[index:]
 
 
 def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *names: str) -> None:
-    """End the command with an error if one of these numbers is set but not finite and greater than 0."""
+    """End the command with an error unless each number is None, or finite and greater than 0."""
     for name in names:
         value = getattr(flags, name, None)
         if value is not None and not 0 < value < math.inf:
@@ -135,22 +135,22 @@ def check_positive(parser: argparse.ArgumentParser, flags: argparse.Namespace, *
 def settle_environment() -> None:
     """Set the umask and the environment of a command.
 
-    Other users get no write permission for files that this process creates. The group's permission follows
-    the user's umask, because weights are shared. The backend of a notebook's kernel is removed, because
-    matplotlib's import would fail with it.
+    Files that this process creates are not writable for other users. The group's permission follows the
+    user's umask, because weights are shared. A notebook kernel's matplotlib backend is removed from the
+    environment, because importing matplotlib would fail with this backend.
     """
     os.umask(os.umask(0o077) | 0o002)
     os.environ.pop("MPLBACKEND", None)
 
 
 def tell_launchers(message: str) -> None:
-    """Report this process's failure, which is the cause of the job's failure, to all launchers."""
+    """Report to all launchers that this process's failure caused the job's failure."""
     tell_torchrun(message)
     report("failed", message=message)
 
 
 def tell_torchrun(message: str) -> None:
-    """Write the message that torchrun shows when it reports the failure of this process."""
+    """Write the message that torchrun shows when it reports this process's failure."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):

@@ -30,20 +30,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 READ_BYTES = 16 * 2**20
-# Errors of a network mount after which a read is retried. S3 uses the same number of attempts and waits.
+# Errors of a network mount after which a read is retried. S3 requests use the same number of attempts and the
+# same waits.
 TRANSIENT = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
 ATTEMPTS = 4
-BACKOFF_S = 0.4  # before the second attempt; grows with the number of attempts
+BACKOFF_S = 0.4  # wait before the second attempt; grows with the number of attempts
 # Expected structure of a JSON value: a type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a
-# dataclass, or a union. float accepts any finite number. [Kind] is a list.
-# {key: Kind, "*": Kind of all other keys} is an object whose values may also be null.
+# dataclass, or a union. float accepts any finite number. [Kind] also denotes a list. {key: Kind, "*": Kind of
+# all other keys} is an object whose values may also be null.
 Kind = Any
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk (fsync).
+    """Wait until a file, or the list of names in a folder, is on disk (fsync).
 
-    Old CIFS, vboxsf and some FUSE file systems can't sync a folder. A warning then appears once.
+    Old CIFS, vboxsf and some FUSE file systems can't sync a folder. In this case, a warning is logged once.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -65,7 +66,7 @@ def _warn_not_synced(reason: str) -> None:
 
 
 def retried(read: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that reads files, so that it is retried after TRANSIENT errors."""
+    """Decorate a function that reads files, so that the call is retried after TRANSIENT errors."""
 
     @functools.wraps(read)
     def attempts(*args: P.args, **options: P.kwargs) -> R:
@@ -96,13 +97,13 @@ def note_retry(reason: str) -> None:
 
 
 def first_retry() -> str:
-    """Return why this process's first retried read failed, or an empty string if no read was retried."""
+    """Return the reason for this process's first retried read, or an empty string if none was retried."""
     return "".join(_first_retry)
 
 
 @retried
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 of a file in hex. Call heartbeat() after each READ_BYTES."""
+    """Return the SHA-256 of a file in hex. Call heartbeat() after reading each READ_BYTES bytes."""
     digest = hashlib.sha256()
     check_regular(path)
     with open(path, "rb") as file:
@@ -113,7 +114,7 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
 
 
 def unfetched(content: Path | bytes) -> str:
-    """Return a message if a file, or its content, is a Git LFS pointer, or an empty string."""
+    """Return a message if a file or the given content is a Git LFS pointer, or else an empty string."""
     if isinstance(content, Path):
         if not content.is_file():
             return ""
@@ -124,7 +125,7 @@ def unfetched(content: Path | bytes) -> str:
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless the path leads to a regular file, because opening a pipe may block forever."""
+    """Raise OSError unless the path refers to a regular file, because opening a pipe may block forever."""
     if not path.is_file():
         path.stat()  # raises FileNotFoundError if the file is missing
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -136,9 +137,9 @@ def read_regular(path: Path) -> bytes:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise ValueError if a folder in a run folder is a link.
+    """Raise ValueError if a subfolder of a run folder is a link.
 
-    The run folder may come from another person, so the link could lead to any folder.
+    The run folder may come from another person, so the link could point to any folder.
     """
     if folder.is_symlink():
         target = printable(str(folder.readlink()))
@@ -158,7 +159,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def discard(path: Path) -> None:
-    """Remove a folder with its content, a file, or a link without its target. Ignore missing paths."""
+    """Remove a folder with its content, a file, or a link but not its target. Ignore missing paths."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -166,7 +167,7 @@ def discard(path: Path) -> None:
 
 
 def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
-    """Lock a file (flock) without waiting. Return False if another process holds the lock."""
+    """Lock a file with flock, without waiting. Return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,14 +176,14 @@ def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
 
 
 def free_space(folder: Path, error: OSError) -> str:
-    """Describe the free space on the folder's disk, such as `12 MiB are free`, or name a quota."""
+    """Describe the free space on the folder's disk, for example `12 MiB are free`, or mention a quota."""
     if error.errno == errno.EDQUOT:
         return "the quota of this user, group or project, even if the disk has free space"
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
 
 
 def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
-    """Return an error for a failed write of `subject`, with the reason and the remedy."""
+    """Return an error for a failed write of `subject` that explains the reason and the remedy."""
     advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Correct the problem"
     return ValueError(
         f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
@@ -200,7 +201,7 @@ def writing(subject: str, folder: Path) -> Iterator[None]:
 
 
 def allow_open_files(count: int) -> int:
-    """Raise this process's limit of open files to `count` or the hard limit. Return the new limit."""
+    """Raise this process's limit on open files to `count` or the hard limit. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -209,13 +210,13 @@ def allow_open_files(count: int) -> int:
 
 
 def size_limit() -> str:
-    """Return a hint for write errors under a file size limit (`ulimit -f`), or an empty string."""
+    """Return a hint for write errors caused by a file size limit (`ulimit -f`), or an empty string."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return "" if limit == resource.RLIM_INFINITY else f" (ulimit -f limits files to {limit:,} bytes)"
 
 
 def own_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the matching regular files below the folder, sorted, without pipes and targets of links."""
+    """Return the matching regular files below the folder in sorted order, without pipes and link targets."""
     return [file for file in sorted(folder.glob(pattern)) if _is_own(file, folder)]
 
 
@@ -223,7 +224,7 @@ def read_own(folder: Path, name: str, most_bytes: int) -> bytes:
     """Return the content of a file that own_files() returns.
 
     Raises:
-        OSError: If it is any other file, or larger than most_bytes.
+        OSError: If the path is not such a file, or the file is larger than most_bytes.
     """
     file = folder / name
     if not _is_own(file, folder):
@@ -243,7 +244,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Write a table. Spreadsheets do not evaluate its cells as formulas (OWASP, CSV Injection)."""
+    """Write a table whose cells spreadsheets do not evaluate as formulas (OWASP, CSV Injection)."""
     table = io.StringIO()
     for cells in (map(printable, row) for row in rows):
         escaped = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
@@ -256,11 +257,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file atomically and wait until it is on disk. If an error occurs, the old file stays."""
+    """Replace the file atomically and wait until it is on disk. After an error, the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
-    discard(temporary)  # leftover of a killed process, or another person's link
+    discard(temporary)  # leftover from a killed process, or another person's link
     try:
-        with open(temporary, "xb") as file:  # does not follow links
+        with open(temporary, "xb") as file:  # mode x does not follow links
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -289,8 +290,8 @@ def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> d
         pairs_hook: Same as object_pairs_hook of json.loads.
 
     Raises:
-        ValueError: For any other content, including other encodings, too deep nesting and numbers with
-            thousands of digits. The message names `where` and does not quote the content.
+        ValueError: For any other content, including encodings other than UTF-8, nesting that is too deep, and
+            numbers with thousands of digits. The message names `where` and does not quote the content.
     """
     try:
         value = json.loads(content, object_pairs_hook=pairs_hook)
@@ -308,9 +309,9 @@ def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> d
 
 @functools.cache
 def _strict_loader() -> type:
-    """Return YAML's safe loader without aliases, repeated keys, and numbers in base 8 or 60.
+    """Return YAML's safe loader without support for aliases, repeated keys, and base-8 or base-60 numbers.
 
-    A few aliases of aliases can expand to gigabytes. The other features surprise users.
+    A few nested aliases can expand to gigabytes. The other features surprise users.
     """
     import yaml
 
@@ -344,7 +345,7 @@ def _strict_loader() -> type:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of these pairs, for json.loads. Raise ValueError if a key occurs twice."""
+    """Convert pairs to a dict, for json.loads. Raise ValueError if a key occurs twice."""
     if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
         raise ValueError(f"the key {shortened(repeated[0])} occurs twice")
     return dict(pairs)
@@ -368,7 +369,7 @@ def read_yaml(flag: str, file: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"{where}{line}: {getattr(error, 'problem', None) or error}") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a date that does not exist
+    except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, or a date that does not exist
         raise ValueError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{where}: expected `key: value` lines")
@@ -376,12 +377,12 @@ def read_yaml(flag: str, file: Path) -> dict[str, Any]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects in a JSON-lines file, or [] if there is no file."""
+    """Return the objects in a JSON-lines file, or [] if the file does not exist."""
     return list(json_lines(file)) if file.exists() else []
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON-lines file. Skip lines that a kill or a full disk has truncated."""
+    """Yield the objects in a JSON-lines file. Skip lines that were truncated by a kill or a full disk."""
     check_regular(file)
     with open(file, errors="replace") as texts:
         for text in texts:
@@ -390,9 +391,9 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values that match the expected kinds, and the names of the values that don't.
+    """Return the values that match the expected kinds, and the names of the values that do not match.
 
-    Unknown keys and nulls are in neither result.
+    Neither result includes unknown keys or null values.
     """
     matching, wrong = {}, []
     for key, value in content.items():
@@ -407,7 +408,7 @@ def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """Return True if a value read from JSON matches the kind."""
+    """Return True if a value from JSON matches the kind."""
     if kind is Any:
         return True
     if isinstance(kind, types.UnionType):

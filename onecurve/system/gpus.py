@@ -1,6 +1,6 @@
 """Lists the host's NVIDIA GPUs through NVML, and checks whether the installed torch can use them.
 
-This file does not import torch, so that hosts answer doctor.py in a fraction of a second.
+This file does not import torch, so that every host answers doctor.py in a fraction of a second.
 """
 
 import importlib.util
@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 import psutil
 
-# Oldest driver for each major version of CUDA. It also runs a torch built for a newer minor version:
+# Oldest supported driver for each major version of CUDA. The driver also supports newer minor versions:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 class Devices(NamedTuple):
-    """NVML's answers on this host."""
+    """NVML's description of this host's driver and GPUs."""
 
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None  # newest CUDA that the driver supports: (major, minor)
-    gpus: tuple[dict[str, Any], ...] = ()  # in PCI bus order; None for facts that a GPU does not support
-    problem: str | None = None  # why NVML lists no GPUs although there may be some; None without a driver
+    gpus: tuple[dict[str, Any], ...] = ()  # in PCI bus order; None for values that a GPU does not report
+    # Reason why NVML lists no GPUs although the host may have some; None without a driver
+    problem: str | None = None
 
 
 def list_gpus() -> Devices:
@@ -42,7 +43,7 @@ def list_gpus() -> Devices:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         gpus = tuple(_gpu(pynvml, handle, handles) for handle in handles)
         return Devices(driver, divmod(version // 10, 100) if version else None, gpus)
-    except pynvml.NVMLError as error:  # a GPU that fell off the bus has no handle
+    except pynvml.NVMLError as error:  # a GPU that has fallen off the bus has no handle
         return Devices(problem=str(error))
     finally:
         pynvml.nvmlShutdown()
@@ -63,7 +64,7 @@ def _gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
 
 
 def _ask(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer, or None if the query fails, so that other queries can continue."""
+    """Return NVML's answer to a query, or None if the query fails, so that other queries can continue."""
     try:
         return function(*arguments)
     except pynvml.NVMLError:
@@ -78,13 +79,13 @@ def _process_name(pid: int) -> str:
 
 
 def _can_read(pynvml: Any, gpu: Any, peer: Any) -> bool:
-    """Return True if a GPU can read a peer's memory directly."""
+    """Return True if a GPU can read another GPU's memory directly."""
     status = _ask(pynvml, pynvml.nvmlDeviceGetP2PStatus, gpu, peer, pynvml.NVML_P2P_CAPS_INDEX_READ)
     return status == pynvml.NVML_P2P_STATUS_OK
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version that the installed torch was built for, or None for a torch without CUDA.
+    """Return the CUDA version for which the installed torch was built, or None without CUDA support.
 
     The version is read without importing torch.
     """
@@ -117,16 +118,16 @@ def needed_driver(cuda: str) -> str:
 
 
 def visible_devices(numbers: Sequence[int]) -> dict[str, str]:
-    """Return environment variables that select GPUs of a host, with the numbers of nvidia-smi and the
-    hostfile.
+    """Return environment variables that select GPUs of a host.
 
-    By default, CUDA assigns number 0 to the fastest GPU.
+    The GPU numbers are the same as in nvidia-smi and the hostfile. By default, CUDA would assign number 0 to
+    the fastest GPU.
     """
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
 
 
 def runs_on(built: str, major: int, minor: int) -> bool:
-    """Return True if a GPU of compute capability major.minor runs code built for `built`.
+    """Return True if a GPU of compute capability major.minor can run code built for `built`.
 
     sm_80 runs on 8.0 and later 8.x; compute_80 also runs on newer GPUs.
     """

@@ -1,4 +1,4 @@
-"""Folder of the checkout, and commands and paths in the form in which messages show them."""
+"""Locates the checkout, and formats commands and paths for messages."""
 
 import os
 import shlex
@@ -10,18 +10,18 @@ ROOT = Path(__file__).resolve().parents[2]  # the checkout, or site-packages if 
 
 
 def python_command(*words: object) -> str:
-    """Return a command for the running Python, because `python` on the PATH may be another version."""
+    """Return a command that runs the current Python, because `python` on the PATH may be another version."""
     python = "python" if shutil.which("python") == sys.executable else shortest(sys.executable)
     return shlex.join([python, *map(str, words)])
 
 
 def shortest(path: Path | str) -> str:
-    """Return the path, relative to the working folder if it is below it."""
+    """Return the path, relative to the working folder for paths inside this folder."""
     return os.fspath(path).removeprefix(f"{os.getcwd()}{os.sep}")
 
 
 def public_path(path: Path | str) -> str:
-    """Return the path for publication: relative to the project, or to the home folder as `~`."""
+    """Return the path in a form for publication: relative to the project, or with `~` for the home folder."""
     text, home = str(path), f"{os.path.expanduser('~')}{os.sep}"
     relative = text.removeprefix(f"{ROOT}{os.sep}")
     return f"~/{relative.removeprefix(home)}" if relative.startswith(home) else relative

@@ -1,7 +1,7 @@
 """Records the phase and step of this process, and the time spent in each part of the run.
 
-Parts divide the process's whole time since its start. enter() begins a part in less than a microsecond. The
-phase is a label that may be more detailed than the part.
+The parts add up to the process's whole lifetime. enter() begins a part in less than a microsecond. The phase
+is a label that may be more detailed than the part.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ FIRST_EVALUATION, PLOTS = "first evaluation", "plots"
 
 @dataclass
 class Replay:
-    """Replay of a step's CUDA graph that the watch observes. The watch observes one replay at a time."""
+    """Replay of a step's CUDA graph, observed by the watch. Only one replay is observed at a time."""
 
-    number: int  # number of this replay in the process
+    number: int  # number of this replay, counted in this process
     since: float = field(default_factory=time.time)
     launched: int = 0  # number of replays that the host has launched
     ended: Callable[[], bool] = lambda: False
@@ -47,11 +47,11 @@ class _Now:
         self.phase, self.part = STARTING, IMPORTS
         self.step = 0
         self.replay: Replay | None = None
-        self.since: float | None = None  # time.perf_counter() of the last enter()
-        self.past_s: dict[str, float] = {}  # seconds by part, up to the last enter()
+        self.since: float | None = None  # time.perf_counter() at the last enter()
+        self.past_s: dict[str, float] = {}  # seconds spent in each part, up to the last enter()
 
     def enter(self, part: str, phase: str = "") -> None:
-        """Begin a part. By default, the phase has the same name."""
+        """Begin a part. By default, the phase receives the same name."""
         now_s = time.perf_counter()
         elapsed_s = own_age_s() if self.since is None else now_s - self.since
         self.past_s[self.part] = self.past_s.get(self.part, 0.0) + elapsed_s

@@ -1,4 +1,4 @@
-"""Inspects processes and network interfaces of this host: launchers, descendants, memory limits, routes."""
+"""Inspects this host's processes (launchers, descendants, memory limits) and network interfaces."""
 
 import contextlib
 import ctypes
@@ -21,20 +21,22 @@ from onecurve.system.files import read_yaml
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LAUNCHERS = ("accelerate", "accelerate-launch", "deepspeed", "torchrun", "launch.py")
 LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distributed.")
-# Variables that users rarely set themselves
+# Variables that launchers set but users rarely set
 SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
-NO_MEMORY = (  # messages in an error or in the output of a failed process
+NO_MEMORY = (  # messages about exhausted memory, in an error or in the output of a failed process
     "out of memory",  # torch and CUDA
     "ALLOC_FAILED",  # cuBLAS, cuDNN 8
     "ALLOCATION_FAILED",  # cuDNN 9, device or host memory
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for cuBLAS's handle
-    "unable to find an engine to execute this computation",  # cuDNN: no memory for any engine's workspace
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # not enough memory for cuBLAS's handle
+    # Message of cuDNN if no engine's workspace fits into memory
+    "unable to find an engine to execute this computation",
     "CUDA calloc",  # NCCL
     "can't allocate memory",  # torch on a CPU
     "Storage size calculation overflowed",  # torch: number of bytes exceeds 64 bits
     "could not create a primitive",  # oneDNN
 )
-NO_MEMORY_WHERE_LIMITED = (  # from allocators other than torch's, only if the process's memory is limited
+# Messages from allocators other than torch's; meaningful only if the process's memory is limited
+NO_MEMORY_WHERE_LIMITED = (
     "MemoryError",
     "std::bad_alloc",
     "Cannot allocate memory",
@@ -53,7 +55,7 @@ class Parent(NamedTuple):
     words: list[str]  # command line; [""] if it is hidden
 
     def launcher(self, within: int | None = None) -> str:
-        """Return the launcher or module that Python runs, from the first `within` words; may be empty."""
+        """Return the launcher or module that Python runs, from the first `within` words, or ""."""
         python, *names = (Path(word).name for word in self.words[:within])
         launcher_names = (n for n in names if n in LAUNCHERS or n.startswith(LAUNCHER_MODULES))
         return next(launcher_names, "") if python.startswith("python") else ""
@@ -66,38 +68,41 @@ class Parent(NamedTuple):
 
 @cache
 def parents() -> list[Parent]:
-    """Return the ancestors of this process at the first call, nearest first. The list is never empty."""
+    """Return this process's ancestors as of the first call, nearest first. The list is never empty."""
     chain = [Parent(psutil.Process(), [""])]
-    with contextlib.suppress(psutil.Error):  # an ancestor has just ended
+    with contextlib.suppress(psutil.Error):  # an ancestor ended during the query
         while process := chain[-1].process.parent():
             chain.append(Parent(process, process.cmdline() or [""]))
     return chain[1:] or chain
 
 
 def launchers() -> list[psutil.Process]:
-    """Return the launchers above this process, without shells and tests, which may end earlier.
+    """Return the launchers among this process's ancestors, without shells and tests.
 
-    `deepspeed` runs two launcher processes.
+    Shells and tests are omitted because they may end earlier. The `deepspeed` command runs two launcher
+    processes.
     """
     return [parent.process for parent in takewhile(lambda parent: parent.launcher(within=4), parents())]
 
 
 def is_orphan() -> bool:
-    """Return True if the launcher died during this process's imports: its variables are set, but it is gone.
+    """Return True if the launcher died during this process's imports.
 
-    In a container without an init, the launcher is process 1. It is recognized by its command line, because
-    torchrun renames its main thread.
+    In this case, the launcher's variables are set but the launcher no longer runs. In a container without an
+    init process, the launcher is process 1. The launcher is recognized by its command line, because torchrun
+    renames its main thread.
     """
-    parent, words = parents()[0]  # as read before or after the launcher died
+    parent, words = parents()[0]  # read before or after the launcher died
     is_launcher = parent.pid == 1 and Path(words[0]).name.startswith(("python", "bash", "sh"))
     return os.getppid() == 1 and not is_launcher and any(name in os.environ for name in SET_BY_LAUNCHERS)
 
 
 def deaf_launcher() -> str | None:
-    """Return a warning if SIGTERM to this container does not save a checkpoint. None outside of a container.
+    """Return a warning if SIGTERM to this container would not save a checkpoint, or else None.
 
-    The kernel drops signals to process 1 for which the process has no handler. `accelerate launch` with one
-    process and `deepspeed` have no handler.
+    The result is always None outside of a container. In a container, the kernel drops signals to process 1
+    for which this process has no handler. `deepspeed`, and `accelerate launch` with one process, have no
+    handler for SIGTERM.
     """
     if not any(process.pid == 1 for process in launchers()):
         return None
@@ -111,7 +116,7 @@ def deaf_launcher() -> str | None:
 
 
 def accelerate_config() -> dict[str, Any]:
-    """Return the config of the `accelerate launch` above this process: --config_file or the default file."""
+    """Return the config of the `accelerate launch` above this process: --config_file or the default."""
     from accelerate.commands.config.config_args import default_config_file
 
     for parent in parents():
@@ -125,15 +130,15 @@ def accelerate_config() -> dict[str, Any]:
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it ended between the two calls
+    except psutil.NoSuchProcess:  # the process ended between the two calls
         return False
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot, or None without such a process or /proc.
+    """Return a process's start time in clock ticks since boot, or None without the process or /proc.
 
-    This is field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the time of the boot, which
-    changes when the machine's clock is set.
+    This is field 22 of /proc/PID/stat (proc(5)). psutil's create_time adds the boot time, which changes when
+    the machine's clock is set.
     """
     try:
         return int(_stat(pid)[19])
@@ -150,7 +155,7 @@ def is_running(pid: int, ticks: int | None) -> bool:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the third on. The second, a name, may contain anything."""
+    """Return the fields of /proc/PID/stat from the third on. The second field may contain any characters."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 
@@ -161,12 +166,12 @@ def own_age_s() -> float:
 
 
 def is_under_nohup() -> bool:
-    """Return True if this process was started with SIGHUP ignored. Call it before installing a handler."""
+    """Return True if this process was started with SIGHUP ignored. Call this before installing a handler."""
     return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def allowed_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores that the affinity and the container's CPU quota allow this process."""
+    """Return the number of cores that this process may use under its affinity and the CPU quota."""
     cores = len(os.sched_getaffinity(0))
     return max(1, int(min([cores, *_quotas(groups, root)])))
 
@@ -181,7 +186,7 @@ def _quotas(groups: Path, root: Path) -> Iterator[float]:
         for path in (Path(group), *Path(group).parents):
             folder = root / ("cpu" if is_v1 else "") / str(path).lstrip("/")
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
-            with contextlib.suppress(OSError):  # in a container, the container's group is the root
+            with contextlib.suppress(OSError):  # inside a container, the container's group is the root
                 quota, period = " ".join((folder / name).read_text() for name in names).split()
                 if quota not in ("max", "-1"):
                     yield int(quota) / int(period)
@@ -193,12 +198,12 @@ def end_with_parent() -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make orphaned descendants children of this process instead of init, so that it can find them."""
+    """Make orphaned descendants children of this process instead of init, so that they can be found."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def running_descendants(but: Collection[int] = ()) -> list[psutil.Process]:
-    """Return the descendants of this process, except the pids in `but`. Reap zombies that it has adopted."""
+    """Return this process's descendants, except the pids in `but`. Reap adopted zombies."""
     running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
@@ -219,7 +224,7 @@ def kill(processes: Collection[psutil.Process]) -> None:
 
 
 def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
-    """Return True if an error or the output of a failed process reports that memory ran out.
+    """Return True if the text (an error or a failed process's output) reports that memory ran out.
 
     is_limited: True if the process's memory was limited.
     """
@@ -230,10 +235,10 @@ def says_out_of_memory(text: str, is_limited: bool = False) -> bool:
 
 
 def interface_to(address: str) -> tuple[str, str]:
-    """Return the interface with the route to an address, and this host's address on the interface.
+    """Return the interface that routes to an address, and this host's address on the interface.
 
-    If the address belongs to this host, return the interface with this address. Supports only IPv4, like the
-    launchers' rendezvous.
+    If the address belongs to this host, return the interface with this address. Only IPv4 is supported, as in
+    the launchers' rendezvous.
 
     Raises:
         ValueError: If there is no route.
@@ -252,10 +257,10 @@ def interface_to(address: str) -> tuple[str, str]:
 
 
 def interface_problem(env: Mapping[str, str], with_nccl: bool) -> str | None:
-    """Return why gloo or NCCL can't use the interface that its variable names, or None if both can.
+    """Return why gloo or NCCL can't use the interface named by its variable, or None if both can.
 
-    gloo expects names of interfaces. NCCL expects prefixes of names, full names after "=", and names to
-    exclude after "^".
+    gloo expects interface names. NCCL expects name prefixes, or full names after "=", or names to exclude
+    after "^".
     """
     interfaces = psutil.net_if_addrs()
     problem = f"matches no interface of this host ({', '.join(interfaces)}). Name one of them, or unset it."
@@ -283,7 +288,10 @@ def own_addresses() -> set[str]:
 
 
 def listening_process(port: int) -> str:
-    """Describe the process that listens on a port, as ` by process 12, python x.py`; empty if hidden."""
+    """Describe the process that listens on a port, for example ` by process 12, python x.py`.
+
+    Return an empty string if the process is hidden.
+    """
     with contextlib.suppress(psutil.Error):
         for known in psutil.net_connections("tcp"):
             if known.status == psutil.CONN_LISTEN and known.laddr and known.laddr.port == port and known.pid:

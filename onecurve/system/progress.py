@@ -12,13 +12,13 @@ BAR_VALUES = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct
 
 
 class Display:
-    """Progress bar with a text on a terminal. Elsewhere, prints a line after every LINE_S.
+    """Progress bar with a text on a terminal. Elsewhere, prints a line every LINE_S seconds.
 
-    file: Stream for the output. None is stdout.
+    file: Stream for the output. None means stdout.
     """
 
     def __init__(self, total: int, text: str, file: TextIO | None = None):
-        self.file = file  # not set to sys.stdout here, because the bar replaces sys.stdout
+        self.file = file  # None is not resolved here, because the bar replaces sys.stdout
         out = file or sys.stdout
         self.shown_s, self.bar = time.monotonic(), None
         if out.isatty() and "NO_COLOR" not in os.environ:
@@ -43,7 +43,7 @@ class Display:
             self.print(text)
 
     def print(self, line: str, file: TextIO | None = None) -> None:
-        """Print a line, above the bar if there is one. file: a stream other than the bar's."""
+        """Print a line, above the bar if there is one. `file`: a stream other than the bar's stream."""
         self.shown_s = time.monotonic()
         print(line, file=file or self.file, flush=True)
 
@@ -59,25 +59,25 @@ class TrainingProgress:
         epochs: Epochs of the whole run.
         step: First step of this process.
         steps: Steps of the whole run.
-        unit: Word for samples, such as `images`.
-        val_name: Word for the split of the values `val/...`.
+        unit: Word for samples, for example `images`.
+        val_name: Word for the split that the `val/...` values describe.
     """
 
     def __init__(self, epochs: int, step: int, steps: int, unit: str, val_name: str = "val"):
         self.epochs, self.step, self.steps, self.unit = epochs, step, steps, unit
         self.val_name = val_name
-        self.values: dict[str, float] = {}  # newest value of each metric
+        self.values: dict[str, float] = {}  # latest value of each metric
         self.began: tuple[float, int] | None = None  # time and step of the first advance()
         self.display = Display(steps, "starting")
 
     def advance(self, step: int) -> None:
-        """Show the number of finished steps. Called after each micro-batch."""
+        """Show the number of finished steps. Call this method after each micro-batch."""
         self.step = step
         self.began = self.began or (time.monotonic(), step)
         self.tell("")
 
     def tell(self, activity: str) -> None:
-        """Show an activity of the run other than its steps."""
+        """Show an activity of the run other than training steps."""
         if self.display.is_due():
             position = f"step {self.step:,}/{self.steps:,}"
             values = {name: self.values[name] for name in BAR_VALUES if name in self.values}
@@ -85,7 +85,7 @@ class TrainingProgress:
             self.display.show(text if self.display.bar else activity or position, self.step)
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        """Print a line of the log. With a bar, print only evaluations."""
+        """Print a line of the log. If there is a bar, print only evaluations."""
         self.step, self.values = step, self.values | values
         position = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.steps:,}"
         if not self.display.bar:
@@ -110,7 +110,7 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def _left(self) -> str:
-        """Return the remaining time at the average speed since the first advance(), evaluations included."""
+        """Return the remaining time at the mean speed since the first advance(), including evaluations."""
         if not self.began or self.step <= self.began[1]:
             return ""
         seconds_per_step = (time.monotonic() - self.began[0]) / (self.step - self.began[1])
@@ -118,11 +118,11 @@ class TrainingProgress:
 
 
 class ReadingProgress:
-    """Progress of reading one split, measured in bytes of its images.
+    """Progress of reading one split, measured in bytes of image data.
 
     Args:
         total: Bytes of all images.
-        doing: Word that tell() shows for the activity.
+        doing: Word with which tell() describes the activity.
     """
 
     def __init__(self, split: str, total: int, doing: str = "read"):
@@ -136,7 +136,7 @@ class ReadingProgress:
         self.display.stop()
 
     def tell(self, done: int) -> None:
-        """Show bytes that do not contain images, such as uploaded bytes."""
+        """Show progress in bytes that are not image data, for example uploaded bytes."""
         self._show(f"{self.split}  {self._gib(done)} {self.doing}", done)
 
     def show(self, images: int, read: int) -> None:

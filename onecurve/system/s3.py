@@ -1,7 +1,7 @@
-"""Reads and writes objects below a prefix of an S3 bucket, through boto3 and with bounded waits.
+"""Reads and writes objects below a prefix of an S3 bucket, using boto3 with bounded waits.
 
 The endpoint is AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL. Credentials come from boto3's credential chain. Error
-messages contain the operation, the address, and the store's redacted code and message.
+messages contain the operation, the address, and the store's error code and message (redacted).
 """
 
 import os
@@ -25,13 +25,14 @@ from onecurve.system.threads import run_with_heartbeat, start_daemon
 if TYPE_CHECKING:  # imported lazily, because the import takes a second
     from botocore.client import BaseClient
 
-# With ATTEMPTS requests and botocore's waits between them, an operation without an answer ends within 102 s.
-CONNECT_S = 5  # timeout per address of the endpoint
-READ_S = 15  # silence after which a request, or a part of an answer, counts as lost
+# With ATTEMPTS requests and botocore's waits between the requests, an operation without an answer ends within
+# 102 s.
+CONNECT_S = 5  # seconds until timeout, for each address of the endpoint
+READ_S = 15  # seconds without data after which a request, or a part of an answer, counts as lost
 PROBE_S = 20
-PART_BYTES = 16 * 2**20  # part size of downloads and of uploads; smaller files are uploaded in one request
-FIRST_BYTES = 2**18  # size of a stream's first piece, which may be enough for the reader
-STREAMS = 4  # connections of one upload or download
+PART_BYTES = 16 * 2**20  # part size for downloads and uploads; smaller files are uploaded in one request
+FIRST_BYTES = 2**18  # size of a stream's first piece, which may be all that the reader needs
+STREAMS = 4  # number of connections for one upload or download
 
 NOT_CONDITIONAL = (
     "warning: this S3 store does not support conditional writes (If-None-Match). Two runs that start at the"
@@ -42,18 +43,18 @@ CHECK_CONNECTION = "Check AWS_ENDPOINT_URL, the network, and firewalls or securi
 
 
 class StoreError(ValueError):
-    """Error of the store, with a one-line message: the problem, the address and the remedy."""
+    """Error from the store, with a one-line message that explains problem, address and remedy."""
 
 
 class WrongSize(StoreError):
-    """Error for an object that is missing or does not have the expected size."""
+    """Raised when an object is missing or does not have the expected size."""
 
 
 class ObjectStore:
     """Prefix of an S3 bucket, `s3://bucket/prefix`.
 
-    Thread-safe. Each process creates a separate client, at its first request. All keys are relative to the
-    prefix. Every method may raise StoreError, after retries.
+    This class is thread-safe. Each process creates a separate client at its first request. All keys are
+    relative to the prefix. After retries, every method may raise StoreError.
 
     Raises:
         ValueError: If the URL is not s3://bucket[/prefix].
@@ -62,7 +63,7 @@ class ObjectStore:
     def __init__(self, url: str):
         bucket, _, prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not url.startswith("s3://") or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{2,62}", bucket):
-            quoted = "the text" if "@" in url else repr(url)  # it might be s3://key:secret@bucket
+            quoted = "the text" if "@" in url else repr(url)  # the URL might be s3://key:secret@bucket
             raise ValueError(
                 f"{quoted} is not an s3://bucket/prefix URL with a bucket name of 3 to 63 characters"
             )
@@ -73,17 +74,18 @@ class ObjectStore:
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
-        self._conditional = True  # until the store refuses a conditional write
-        self._has_checksums = False  # until the store requires checksums
-        self._endpoint = "the store"  # replaced by the address once there is a client
-        self._clients: dict[int, BaseClient] = {}  # by pid; forked processes must not share connections
+        self._conditional = True  # set to False once the store refuses a conditional write
+        self._has_checksums = False  # set to True once the store requires checksums
+        self._endpoint = "the store"  # replaced by the endpoint's address once there is a client
+        # Keyed by pid, because forked processes must not share connections
+        self._clients: dict[int, BaseClient] = {}
         self._secrets: tuple[str, ...] = ()  # credentials of the newest client
 
     def probe(self) -> None:
         """Write, list, read and delete a small object with a random name, within PROBE_S.
 
-        Logs a warning if the store does not support conditional writes. Some stores accept such writes but
-        ignore the condition.
+        This method logs a warning if the store does not support conditional writes. Some stores accept
+        conditional writes but ignore the condition.
         """
         end_s = time.monotonic() + PROBE_S
 
@@ -110,9 +112,10 @@ class ObjectStore:
             self.delete([key])
 
     def list(self, under: str = "") -> list[str]:
-        """Return all keys that start with `under`, sorted, without keys that _at() refuses.
+        """Return all keys that start with `under`, in sorted order, without keys that _at() refuses.
 
-        Web consoles create keys named `.../` for folders. Some tools create `/..`, which is unsafe in a path.
+        Web consoles create keys that end in `/` for folders. Some tools create keys with `/..`, which is
+        unsafe in a path.
         """
         with self._explained(f"listing {under or 'the prefix'}"):
             paginator = self._client().get_paginator("list_objects_v2")
@@ -131,12 +134,12 @@ class ObjectStore:
         return None
 
     def write(self, key: str, content: bytes) -> None:
-        """Write a small object, replacing an existing one."""
+        """Write a small object. Replaces an existing object."""
         with self._explained(f"writing {key}"):
             self._put(Body=content, **self._at(key))
 
     def _put(self, **request: Any) -> None:
-        """Write an object. Repeat the write with a checksum if the store requires one, as for retention."""
+        """Write an object. Repeat the write with a checksum if the store requires one (for retention)."""
         try:
             self._client().put_object(**request)
         except Exception as error:
@@ -145,7 +148,7 @@ class ObjectStore:
             self._client().put_object(**request)
 
     def _begins_checksums(self, error: Exception) -> bool:
-        """Return True if the store's answer requires a checksum. Later requests then include it."""
+        """Return True if the store's answer requires a checksum. Later requests then include checksums."""
         code, status, message = _facts(error)
         if self._has_checksums or status != 400 or not re.search("md5|checksum|digest", code + message, re.I):
             return False
@@ -155,11 +158,12 @@ class ObjectStore:
         return True
 
     def create(self, key: str, content: bytes) -> bool:
-        """Write a small object unless it exists. Return False if it exists and this call did not write it.
+        """Create a small object. Return False if the object exists and this call did not write it.
 
         If a request was repeated because its answer was lost, an object with the same content counts as
-        written by this call. Therefore the content should be unique to the writer, such as a random id. On a
-        store without conditional writes, the method first checks and then writes, and logs a warning once.
+        written by this call. Therefore, the content should be unique to the writer, for example a random id.
+        On a store without conditional writes, the method first checks whether the object exists, then writes
+        it, and logs a warning once.
         """
         for attempt in range(ATTEMPTS if self._conditional else 0):
             time.sleep(BACKOFF_S * attempt)
@@ -170,13 +174,13 @@ class ObjectStore:
                     return True
                 except client.exceptions.ClientError as error:
                     code, status, _ = _facts(error)
-                    if status == 412:  # it exists
+                    if status == 412:  # the object exists
                         repeated = error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0
                         return repeated and self.read(key, max(len(content), 2**20)) == content
                     if status == 501 or (status == 400 and code in ("InvalidArgument", "InvalidRequest")):
                         self._warn_not_conditional()
                         break
-                    if status != 409:  # 409 is a concurrent write, which may still fail
+                    if status != 409:  # 409 means a concurrent write, which may still fail
                         raise
         if self._conditional or self.size_and_etag(key) is not None:
             return False
@@ -191,7 +195,7 @@ class ObjectStore:
     def upload(self, path: Path, key: str) -> None:
         """Upload a file, in parts if it is larger than PART_BYTES.
 
-        A failed upload leaves no parts behind, unless the store can't be reached to remove them.
+        A failed upload leaves no parts behind, unless the store can't be reached to remove the parts.
 
         Raises:
             OSError: If the file can't be read.
@@ -202,7 +206,7 @@ class ObjectStore:
             multipart_threshold=PART_BYTES + 1,
             multipart_chunksize=PART_BYTES,
             max_concurrency=STREAMS,
-            preferred_transfer_client="classic",  # the CRT client ignores the endpoint
+            preferred_transfer_client="classic",  # boto3's CRT client ignores the endpoint
         )
         with self._explained(f"uploading {key}"):
             for attempt in range(3):
@@ -213,7 +217,7 @@ class ObjectStore:
                     return
                 except client.exceptions.ClientError as error:
                     # NoSuchUpload: the answer to the last request was lost, and the repeated request found no
-                    # upload to complete. The object may be this file or an older version.
+                    # upload to complete. The stored object may be this file or an older version of it.
                     is_lost = isinstance(error, client.exceptions.NoSuchUpload) and attempt == 0
                     if not (is_lost or self._begins_checksums(error)):
                         raise
@@ -222,7 +226,8 @@ class ObjectStore:
         """Download an object of `size` bytes to `path`. After an error, `path` does not exist.
 
         Args:
-            heartbeat: Called at least every second in the calling thread. Its exception ends the download.
+            heartbeat: Function that is called at least every second in the calling thread. An exception in
+                this function ends the download.
 
         Raises:
             OSError: If the file can't be written.
@@ -236,7 +241,8 @@ class ObjectStore:
                     f"{self.url}/{key} {fault}, but {size:,} bytes are expected. Use another copy"
                 )
             for piece in self.stream(key, size, current[1]):
-                # Fails once the file is closed, which ends the download if the caller has left.
+                # This write fails once the file is closed, which ends the download if the caller has
+                # returned.
                 file.write(piece)
 
         try:
@@ -257,11 +263,11 @@ class ObjectStore:
         return None
 
     def stream(self, key: str, size: int, etag: str | None, start: int = 0) -> Iterator[bytes]:
-        """Yield the object's bytes starting at `start`: a small piece, then pieces of PART_BYTES.
+        """Yield the object's bytes from `start` on: first a small piece, then pieces of PART_BYTES.
 
-        STREAMS pieces are prefetched. Each piece is requested up to ATTEMPTS times.
+        Up to STREAMS pieces are prefetched. Each piece is requested up to ATTEMPTS times.
         """
-        # s3transfer is not used, because it yields no bytes and repeats botocore's retries five times.
+        # s3transfer is not used, because it can't yield bytes and repeats botocore's retries five times.
         pending: deque[Future[bytes]] = deque()
         begins = [start, *range(start + FIRST_BYTES, size, PART_BYTES)] if start < size else []
         for number, (begin, end) in enumerate(zip(begins, [*begins[1:], size], strict=False)):
@@ -277,7 +283,7 @@ class ObjectStore:
             return self._body(key, end - begin, Range=f"bytes={begin}-{end - 1}", **condition)
 
     def _body(self, key: str, limit: int, **request: str) -> bytes:
-        """Read an object or a Range of it. Request it up to ATTEMPTS times if connections break."""
+        """Read an object or a byte range. Repeat the request up to ATTEMPTS times if connections break."""
         for attempt in range(ATTEMPTS):
             time.sleep(BACKOFF_S * attempt)
             answer = self._client().get_object(**self._at(key), **request)
@@ -289,7 +295,7 @@ class ObjectStore:
                 )
             try:
                 return answer["Body"].read()
-            except Exception:  # from botocore or urllib3, if the connection is lost or silent
+            except Exception:  # botocore or urllib3 raises various errors if the connection is lost or silent
                 if attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -312,7 +318,7 @@ class ObjectStore:
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
     def _client(self) -> "BaseClient":
-        """Return this process's client. If two threads create one at the same time, one is dropped."""
+        """Return this process's client. If two threads each create a client, one client is dropped."""
         client = self._clients.get(os.getpid())
         if client is None:
             client, self._secrets = _connect(self._has_checksums)
@@ -322,7 +328,7 @@ class ObjectStore:
 
     @contextmanager
     def _explained(self, doing: str, absent_is_fine: bool = False) -> Iterator[None]:
-        """Convert boto's errors within the context to StoreErrors."""
+        """Convert boto3's errors within the context to StoreErrors."""
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
@@ -332,20 +338,20 @@ class ObjectStore:
             if absent_is_fine and _facts(error)[0] in ("NoSuchKey", "NotFound", "404"):
                 return
             reason = _explanation(error, self._endpoint, self._secrets)
-            # A new client reads the credentials again, and has a full retry quota.
+            # A new client reads the credentials again and starts with a full retry quota.
             self._clients.pop(os.getpid(), None)
-            # Not `from error`, because its traceback may show the output of credential helpers.
+            # Don't use `from error`, because the traceback may show the output of credential helpers.
             raise StoreError(f"{doing} at {self.url} failed: {reason}") from None
 
 
 def _is_plain(key: str) -> bool:
-    """Return True if a key has up to 1,024 characters, single slashes between names, and no name . or .. ."""
+    """Return True if a key has at most 1,024 characters, single slashes, and no parts named . or .. ."""
     names = key.split("/")
     return len(key) <= 1024 and key.isprintable() and all(name not in ("", ".", "..") for name in names)
 
 
 def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
-    """Return a client and its credentials. The client has a new session, so that processes share nothing.
+    """Return a client and its credentials. The client uses a new session, so that processes share nothing.
 
     boto3's environment variables override our defaults.
     """
@@ -365,12 +371,12 @@ def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
         retries["total_max_attempts"] = ATTEMPTS
     config = Config(connect_timeout=CONNECT_S, read_timeout=READ_S, retries=retries, **options)
     session = boto3.session.Session()
-    # Requests can't be signed without a region. AWS redirects to the right region; other stores accept any
-    # region.
+    # Requests can't be signed without a region. AWS redirects requests to the right region, and other stores
+    # accept any region.
     region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
     try:
         client = session.client("s3", region_name=region, config=config)
-    except ValueError:  # the error's text quotes the URL, which may contain a password
+    except ValueError:  # the message quotes the URL, which may contain a password
         raise StoreError(
             "AWS_ENDPOINT_URL or the region is malformed. Write the URL as https://host[:port]"
         ) from None
@@ -384,14 +390,14 @@ def _connect(has_checksums: bool) -> tuple["BaseClient", tuple[str, ...]]:
 
 
 def _facts(error: Exception) -> tuple[str, int, str]:
-    """Return code, HTTP status and message of the store's answer; empty if there was no answer."""
+    """Return the code, HTTP status and message of the store's answer, or empty values without an answer."""
     answer = getattr(error, "response", None) or {}
     facts, status = answer.get("Error", {}), answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     return str(facts.get("Code", "")), status, str(facts.get("Message", ""))
 
 
 def _explanation(error: Exception, endpoint: str, secrets_: Iterable[str]) -> str:
-    """Describe the store's answer, or why there was none, and the remedy."""
+    """Describe the store's answer, or why there was no answer, and the remedy."""
     import yaml
     from botocore import exceptions as known
     from urllib3.exceptions import HTTPError

@@ -7,22 +7,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-Heartbeat = Callable[[], None]  # signals progress to other processes; called about every second
+# Function that signals progress to other processes. Called about every second.
+Heartbeat = Callable[[], None]
 Result = TypeVar("Result")
 
 
 def lower_priority() -> None:
-    """Limit the calling thread, and threads that it starts, to CPU time that the training does not use.
+    """Limit the calling thread, and threads that it starts, to CPU time that training does not use.
 
     On Linux, each thread has a separate priority. With ViT-B/32 on 2 cores, a step during a write takes 1.0
-    to 1.3 times as long as other steps, and 2.9 times with equal priorities (benchmarks/checkpoint_saves.py).
+    to 1.3 times as long as other steps. With equal priorities, it takes 2.9 times as long
+    (benchmarks/checkpoint_saves.py).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def start_daemon(work: Callable[[], Result]) -> Future[Result]:
-    """Run work() in a daemon thread, so that the process can end while work() waits for a silent server."""
+    """Run work() in a daemon thread, so that the process can end even if work() waits for a silent server."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -38,8 +40,8 @@ def start_daemon(work: Callable[[], Result]) -> Future[Result]:
 def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s: float = 0.5) -> Result:
     """Run work() in a thread and call heartbeat() in the calling thread. Return the result of work().
 
-    Exceptions of work() are raised. An exception of heartbeat() is raised at once; the thread then continues,
-    but does not keep the process alive.
+    Exceptions from work() are raised in the calling thread. An exception from heartbeat() is raised at once.
+    In this case, the thread continues but does not keep the process alive.
     """
     outcome = start_daemon(work)
     while wait([outcome], every_s).not_done:

@@ -1,4 +1,4 @@
-"""Measurements during a training: use of hosts and GPUs, profiles and FLOPs.
+"""Measurements during training: utilisation of hosts and GPUs, profiles and FLOPs.
 
-Start with sampling.py, whose thread reads the counters of each host.
+Start with sampling.py, which reads the counters of each host in a thread.
 """

@@ -1,8 +1,8 @@
-"""Model FLOPs and their utilisation (MFU), the share of the devices' peak that a model's operations use.
+"""Computes model FLOPs and model FLOPs utilisation (MFU), the fraction of the devices' peak that is used.
 
-The definition is that of arXiv 2204.02311, appendix B. An operation is one addition or multiplication, so a
-fused multiply-add is two operations. Recomputation by activation checkpointing is excluded. The peaks of GPUs
-are listed in devices.yaml. A CPU has no peak.
+The definition follows arXiv 2204.02311, appendix B. An operation is one addition or multiplication, so a
+fused multiply-add counts as two operations. Recomputation by activation checkpointing is excluded.
+devices.yaml lists the peaks of GPUs. For CPUs, no peak is defined.
 """
 
 import copy
@@ -50,15 +50,16 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device | None:
-    """Return the row for torch's name of a device, or None if the table does not contain the device."""
+    """Return the row for a device with this torch name, or None if the table does not contain the device."""
     rows = (device for device in known_devices() if f"{name}-".startswith(f"{device.name}-"))
     return max(rows, key=lambda device: len(device.name), default=None)
 
 
 def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
-    """Return the number of operations of a forward and backward pass for one image of size x size pixels.
+    """Count the operations of a forward and backward pass for one image of size x size pixels.
 
-    build: function that returns the model. It runs on the meta device, without weights or computation.
+    build: Function that returns the model. The function runs on the meta device, without weights or
+    computation.
     """
     with torch.device("meta"):
         model, images = build(), torch.zeros(2, 3, size, size)
@@ -69,10 +70,10 @@ def flops_per_image(build: Callable[[], nn.Module], size: int) -> float:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Values from which the MFU of a training is computed, as in result.json."""
+    """Values from which a run's MFU is computed, as stored in result.json."""
 
     flops_per_image: float
-    peak_flops: float | None  # sum over all processes' devices; None if one is unknown
+    peak_flops: float | None  # sum over the devices of all processes; None if one device is unknown
 
     def pct(self, images_per_s: float) -> float | None:
         """Return the MFU in percent, or None if the peak is unknown."""
@@ -80,9 +81,10 @@ class Utilisation:
 
 
 def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str) -> Utilisation | None:
-    """Return the values for the MFU of the running train script's model.
+    """Return the values from which the MFU of the running train script is computed.
 
-    Returns None for scripts without images or build_model, and if the image size changes during training.
+    The result is None for scripts without images or build_model, and if the image size changes during
+    training.
 
     Args:
         recipe: The run's recipe.
@@ -93,21 +95,21 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
     build: Any = getattr(sys.modules["__main__"], "build_model", None)
     if build is None or recipe.train_sizes or not isinstance(recipe, ImageRecipe):
         return None
-    fresh = copy.copy(recipe)  # replace() would refuse --freeze without weights
+    fresh = copy.copy(recipe)  # dataclasses.replace() would refuse --freeze without weights
     weight_flags = flags_where(type(recipe), "initial_weights")
     for field in dataclasses.fields(recipe):
         if field.name in weight_flags:
             object.__setattr__(fresh, field.name, switched_off(field))
     try:
         flops = flops_per_image(partial(build, fresh, classes), recipe.image_size)
-    except Exception as error:  # a model may raise many types
+    except Exception as error:  # models may raise many types of errors
         log.info(f"the model's operations can't be counted: {type(error).__name__}: {error}")
         return None
     return Utilisation(flops, total_peak(devices, precision))
 
 
 def total_peak(devices: list[str], precision: str) -> float | None:
-    """Return the sum of the devices' peaks, or None if one is unknown. An unknown GPU is logged."""
+    """Return the sum of the devices' peaks, or None if a peak is unknown. Unknown GPUs are logged."""
     peaks = {name: peak_flops(name, precision) for name in dict.fromkeys(devices)}
     if unknown := [name for name, peak in peaks.items() if peak is None]:
         if not unknown[0].startswith("CPU"):

@@ -1,7 +1,8 @@
-"""Profile of three optimizer steps of the main process with torch.profiler (--profile).
+"""Profiles three optimizer steps of the main process with torch.profiler (--profile).
 
-Other processes are not profiled. They keep their speed, and several profilers under gloo have crashed a job.
-The run's folder profile/ receives torch's trace, for https://ui.perfetto.dev, and its table of operators.
+Other processes are not profiled, because profiling would slow them down, and because running several
+profilers with gloo has crashed a job. torch's trace (for https://ui.perfetto.dev) and table of operators are
+written to profile/ in the run's folder.
 """
 
 from pathlib import Path
@@ -14,18 +15,19 @@ from onecurve.system.files import discard, write_text
 from onecurve.system.output import log
 
 STEPS = 3  # number of profiled steps
-FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"  # folder in the run's folder, and its files
-ROWS = 50  # operators in the table
+# Subfolder of the run's folder, and the files in it
+FOLDER, TRACE, TABLE = "profile", "trace.json.gz", "table.txt"
+ROWS = 50  # number of operators in the table
 
 
 def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path | None) -> "Profile | None":
-    """Return a profile that begins with step `first`, or None if a resumed run has passed it.
+    """Return a profile that begins at step `first`, or None if a resumed run is already past this step.
 
     Args:
         device: Device of this process.
         first: First profiled step, counted from 1.
         steps: Remaining steps of the run.
-        folder: The run's folder on the main process, None on processes that are not profiled.
+        folder: The run's folder on the main process; None on other processes, which are not profiled.
 
     Raises:
         ValueError: The run ends before the profile. Raised on all processes.
@@ -42,7 +44,7 @@ def begin_profile(device: torch.device, first: int, steps: Steps, folder: Path |
 
 
 class Profile:
-    """A profile of the optimizer steps first, first + 1 and first + 2, counted from 1, written to profile/.
+    """Profile of the optimizer steps first, first + 1 and first + 2, counted from 1, written to profile/.
 
     The caller must call end_step() after each step.
 
@@ -62,23 +64,23 @@ class Profile:
         self.profiler.start()
 
     def end_step(self) -> None:
-        """End a step, before it is logged. After the last profiled step, the training waits for the files."""
+        """End a step, before it is logged. After the last profiled step, this method writes the files."""
         if self.left:
             self.left -= 1
             self.profiler.step()
 
     def _action(self, step: int) -> ProfilerAction:
-        """Return the action for a step of this process, counted from 0."""
+        """Return the profiler's action for a step of this process, counted from 0."""
         number = step - self.skipped
         if number == STEPS - 1:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.RECORD if 0 <= number < STEPS else ProfilerAction.NONE
 
     def _write(self, profiler: profile) -> None:
-        """Write the files. An error is logged, and does not end the training."""
+        """Write the files. An error is logged and does not end training."""
         try:
             self.folder.mkdir(exist_ok=True)
-            discard(self.folder / TRACE)  # a symbolic link would be followed
+            discard(self.folder / TRACE)  # the profiler would follow a symbolic link
             profiler.export_chrome_trace(str(self.folder / TRACE))
             sort_by = f"self_{'device' if self.on_gpu else 'cpu'}_time_total"
             write_text(
@@ -86,5 +88,5 @@ class Profile:
             )
             steps = f"{self.first:,} to {self.first + STEPS - 1:,}"
             log.info(f"profile of steps {steps}: {self.folder / TRACE} (for https://ui.perfetto.dev)")
-        except Exception as error:  # errors of the disk or of the profiler
+        except Exception as error:  # errors from the disk or the profiler
             log.info(f"no profile: {type(error).__name__}: {error}")

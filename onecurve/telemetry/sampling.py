@@ -1,4 +1,4 @@
-"""Samples of CPU, memory, network, disk and GPUs of each host during a training.
+"""Samples the CPU, memory, network, disk and GPUs of each host during training.
 
 A thread in the first process of each host takes a sample every --telemetry_s seconds. It writes:
 
@@ -6,9 +6,10 @@ A thread in the first process of each host takes a sample every --telemetry_s se
                                headers also contain its age_s, and the run's wall_s before it
     nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, if it is installed
 
-Only the main process writes. Samples of its host are written immediately. Samples of other hosts arrive with
-each checkpoint and at the end, so a lost host loses its samples since the last checkpoint. Samples of steps
-that a restart repeats are kept. An error is logged once, and does not end the training.
+Only the main process writes files. Samples of its host are written immediately. Samples of other hosts arrive
+with each checkpoint and at the end, so if a host is lost, its samples since the last checkpoint are lost as
+well. If a restart repeats steps, the earlier samples of these steps are kept. An error is logged once and
+does not end training.
 """
 
 import json
@@ -40,11 +41,11 @@ from onecurve.system.threads import lower_priority
 from onecurve.telemetry.summary import GPU_NUMBERS, HOST_NUMBERS, HostSummary, summarize
 
 Item = TypeVar("Item")
-STOP_S = 2  # time that a run waits at its end for a busy sampler
-NVIDIA_SMI_S = 30  # timeout of nvidia-smi
-SHORTEST_S = 0.1  # minimum interval for a meaningful CPU utilisation
+STOP_S = 2  # seconds that the end of a run waits for a busy sampler
+NVIDIA_SMI_S = 30  # seconds until timeout of nvidia-smi
+SHORTEST_S = 0.1  # shortest interval in seconds for a meaningful CPU utilisation
 MIB, GIB = 2**20, 2**30
-# nvidia-smi's names of throttle reasons, without the reason of an idle GPU
+# nvidia-smi's names of throttle reasons, except for the reason that an idle GPU reports
 THROTTLE = (
     "applications_clocks_setting",
     "sw_power_cap",
@@ -63,7 +64,7 @@ class ProcessInfo:
     host: str
     local_rank: int
     device: str
-    gpu_uuid: str | None  # None on CPU
+    gpu_uuid: str | None  # None on a CPU
 
 
 def this_process(accelerator: Accelerator) -> ProcessInfo:
@@ -77,13 +78,13 @@ def this_process(accelerator: Accelerator) -> ProcessInfo:
 class SampledHost:
     """A host of the job, sampled by its first process."""
 
-    name: str  # unique, and safe in file names
+    name: str  # unique name that is safe in file names
     first_rank: int
     gpus: dict[str, str] = field(default_factory=dict)  # {UUID: name} of the GPUs that the job uses
 
 
 def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
-    """Return the hosts in the order of ranks. Each local rank 0 begins a host, regardless of its name."""
+    """Return the hosts in the order of ranks. Each local rank 0 begins a new host, even if names repeat."""
     hosts: list[SampledHost] = []
     for rank, process in enumerate(processes):
         if process.local_rank == 0:
@@ -101,9 +102,9 @@ class Telemetry:
     Args:
         processes: Host and device of each rank.
         rank: Rank of this process.
-        folder: The run's folder on the main process, None elsewhere.
+        folder: The run's folder on the main process, None on other processes.
         interval_s: Seconds between samples; 0 disables sampling.
-        step: Function that returns the current step of the training.
+        step: Function that returns the current training step.
         steps: Number of steps of the whole run.
         before_s: The run's wall_s before this process.
     """
@@ -121,8 +122,9 @@ class Telemetry:
         self.folder, self.interval_s, self.step, self.before_s = folder, interval_s, step, before_s
         self.middle = steps // 2
         self.reported: set[str] = set()
-        self.unsent: deque[tuple[str, str]] = deque()  # file name and text; not on the main process
-        self.unlogged: deque[dict[str, Any]] = deque()  # samples for the trackers; only on the main process
+        self.unsent: deque[tuple[str, str]] = deque()  # (file name, text); not used on the main process
+        # Samples for the trackers; used only on the main process
+        self.unlogged: deque[dict[str, Any]] = deque()
         self.stopped, self.thread = threading.Event(), None
         host = next((host for host in sampled_hosts(processes) if host.first_rank == rank), None)
         if host and interval_s:
@@ -136,11 +138,11 @@ class Telemetry:
             self.thread.join(STOP_S)
 
     def take(self) -> list[tuple[str, str]]:
-        """Return the text since the last call as (file name, text), for the main process to write."""
+        """Return (file name, text) pairs recorded since the last call, which the main process writes."""
         return _drained(self.unsent)
 
     def append(self, pieces: list[tuple[str, str]]) -> None:
-        """Write the text of other processes. Main process only."""
+        """Write the text from other processes. Main process only."""
         try:
             for name, text in pieces:
                 self._keep(name, text)
@@ -148,7 +150,7 @@ class Telemetry:
             self._complain(str(error))
 
     def means(self) -> dict[str, float]:
-        """Return means for the main process's host since the last call: {`telemetry/<name>`: value}."""
+        """Return mean values of the main process's host since the last call: {`telemetry/<name>`: value}."""
         values: defaultdict[str, list[float]] = defaultdict(list)
         for sample in _drained(self.unlogged):
             parts: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [("", HOST_NUMBERS, sample)]
@@ -160,7 +162,7 @@ class Telemetry:
         return {name: fmean(series) for name, series in values.items()}
 
     def summaries(self) -> list[HostSummary]:
-        """Return a summary for each host of all starts of the run. Main process only."""
+        """Return a summary for each host over all starts of the run. Main process only."""
         assert self.folder
         summaries = list[HostSummary]()
         for file in sorted(self.folder.glob("telemetry-*.jsonl")):
@@ -171,7 +173,7 @@ class Telemetry:
         return summaries
 
     def _work(self, host: SampledHost) -> None:
-        """Write a header, a sample every interval_s, and a last sample. Runs in a thread."""
+        """Write a header, a sample every interval_s seconds, and a last sample. Runs in a thread."""
         lower_priority()
         try:
             meter, gpus = HostMeter(), open_gpus(list(host.gpus), self._complain)
@@ -186,7 +188,7 @@ class Telemetry:
                 if not is_past_middle and self.step() >= self.middle:
                     is_past_middle = True
                     self._log_nvidia_smi(host)
-        except Exception as error:  # an error of telemetry must not end the training
+        except Exception as error:  # an error in telemetry must not end training
             self._complain(f"host {host.name} is no longer sampled ({error})")
 
     def _write_header(self, host: SampledHost) -> None:
@@ -245,7 +247,7 @@ def _drained(queue: deque[Item]) -> list[Item]:
 
 
 class HostMeter:
-    """Utilisation of the whole host by all processes. Rates are means since the last sample."""
+    """Meter for the utilisation of the whole host by all processes. Rates are means since the last sample."""
 
     def __init__(self) -> None:
         psutil.cpu_percent()  # the first value in a thread is meaningless
@@ -268,7 +270,7 @@ class HostMeter:
 
 
 def _totals_mib() -> dict[str, float | None]:
-    """Return totals since the host's start, in MiB. Loopback interfaces and RDMA are excluded."""
+    """Return totals in MiB since the host booted. Loopback interfaces and RDMA are excluded."""
     counters = [counter for name, counter in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     try:
         disk = psutil.disk_io_counters()
@@ -283,7 +285,7 @@ def _totals_mib() -> dict[str, float | None]:
 
 
 def open_gpus(uuids: list[str], complain: Callable[[str], None]) -> list["Gpu"]:
-    """Return the job's GPUs, or an empty list if NVML is missing or does not know one of them."""
+    """Return the job's GPUs on this host, or an empty list if NVML is missing or does not know a GPU."""
     if not uuids:
         return []
     try:
@@ -304,7 +306,7 @@ class Gpu:
 
     Args:
         nvml: The module pynvml.
-        index: Index among the job's GPUs on this host.
+        index: Index of the GPU among the job's GPUs on this host.
         uuid: UUID of the GPU, as torch reports it.
         complain: Function that receives messages about errors, but not about unsupported values.
     """
@@ -320,7 +322,7 @@ class Gpu:
         self.first_mj = self._get("TotalEnergyConsumption")
 
     def sample(self) -> dict[str, Any]:
-        """Return a sample. `energy_wh` is measured by the GPU's counter since this object was created."""
+        """Return a sample. `energy_wh` is the GPU counter's increase since this object was created."""
         get = self._get
         rates, memory, power_mw = map(get, ("UtilizationRates", "MemoryInfo", "PowerUsage"))
         energy_mj, reasons = map(get, ("TotalEnergyConsumption", "CurrentClocksEventReasons"))

@@ -1,4 +1,4 @@
-"""Summaries of a host's telemetry: means, maxima and energy."""
+"""Summarizes a host's telemetry: means, maxima and energy."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ GPU_NUMBERS = ("utilisation_pct", "memory_gib", "power_w", "temperature_c", "sm_
 
 
 class HostSummary(TypedDict):
-    """Telemetry of one host over all starts of a run, as in result.json."""
+    """Telemetry of one host over all starts of a run, as stored in result.json."""
 
     host: str
     samples: int
@@ -42,7 +42,7 @@ class HostSummary(TypedDict):
 
 @dataclass
 class Numbers:
-    """Mean and maximum of a stream of numbers, which are not stored. None values are ignored."""
+    """Mean and maximum of a stream of numbers. The numbers are not stored, and None is ignored."""
 
     count: int = 0
     total: float = 0.0
@@ -56,13 +56,13 @@ class Numbers:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the numbers; None without numbers."""
+        """Mean of the numbers, or None without numbers."""
         return self.total / self.count if self.count else None
 
 
 @dataclass
 class Energy:
-    """Energy of one GPU in one start, from its counter or else from the integral of its power."""
+    """Energy of one GPU in one start, from the GPU's counter or else from the integral of its power."""
 
     counted_wh: float | None = None
     joules: float = 0.0
@@ -77,20 +77,20 @@ class Energy:
 
     @property
     def wh(self) -> float | None:
-        """Energy in Wh; None if it is unknown."""
+        """Energy in Wh, or None if the energy is unknown."""
         return self.counted_wh if self.counted_wh is not None else self.last and self.joules / 3600
 
 
 def summarize(file: Path) -> HostSummary:
     """Summarize one telemetry-<host>.jsonl over all starts.
 
-    Values are means, except for the maxima of GPU memory and temperature and of host memory. Values that were
-    never measured are None.
+    Values are means, except for GPU memory, GPU temperature and host memory, for which the maximum is
+    returned. Values that were never measured are None.
 
     Returns:
-        The summary. `energy_wh` is the sum over all GPUs and starts, or None unless each of them reported
-        energy or power. `throttled_pct` is the percentage of GPU samples with a throttle reason. `throttle`
-        lists the reasons.
+        The summary. `energy_wh` is the sum over all GPUs and starts. It is None unless every GPU reported
+        energy or power in every start. `throttled_pct` is the percentage of GPU samples with a throttle
+        reason. `throttle` lists the reasons.
 
     Raises:
         ValueError: The file contains lines that are not telemetry.
@@ -137,11 +137,11 @@ def summarize(file: Path) -> HostSummary:
 
 
 def energy_wh(summaries: list[HostSummary]) -> float | None:
-    """Return the energy over all hosts, or None without GPUs or if a host's GPUs did not report it."""
+    """Return the energy over all hosts, or None if there are no GPUs or a host did not report energy."""
     return _total([host["energy_wh"] for host in summaries if host["gpus"]])
 
 
 def _total(numbers: list[float | None]) -> float | None:
-    """Return the sum, or None for an empty list or a list with a None."""
+    """Return the sum, or None if the list is empty or contains None."""
     measured = [number for number in numbers if number is not None]
     return sum(measured) if measured and len(measured) == len(numbers) else None
