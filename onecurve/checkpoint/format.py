@@ -122,7 +122,7 @@ def steps_in(parent: Path) -> list[int]:
 def commit(
     parent: Path, step: int, snapshots: dict[str, Snapshot], state: dict[str, Any], entries: dict[str, Any]
 ) -> Path:
-    """Write parent/step_N atomically and sync it to disk.
+    """Write the checkpoint parent/step_N atomically and sync it to disk.
 
     Args:
         entries: Additional entries for the manifest.
@@ -183,7 +183,7 @@ def to_keep(steps: Iterable[int], best: int | None, every: int | None) -> set[in
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. An interrupted removal leaves no folder that looks complete.
+    """Remove a checkpoint. An interrupted removal leaves no folder that looks like a complete checkpoint.
 
     A symbolic link means that a user has moved the checkpoint, so only the link is removed.
     """
@@ -226,13 +226,13 @@ def verify(folder: Path, heartbeat: Heartbeat = lambda: None) -> Checkpoint:
                 )
             if sha256_of(path, heartbeat) != expected["sha256"]:
                 raise DamagedCheckpoint(f"{path} has changed since it was written (SHA-256)")
-    except OSError as error:  # a disk or permission error; the file may be intact
+    except OSError as error:  # for example a disk or permission error, so the file may be intact
         raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
     return Checkpoint(folder, manifest)
 
 
 def _regular_file(path: Path) -> Path:
-    """Return the path if it is a regular file.
+    """Return the path if it refers to a regular file.
 
     Raises:
         DamagedCheckpoint: If the file is missing or is not a regular file. Links are refused, and a pipe
@@ -260,7 +260,7 @@ def check_manifest(content: bytes, folder: Path | str) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: If the manifest is malformed, has been modified, or belongs to another step.
-        ValueError: If this code can't read the manifest's format version.
+        ValueError: If this version of the code can't read the manifest's format version.
     """
     where = f"{folder}/{MANIFEST_FILE}"
     try:

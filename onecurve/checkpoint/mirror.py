@@ -42,7 +42,7 @@ class Mirror:
     Args:
         store: S3 prefix of the run.
         folder: Run folder.
-        keep_every: Number of steps; checkpoints at its multiples are kept.
+        keep_every: Interval in steps. Checkpoints at multiples of this interval are kept.
         lost: Function that returns a message once another run owns the prefix, for example after this machine
             was suspended. From then on, nothing is written or removed. A request that passed the check before
             the suspension is still sent, but the new owner's next upload repairs the damage.
@@ -118,7 +118,7 @@ class Mirror:
     def _send(self, step: int, best: int | None) -> None:
         """Upload the logs, the checkpoint, index.json, and the best checkpoint if S3 does not contain it."""
         self._check_owner()
-        self._send_run_files(*LOGS)  # first, because logs must never be older than a checkpoint
+        self._send_run_files(*LOGS)  # logs first, because logs must never be older than a checkpoint
         stored = committed(self.store)
         needed = {step} | ({best} if best in steps_in(self.folder / "checkpoints") else set())
         for missing in sorted(needed - stored):
@@ -144,7 +144,7 @@ class Mirror:
             raise StoreError(f"another run has written step {step:,} to {self.store.url}")
 
     def _prune(self, keep: set[int]) -> None:
-        """Delete all checkpoints that are older than the newest step in `keep` and not in `keep`.
+        """Delete all checkpoints whose steps are not in `keep` and precede the newest step in `keep`.
 
         Manifests are deleted first, so that an interrupted removal leaves no checkpoint that looks committed.
         """
@@ -169,9 +169,9 @@ def fetch_newest(
 
     Args:
         heartbeat: Function that is called about every second.
-        lost: Same as for Mirror. Pass this function only if this run owns the prefix. The manifests of
-            damaged checkpoints are then deleted, so that the run ignores these checkpoints and can write the
-            same steps again. Without `lost`, the prefix is only read.
+        lost: See Mirror. Pass this function only if this run owns the prefix. The manifests of damaged
+            checkpoints are then deleted, so that the run ignores these checkpoints and can write the same
+            steps again. Without `lost`, the prefix is only read.
 
     Returns:
         The step of the checkpoint, or None if there is no newer checkpoint.

@@ -1,4 +1,4 @@
-"""Saves and restores all state of an optimizer.
+"""Saves and restores the complete state of an optimizer.
 
 The state is divided among three files. `optimizer.safetensors` contains the tensors, named
 `<parameter>/<state>`. `state.json` contains the scalars and the settings that the optimizer changed in its
@@ -26,7 +26,7 @@ class OptimizerState:
     """State of an optimizer. Create this object before the optimizer's first step. Collective.
 
     Args:
-        same_bits: Same as for try_out().
+        same_bits: See try_out().
 
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change its update.
@@ -36,7 +36,7 @@ class OptimizerState:
         self.layout, self.trial = layout, try_out(layout, same_bits)
 
     def about(self) -> dict[str, Any]:
-        """Return the optimizer's class and the names of its state, for the manifest."""
+        """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
         return {"class": self.trial.name, "state": self.trial.state_names()}
 
     # --- Save
@@ -178,7 +178,7 @@ class OptimizerState:
 def _placed(value: Any, example: Any) -> Any:
     """Return the value on the same device, or with the same sharding, as the example from the trial.
 
-    Without an example, the value stays on the CPU.
+    If there is no example, the value stays on the CPU.
     """
     if not isinstance(value, Tensor) or not isinstance(example, Tensor):
         return value

@@ -37,7 +37,8 @@ class OptimizerTrial:
     """Properties of an optimizer that the trial determines."""
 
     name: str  # class name with its module
-    states: dict[str, dict[str, Any]] = field(default_factory=dict)  # parameter -> state of its small copy
+    # Parameter -> state of the parameter's small copy
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Settings that the optimizer changes, per group
     groups: list[dict[str, Any]] = field(default_factory=list)
     # State tensors with the same shape as their parameter: parameter -> name -> dtype
@@ -59,7 +60,8 @@ def try_out(layout: Layout, same_bits: bool = False) -> OptimizerTrial:
     Raises:
         ValueError: If the optimizer's state can't be saved, or the strategy would change its update.
     """
-    if type(layout.inner).__module__.startswith("deepspeed."):  # made for flat partitions
+    # DeepSpeed's optimizers are made for flat partitions
+    if type(layout.inner).__module__.startswith("deepspeed."):
         return OptimizerTrial(class_name(layout.inner))
     try:
         return _try_out(layout, same_bits)
@@ -91,7 +93,8 @@ def _try_out(layout: Layout, same_bits: bool) -> OptimizerTrial:
     if layout.arrangements() and owner(layout.inner).state:
         raise ValueError("it creates its state before its first step, for whole parameters")
     small = {name: tuple(min(n, LARGEST_EDGE) for n in shapes[name]) for group in names for name in group}
-    examples = [{small[name]: name for name in group} for group in names]  # small shape -> a parameter
+    # Small shape -> name of a parameter
+    examples = [{small[name]: name for name in group} for group in names]
     values, *gradients = _drawn([list(group) for group in examples], 1 + STEPS, layout.local[0].device)
     state = dict(zip(layout.parameters, layout.states(), strict=False)) if owner(layout.inner).state else {}
     whole = _Copy(layout, values, lambda tensors: tensors)
@@ -221,7 +224,7 @@ def _cut(count: int, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _check_flat(part: _Copy) -> None:
-    """Raise ValueError unless each state tensor can be split: it needs one fp32 number per element."""
+    """Raise ValueError unless every state tensor can be split (one fp32 number per parameter element)."""
     for i, group in enumerate(part.parameters):
         for p, state in zip(group, part.states(i), strict=True):
             for name, value in state.items():

@@ -31,8 +31,8 @@ class Published:
     data: dict[str, Any]  # the DATA_KEYS that config.json contains
     arguments: dict[str, Any]  # arguments of the model
     label_names: list[str] | None = None
-    test_size: int | None = None  # second image size for which the authors report an accuracy
-    test_crop_pct: float | None = None  # crop of the second size
+    test_size: int | None = None  # second image size, for which the authors also report an accuracy
+    test_crop_pct: float | None = None  # crop_pct for the second image size
 
     @property
     def image_size(self) -> int:
@@ -110,7 +110,7 @@ def class_names(published: Published) -> list[tuple[str, ...]] | None:
     """Return the names of each class: the displayed name, then other names that data sets may use.
 
     The names come from the folder, or from timm's list of ImageNet synsets with the same number of classes.
-    Return None if neither is available.
+    Return None if neither source is available.
     """
     from timm.data import ImageNetInfo, infer_imagenet_subset
 

@@ -17,7 +17,7 @@ from onecurve.system.files import free_space, own_files, sync
 from onecurve.system.output import log
 from onecurve.system.threads import lower_priority
 
-if TYPE_CHECKING:  # for --s3
+if TYPE_CHECKING:  # at runtime, imported only with --s3
     from onecurve.checkpoint.mirror import Mirror
 
 # Seconds to wait after a failed gather. If a rank died, onecurve/distributed/watch.py ends the job within
@@ -29,13 +29,12 @@ class Saver:
     """Background writer of checkpoints, one at a time.
 
     All ranks call save(). Background threads gather the snapshots on the main process, which writes the
-    checkpoint. A snapshot can be held in memory until write_held() writes it or the next snapshot replaces
-    it.
+    checkpoint. A held snapshot stays in memory until write_held() writes it or a new snapshot replaces it.
 
     Args:
         folder: Run folder on the main process, None on other ranks.
         about: Additional entries for the manifest.
-        keep_every: Number of steps; checkpoints at its multiples are kept.
+        keep_every: Interval in steps. Checkpoints at multiples of this interval are kept.
         mirror: Mirror that uploads the checkpoints, or None.
         committed: Newest step on disk.
         lost: Function that returns a message once another run owns the folder. From then on, nothing is
@@ -60,7 +59,7 @@ class Saver:
         self.held: tuple[int, dict[str, Snapshot], dict[str, Any], int | None] | None = None
         self.written_at = -math.inf  # time.monotonic() at the start of this process's last write
         self.committed, self.lost = committed, lost
-        self.problem: str | None = None  # reason of the first failed save
+        self.problem: str | None = None  # reason for the first failed save
 
     def save(self, step: int, state: dict[str, Any], best: int | None, hold: bool = False) -> None:
         """Take a snapshot and start to write it. The snapshot replaces a held one. Collective.
@@ -69,7 +68,7 @@ class Saver:
 
         Args:
             state: Content of state.json.
-            best: Step of the best checkpoint, which is kept.
+            best: Step of the best checkpoint, which is never removed.
             hold: Hold the snapshot in memory instead of writing it.
         """
         self.wait()
@@ -82,7 +81,7 @@ class Saver:
                 self.write_held()
 
     def write_held(self, after_s: float = 0.0) -> None:
-        """Start to write the held snapshot, if any, unless the last write began less than after_s ago."""
+        """Start to write a held snapshot, unless the last write began less than after_s seconds ago."""
         if self.held and not self.problem and self.since_write_s() >= after_s:
             self.running.append(self.thread.submit(self._write, *self.held))
             self.held = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 16 * 2**20  # bytes written and hashed at a time
+CHUNK_BYTES = 16 * 2**20  # number of bytes that are written and hashed at a time
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPE_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPE_NAMES |= {torch.uint8: "U8", torch.bool: "BOOL"}
@@ -39,11 +39,12 @@ class Snapshot:
         self.buffer = _empty(sum(sizes.values()))
         if pinned and len(self.buffer):
             _pin(self.buffer)
-            # finalize() keeps the buffer alive until it is unpinned. At process exit the driver unpins it.
+            # finalize() keeps the buffer alive until it is unpinned. At process exit, the driver unpins the
+            # buffer.
             weakref.finalize(self, _unpin, self.buffer).atexit = False
         self.views: dict[str, Tensor] = {}
         header, start = {}, 0
-        # This order aligns each tensor to its item size.
+        # This order of the tensors aligns each tensor to its item size.
         by_size = sorted(specs, key=lambda name: -specs[name][0].itemsize)
         for name in by_size:
             dtype, shape = specs[name]
@@ -76,7 +77,7 @@ def _empty(size: int) -> Tensor:
 
 
 def _pin(buffer: Tensor) -> None:
-    """Page-lock the buffer. torch's pinned allocator would round its size up to a power of two."""
+    """Page-lock the buffer. torch's pinned allocator would round the size up to a power of two."""
     size = -(-buffer.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     for_all_contexts = 1  # cudaHostRegisterPortable
     status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, for_all_contexts))

@@ -65,12 +65,13 @@ class TrainingState:
         return self._specs(self.optimizer.expected())
 
     def allocate(self, expected: dict[str, Specs]) -> None:
-        """Allocate the snapshots before the first take(), because allocation takes longer than the copy.
+        """Allocate the snapshots before the first take(), because allocation takes longer than copying.
 
         Any thread may call this method. The saver's thread calls it first.
         """
         if self.accelerator.device.type == "cuda":  # each new thread uses the host's first GPU by default
-            torch.cuda.set_device(self.accelerator.device.index or 0)  # no index with a single process
+            # The index is None with a single process
+            torch.cuda.set_device(self.accelerator.device.index or 0)
         for file, specs in expected.items():
             self._snapshot(file, specs).buffer.zero_()
 
@@ -123,7 +124,7 @@ class TrainingState:
         return {"optimizer": self.optimizer.scalars(), "loss_scale": self._loss_scale()}
 
     def about(self) -> dict[str, Any]:
-        """Return the optimizer's class and the names of its state, for the manifest."""
+        """Return the optimizer's class and the names of its state tensors and scalars, for the manifest."""
         return {"optimizer": self.optimizer.about()}
 
     def _specs(self, optimizer: Specs) -> dict[str, Specs]:
@@ -177,7 +178,7 @@ class TrainingState:
         return match
 
     def moved_rows(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """Map each parameter of the head to its checkpoint row for each class, or return {} if rows match."""
+        """Map each head parameter to the checkpoint's row for each class. Return {} if the order is equal."""
         if (match := self.match(checkpoint)).is_identity:
             return {}
         from onecurve.models.timm_models import head_layers  # needed only if the order differs
@@ -200,7 +201,8 @@ class TrainingState:
         Args:
             checkpoint: Checkpoint on the main process, which broadcasts the tensors; None on other ranks.
             state: Scalars saved with the checkpoint, as returned by scalars().
-            with_optimizer: Restore the optimizer's state. Otherwise, the state starts at zero.
+            with_optimizer: True to restore the optimizer's state. Otherwise, the optimizer starts without
+                state.
         """
         if with_optimizer:
             send, specs = self._sender(checkpoint, checkpoints.OPTIMIZER_FILE)
@@ -221,7 +223,7 @@ class TrainingState:
         self._restore_model(checkpoint, checkpoints.EMA_FILE if self.ema else checkpoints.MODEL_FILE)
 
     def _restore_model(self, checkpoint: Checkpoint | None, file: str) -> None:
-        """Restore the model's buffers, and restore its parameters from this file."""
+        """Restore the model's parameters from this file, and its buffers from the file of raw weights."""
         layout, (send, _) = self.layout, self._sender(checkpoint, checkpoints.MODEL_FILE)
         for name, buffer in layout.buffers().items():
             buffer.copy_(send(name, buffer.shape, _stored(buffer.dtype)))
@@ -266,7 +268,7 @@ class TrainingState:
         return {"scale": scale, "good_steps": good_steps}
 
     def _set_loss_scale(self, saved: dict[str, float] | None) -> None:
-        """Restore the loss scale, even from another strategy. Strategies differ only in its growth rate."""
+        """Restore the loss scale from any strategy. Only the scale's growth rate depends on the strategy."""
         if saved is None:
             return
         scale, good_steps = saved["scale"], int(saved["good_steps"])

@@ -1,4 +1,4 @@
-"""Loads weights of trained models from runs, checkpoints, files and the hub, also for fine-tuning.
+"""Loads weights of trained models from runs, checkpoints, files and the hub, for use or fine-tuning.
 
 timm's loader adapts the weights to the model. It resamples the position embeddings if the number of patches
 differs, and the patch embedding if the patch size differs.
@@ -58,7 +58,7 @@ from onecurve.system.paths import shortest
 from onecurve.system.text import plural, printable
 from onecurve.system.threads import Heartbeat
 
-if TYPE_CHECKING:  # imported lazily
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.system.s3 import ObjectStore
 
 # Python code for a command that converts a pickle. Only the user runs this command. timm prefers averaged
@@ -70,7 +70,7 @@ CONVERT = (
 WRAPPERS = ("_orig_mod.", "module.", "model.")  # prefixes of names from torch.compile, DDP and Lightning
 TRAINED_BY = "trained_by"  # key in the config.json of a folder written by export.py
 PICKLES = (b"PK", b"\x80")  # first bytes of torch's new and old file formats
-_open_files: dict[str, TensorFile] = {}  # files opened by find() and not yet loaded, by path
+_open_files: dict[str, TensorFile] = {}  # files that find() opened and that are not loaded yet, by path
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def load_trained(model: nn.Module, file: Path) -> None:
 
 
 def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, recipe: Any) -> None:
-    """Copy a trained model's weights into the script's model. Raise ValueError if they don't fit."""
+    """Copy a trained model's weights into the script's model. Raise ValueError if the weights don't fit."""
     if not trained.published:
         load_trained(model, Path(trained.weights))
     elif (classes := int(model.num_classes)) != trained.published:  # type: ignore[arg-type]  # timm's model
@@ -292,7 +292,8 @@ def load_weights(model: nn.Module, trained: TrainedModel, script: ModuleType, re
             " classes"
         )
     else:
-        del _open_files[trained.weights]  # timm's loader reads the file, as it may rename or resample tensors
+        # timm's loader reads the file, because the loader may rename or resample tensors
+        del _open_files[trained.weights]
         recipe = dataclasses.replace(recipe, weights=trained.weights)
         model.load_state_dict(script.build_model(recipe, trained.published).state_dict())
 
@@ -406,8 +407,8 @@ def model_with_weights(
 
     Args:
         name: timm model name.
-        location: A safetensors file, a checkpoint folder (its EMA if it has one), or a run folder (its best
-            checkpoint).
+        location: A safetensors file, a checkpoint folder (the EMA is used if there is one), or a run folder
+            (the best checkpoint is used).
         classes: Number of classes.
         names: Names of the classes. If these names or the names in the file are unknown, the head is kept if
             the numbers of classes are equal.
@@ -426,7 +427,8 @@ def model_with_weights(
     data = _stored_preprocessing(name, location, trained)
     wrapper = _wrapper(list(shapes))
     heads = head_names(name)
-    stored_count = (shapes.get(f"{wrapper}{heads[0]}.weight") or (0,))[0]  # classes in the file; 0: no head
+    # Number of classes in the file; 0 without a head
+    stored_count = (shapes.get(f"{wrapper}{heads[0]}.weight") or (0,))[0]
     tensors = {key.removeprefix(wrapper): weights.tensor(key) for key in shapes}
     source = {"state_dict": tensors, "num_classes": stored_count, "custom_load": False, "label_offset": 0}
     try:
@@ -443,7 +445,7 @@ def model_with_weights(
             f"--weights {file} does not fit --model {name}: {first}. Use the --model of the weights"
             f"{stored_model}"
         ) from None
-    del model.pretrained_cfg["state_dict"]  # timm keeps a reference
+    del model.pretrained_cfg["state_dict"]  # timm keeps a reference to the weights
     notes = [f"the prefix {wrapper} is removed from all names"] if wrapper else []
     notes += _resampled(model, tensors)
     stored_classes = trained.manifest.get("classes") if trained else _class_names(file)

@@ -52,7 +52,7 @@ class Facts:
     measures_best: bool = False  # affects the metric or the images that select the best checkpoint
     decides_defaults: bool = False  # determines defaults of other flags
     initial_weights: bool = False  # selects the initial weights
-    training_only: bool = False  # not needed to build and use a trained model; can be switched off
+    training_only: bool = False  # not needed to build or use a trained model; can be switched off
     drawn_on_device: bool = False  # uses random numbers that differ between device types
     changes_memory: bool = True  # may affect the memory of a training step
     # Setting that verify.py repeats, because it affects logged values or the bits of the weights
@@ -79,17 +79,17 @@ def flag(
     Args:
         default: Value if the flag is not given.
         help: Help text; empty if flags.yaml contains a longer text.
-        choices: Allowed values; empty allows all.
+        choices: Allowed values; an empty tuple allows all values.
         minimum: Smallest allowed number.
         maximum: Largest allowed number.
-        per_script: True if each script's recipe declares a different default.
+        per_script: True if the default depends on the script's recipe.
         also: Second name of the flag, and a template for its value, for example ("model_folder", "{}/*").
         part_of_recipe: False for a flag that does not affect the trained model; see setting().
         facts: Fields of Facts whose values differ from the defaults.
     """
     metadata = {"help": help, "choices": choices, "minimum": minimum, "maximum": maximum, "also": also}
     facts |= {"part_of_recipe": part_of_recipe}
-    Facts(**facts)  # refuses an unknown fact
+    Facts(**facts)  # refuses unknown facts
     return dataclasses.field(default=default, metadata=metadata | {"per_script": per_script, "facts": facts})
 
 
@@ -146,8 +146,8 @@ def _flags_in(recipe: ast.ClassDef) -> dict[str, dict[str, Any]]:
 def declared(fact: str) -> dict[str, Any]:
     """Return {name: value} for every flag in any recipe that declares a property, under all its names.
 
-    Code that reads recorded runs uses this function, because a run's script may be unknown, older or slow to
-    import.
+    Code that reads recorded runs uses this function, because a run's script may be unknown, outdated or slow
+    to import.
     """
     values: dict[str, Any] = {}
     for file in (RECIPES, *sorted(ROOT.glob("train_*.py"))):
@@ -199,7 +199,8 @@ class Parser(CommandParser):
         message = message_text(message)
         tell_launchers(message)
         self.print_once(f"{self.prog}: error: {message}\n", sys.stderr)
-        if not is_hosts_first():  # the launcher kills all processes when one exits, so let the first print
+        # The launcher kills all processes when one exits, so wait until the first process has printed
+        if not is_hosts_first():
             time.sleep(5)
         sys.exit(2)
 
@@ -236,7 +237,7 @@ def two_names(first: str, second: str) -> str:
 
 @cache
 def elsewhere() -> list[dict[str, Any]]:
-    """Return the content of elsewhere.yaml: for each project, its flags and their equivalents here."""
+    """Return the content of elsewhere.yaml: other projects' flags and the equivalent flags here."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
@@ -260,7 +261,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
         parser: Parser or group of a parser.
         field: Field of a recipe.
         unit: Word for samples that replaces `images` in the help text.
-        metavar: Placeholder of the value; empty derives it from the field.
+        metavar: Placeholder of the value; if empty, the placeholder is derived from the field.
     """
     help = help_of(field).replace("%", "%%").replace("images", unit)
     if default := shown_default(field):
@@ -281,7 +282,7 @@ def add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field, unit: st
             parser.add_argument(f"--{name}", dest=field.name, metavar=metavar, type=type, help=help)
 
 
-# Placeholders by the last word of a flag's name
+# Placeholders of values, by the last word of a flag's name
 _SUFFIXES = {
     "column": "COLUMN",
     "config": "FILE",

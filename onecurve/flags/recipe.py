@@ -85,7 +85,7 @@ class Job:
         minimum=1,
         per_script=True,
         decides_defaults=True,
-        changes_memory=False,  # memory depends on per_device_batch_size
+        changes_memory=False,  # the memory depends on per_device_batch_size instead
         in_names=4,
     )
     per_device_batch_size: int | None = setting(None, minimum=1)
@@ -273,7 +273,7 @@ def timm_name(name: str) -> str:
     return name
 
 
-# Headings and descriptions in --help, by the class that declares the flags. Another class may declare its own
+# Headings and descriptions of flag groups in --help, by the class that declares the flags. Another class may declare its own
 # as `help_group`.
 GROUPS = {
     "ImageRecipe": ("images", "Training and evaluation images, and how they are read."),
@@ -284,7 +284,7 @@ SCRIPT_GROUP = "Model, optimizer and augmentation, and this script's defaults of
 
 
 def parse(recipe_class: type[R], argv: list[str] | None = None, recorded: Sequence[str] = ()) -> R:
-    """Parse a recipe from the command line. `--config FILE` sets defaults, which flags override.
+    """Parse a recipe from the command line. `--config FILE` sets defaults that flags override.
 
     A mistake ends the job with status 2. An error line, printed once per host, names the flag or key.
     `--print_config` prints the recipe and ends the job with status 0.

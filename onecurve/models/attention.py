@@ -63,7 +63,7 @@ class Attention:
         return self.proj_drop(self.proj(x.flatten(2)))
 
     def backends(self: Any, tokens: int) -> AbstractContextManager[Any]:
-        """Return a context that sets the order in which torch tries its kernels."""
+        """Return a context that sets the order in which torch tries its attention kernels."""
         if self.training and self.prefers_cudnn and tokens >= CUDNN_FROM:
             return sdpa_kernel(CUDNN_FIRST, set_priority=True)
         return nullcontext()
@@ -81,8 +81,8 @@ class Attention:
 def has_kernel(device: torch.device, mixed_precision: str) -> bool:
     """Return True if the kernel can run on the device.
 
-    For tests, TRITON_INTERPRET=1 makes the kernel run on a CPU. Triton's interpreter is slow, and it supports
-    only fp16 because it multiplies bf16 incorrectly.
+    For tests, TRITON_INTERPRET=1 makes the kernel run on a CPU. Triton's interpreter is slow and multiplies
+    bf16 incorrectly, so only fp16 is supported.
     """
     if mixed_precision == "no" or importlib.util.find_spec("triton") is None:
         return False
@@ -95,7 +95,7 @@ def use_kernel(model: nn.Module) -> bool:
     """Make suitable attention layers use the kernel in training. Return False if no layer is suitable."""
     layers = _suitable_layers(model)
     if layers:
-        import onecurve.models.attention_kernels  # noqa: F401  # registers the operator; imports Triton
+        import onecurve.models.attention_kernels  # noqa: F401  # registers the operator and imports Triton
     for layer in layers:
         layer.kernel_tokens = MOST_TOKENS
     return bool(layers)
@@ -122,7 +122,7 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         qkv = values.view(2, tokens, 3, heads, size)
         try:
             results, references = (_with_gradient(f, qkv) for f in (_kernel, plain_attention))
-        except Exception as error:  # from Triton, its compiler or the driver
+        except Exception as error:  # the error may come from Triton, the compiler or the driver
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         for result, reference in zip(results, references, strict=True):
             error_share = ((result.float() - reference.float()).norm() / reference.float().norm()).item()
@@ -162,7 +162,7 @@ def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
 
 
 def kernel_version() -> str:
-    """Return the name and version of the package that determines the kernel's bits."""
+    """Return the name and version of the package that determines the bits of the kernel's results."""
     from importlib.metadata import version
 
     return f"triton {version('triton')}"

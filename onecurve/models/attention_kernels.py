@@ -1,6 +1,6 @@
 """Defines Triton kernels for attention with few tokens: `torch.ops.onecurve.short_attention`.
 
-onecurve/models/attention.py decides when the kernels are used, and computes the same function in plain torch.
+onecurve/models/attention.py decides when to use the kernels, and computes the same function in plain torch.
 This file imports Triton, so only runs that use the kernels import it.
 
 A Triton program computes one head of one sample, or some of the head's tokens. It reads query, key and value

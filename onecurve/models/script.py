@@ -83,11 +83,12 @@ def names_from_above(section: str) -> list[str]:
                 used.add(instruction.argval)
             elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
                 defined.add(instruction.argval)
-    return sorted(name for name in used - defined if not name.startswith("__"))  # every module defines these
+    # Names with two leading underscores are defined in every module
+    return sorted(name for name in used - defined if not name.startswith("__"))
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
-    """Return the recipe class that the script itself declares. Raise ValueError if there is none."""
+    """Return the recipe class that the script declares. Raise ValueError if the script declares none."""
     declared = (v for v in vars(script).values() if getattr(v, "__module__", None) == script.__name__)
     recipes = [value for value in declared if isinstance(value, type) and issubclass(value, Recipe)]
     if not recipes:
@@ -96,12 +97,12 @@ def recipe_class(script: ModuleType) -> type[Recipe]:
 
 
 def recipe_of(script: ModuleType, words: list[str]) -> Any:
-    """Return the script's recipe for these flags, with values that depend on the model resolved."""
+    """Return the script's recipe for these flags. Values that depend on the model are resolved."""
     return parse(recipe_class(script), words).resolved()
 
 
 def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
-    """Convert a manifest's recipe to flags of its script, which are then checked like a user's flags.
+    """Convert a manifest's recipe to flags of the script, which are then checked like a user's flags.
 
     Flags that affect only training are omitted. Flags that the project has removed are also omitted, because
     none of them changed a weight's name or shape.

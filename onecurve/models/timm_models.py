@@ -1,7 +1,7 @@
 """Finds options, blocks and heads of timm models, and replaces some layers with faster ones.
 
-This file contains no list of models. It inspects the structure of each timm model, so it also supports future
-models.
+This file contains no list of models. The code inspects the structure of each timm model, so future models are
+also supported.
 """
 
 import functools
@@ -68,7 +68,7 @@ def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
         default_size = registered(name).input_size[-1]
         near = sorted(range(32, 2 * max(size, default_size), 32), key=lambda n: (abs(n - size), n))[:TRIED]
         sizes = [str(n) for n in sorted({default_size, *near}) if _try_options(name, n, options)[1]]
-        if sizes:  # otherwise another option is the reason, and timm reports it
+        if sizes:  # otherwise, another option is the reason, and timm reports the error
             raise ValueError(f"{name} does not accept --image_size {size}. Choose {', '.join(sizes)}.")
     return accepted
 
@@ -155,7 +155,7 @@ def _names_in(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (arXiv 1603.09382): [B, ...] -> [B, ...].
+    """Stochastic depth (arXiv 1603.09382) for tensors [B, ...].
 
     In training, this layer drops a residual branch for some samples and scales the branch for the remaining
     samples. timm's DropPath stores the rate as a Python number, which torch.compile turns into a constant, so
@@ -179,7 +179,7 @@ class DropPath(nn.Module):
 
 
 class PatchConv2d(nn.Conv2d):
-    """Convolution with equal kernel and stride, computed as one matrix product in training.
+    """Convolution whose kernel size equals its stride, computed as one matrix product in training.
 
     [B, C, H, W] -> [B, out, H / kernel, W / kernel], channels_last.
 

@@ -20,8 +20,8 @@ from torch import Tensor
 # Columns of a sample's random numbers. Changing the columns of an operation changes the results of every run
 # that uses the operation.
 COLUMNS = {
-    "shift": slice(0, 2),  # moves(): down and right
-    "flip": slice(2, 3),  # moves(), and photos after their crop
+    "shift": slice(0, 2),  # moves(): shifts down and right
+    "flip": slice(2, 3),  # moves(), and flips of photos after the crop
     "crop": slice(4, 44),  # random_resized_crop() in data/crops.py: ten attempts with four numbers each
     "color": slice(44, 48),  # color_jitter()
     "erasing": slice(48, 53),  # random_erasing()
@@ -43,7 +43,7 @@ ORDERS = np.array([[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1,
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device without waiting for the device. Copies to CUDA use page-locked memory."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # no copy if already pinned
+        tensor = tensor.pin_memory()  # does not copy a pinned tensor
     return tensor.to(device, non_blocking=True)
 
 
@@ -78,7 +78,7 @@ def moves(draws: np.ndarray, pad: int, flip: bool) -> np.ndarray:
 
 
 def moved_pixels(rows: Tensor, moved: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the source pixels of moved images.
+    """Return the source pixels of shifted and flipped images.
 
     Borders are mirrored, whereas He et al. pad with black.
 
@@ -240,9 +240,9 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
     which onecurve.numerics.order.reseed seeds.
 
     Args:
-        mixup: Alpha of mixup, 0 to disable it.
-        cutmix: Alpha of cutmix, 0 to disable it. If mixup and cutmix are enabled, each micro-batch uses one
-            of them at random.
+        mixup: Alpha of mixup; 0 disables mixup.
+        cutmix: Alpha of cutmix; 0 disables cutmix. If mixup is also enabled, each micro-batch uses either
+            mixup or cutmix at random.
         classes: Number of classes.
         dtype: Dtype of the mixed images. The default is the dtype of the input images. bf16 halves the memory
             traffic for a model that rounds its inputs to bf16.
@@ -253,7 +253,7 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
     from torchvision.transforms import v2  # takes seconds to import
 
     class MixUp(v2.MixUp):
-        """Mixup that preserves channels_last, which torchvision's roll() loses on a GPU."""
+        """Mixup that preserves channels_last. On a GPU, torchvision's roll() would lose this layout."""
 
         def transform(self, inpt: Tensor, params: dict[str, Any]) -> Tensor:
             if inpt is params["labels"]:
@@ -261,7 +261,7 @@ def mixer(mixup: float, cutmix: float, classes: int, dtype: torch.dtype | None =
             others, weight = torch.cat((inpt[-1:], inpt[:-1])), params["lam"]
             if dtype is None:
                 return others.mul_(1.0 - weight).add_(inpt.mul(weight))
-            return torch.lerp(others, inpt, weight)  # rounds once
+            return torch.lerp(others, inpt, weight)  # lerp rounds only once
 
     transforms = [MixUp(alpha=mixup, num_classes=classes)] if mixup else []
     transforms += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []

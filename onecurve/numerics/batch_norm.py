@@ -45,7 +45,7 @@ class RunningStatistics:
             layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))
             for name in ("batch_mean", "batch_var"):
                 layer.register_buffer(name, torch.zeros_like(layer.running_mean), persistent=False)
-        first = 1 % accelerator.gradient_accumulation_steps  # accelerator.step starts at 1
+        first = 1 % accelerator.gradient_accumulation_steps  # accelerator.step counts from 1
 
         def update(module: nn.Module, *_) -> None:
             if module.training and accelerator.step % accelerator.gradient_accumulation_steps == first:
@@ -75,8 +75,8 @@ class _Layer(BatchNorm):
     batch_mean: Tensor
     batch_var: Tensor
     num_batches_tracked: Tensor  # []
-    drop: nn.Module  # only in timm's BatchNormAct2d
-    act: nn.Module  # only in timm's BatchNormAct2d
+    drop: nn.Module  # exists only in timm's BatchNormAct2d
+    act: nn.Module  # exists only in timm's BatchNormAct2d
 
     @property
     def is_frozen(self) -> bool:

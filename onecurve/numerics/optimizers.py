@@ -20,7 +20,7 @@ def can_fuse_sgd(accelerator: Accelerator) -> bool:
 
 
 def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """Create the timm or else torch optimizer with this name, using the optimizer's default settings.
+    """Create the optimizer with this name from timm, or else from torch, with default settings.
 
     Raises:
         ValueError: If no optimizer has this name, or the optimizer can't be created.

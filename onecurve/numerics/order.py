@@ -78,12 +78,12 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 def stream_order(
     seed: int, epoch: int, counts: np.ndarray, streams: int, window: int, batch_size: int
 ) -> np.ndarray:
-    """Return the samples of one epoch that is read shard by shard: int64 [floor(N / B) * B].
+    """Return the samples of one epoch of sharded data: int64 [floor(N / B) * B].
 
     The shards, with counts[k] samples each, are concatenated in random order and cut into equal streams.
     Samples of a stream are shuffled within windows, so that a reader needs only the shards of one window at a
-    time. A step uses B / streams samples of each stream, stream by stream. If the number of processes divides
-    the number of streams, no two processes read the same stream.
+    time. A step of B samples uses B / streams samples from each stream, one stream after the other. If the
+    number of processes divides the number of streams, no two processes read the same stream.
     """
     generator = np.random.RandomState([seed, epoch])
     ends = np.cumsum(counts)
@@ -122,7 +122,7 @@ class Steps:
 
     per_epoch: int
     total: int  # steps of all epochs, the length of schedules
-    last: int  # total, or --max_steps if it is smaller
+    last: int  # total, or --max_steps if that is smaller
     first: int = 0  # greater than 0 in a resumed run
 
     @classmethod
@@ -154,7 +154,7 @@ def training_plan(
 def evaluation_plan(
     count: int, per_device: int, processes: int, rank: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield this rank's micro-batches for an evaluation of every sample, exactly once over all ranks.
+    """Yield this rank's micro-batches. All ranks together evaluate every sample exactly once.
 
     Each rank evaluates consecutive micro-batches, so that it reads only its part of the shards. Except for
     empty micro-batches, the micro-batches are the same on any number of processes. All ranks evaluate the
@@ -173,7 +173,7 @@ def evaluation_plan(
 
 
 def chosen_by_hash(count: int, size: int) -> np.ndarray:
-    """Choose `size` of the ids 0 ... count - 1 by a fixed hash. Return them in order: int64 [size].
+    """Choose `size` of the ids 0 ... count - 1 by a fixed hash. Return sorted ids: int64 [size].
 
     The choice does not depend on the seed. A smaller choice is always a subset of a larger choice.
     """
@@ -216,10 +216,10 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 
 
 def reseed(seed: int, step: int, k: int) -> None:
-    """Seed torch's generators before micro-batch k, so that dropout, drop path and mixup need no saved state.
+    """Seed torch's generators before micro-batch k, so that no generator state needs to be saved.
 
-    This function does not call torch.manual_seed(), because that call takes 0.4 ms without a GPU to format a
-    stack trace (torch 2.15).
+    The generators determine dropout, drop path and mixup. This function does not call torch.manual_seed(),
+    because that call takes 0.4 ms without a GPU to format a stack trace (torch 2.15).
     """
     number = _hash(seed, step, k) >> 1  # 63 bits, because generators accept signed integers
     torch.default_generator.manual_seed(number)

@@ -22,7 +22,7 @@ Factors = tuple[float | np.ndarray, ...]
 
 DRAWN = 4  # columns of draws per sample and layer
 GREY = 128  # fill value of all channels
-EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
+EDGE = 224  # image size in pixels for which the constants of shifts and cut-outs are defined
 
 
 def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: float) -> Tensor:
@@ -54,7 +54,7 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
 
 
 def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int], tuple[np.ndarray, ...]]:
-    """Return one layer's operations on a batch: the number of images in each of GROUPS, and four arrays.
+    """Plan one layer's operations on a batch. Return the number of images in each group, and four arrays.
 
     The arrays are: the order of the images by group, int64 [B]; the inverse of this order, int64 [B]; the
     factors for _warped(), float32 [6, warped]; and the centers of the cut-out squares, int32 [cut out, 2].
@@ -138,7 +138,7 @@ def _sharpness(images: Tensor, strength: float) -> Tensor:
 
 
 def _cutout(images: Tensor, strength: float, centers: Tensor) -> Tensor:
-    """Fill a square around a random pixel, clipped at the border of the image. centers: int32 [b, 2]."""
+    """Fill a square around a random center, clipped at the image border. `centers`: int32 [b, 2]."""
     h, w = images.shape[1:3]
     half = int(40 / EDGE * min(h, w) * strength)
     y, x = (torch.arange(n, device=images.device, dtype=torch.int32) for n in (h, w))
@@ -180,7 +180,7 @@ WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
     "TranslateY": lambda h, w, strength, direction: (1, 0, 0, 0, 1, 100 / EDGE * h * strength * direction),
 }
 
-# A draw selects an operation by its index.
+# A random number selects an operation by its index in this list.
 OPERATIONS = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast",
     "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",

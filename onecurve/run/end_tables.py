@@ -12,7 +12,7 @@ from onecurve.run.starts import where_in_words
 from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT, python_command, shortest
 
-if TYPE_CHECKING:  # imported where it is needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from rich.table import Table
 
 TIMED_STEPS = 10  # shorter runs show no speed, because the first steps are slow
@@ -31,8 +31,7 @@ def print_result(folder: Path, chance: float | None) -> None:
     table, file = _weights(folder, result, lines)
     console.print(table)
     if result["best_accuracy"] is not None:
-        # Commands that receive a folder use the averaged weights. Name the file if the raw weights are
-        # better.
+        # Commands use the averaged weights in a folder. Name the file if the raw weights are better.
         best = file if file.name == MODEL_FILE and file.with_name(EMA_FILE).exists() else folder
         validate, export = (shortest(ROOT / name) for name in ("validate.py", "export.py"))
         commands = {"all metrics of the best checkpoint": python_command(validate, best)}

@@ -35,7 +35,7 @@ def end_preempted(ranks: Ranks, why: str) -> None:
 
     Args:
         ranks: State of the run that all ranks share.
-        why: Reason on this process; empty if it received no signal.
+        why: Reason on this process; empty if this process received no signal.
 
     Raises:
         FloatingPointError: The loss is not finite, so nothing was saved.
@@ -75,7 +75,7 @@ def end_early(accelerator: Accelerator, recipe: Recipe, batch: Batch) -> None:
 def end_failed(
     error: BaseException, accelerator: Accelerator, recipe: Recipe, batch: Batch, ranks: Ranks | None
 ) -> None:
-    """Raise the error that all processes report, with an explanation if the cause is known.
+    """Raise the error that all processes report. Explain the error if the cause is known.
 
     ranks: State of the run; None before begin().
     """
@@ -127,7 +127,7 @@ def explained(
         return ValueError(out_of_memory(accelerator, batch, error))
     if str(error).endswith("--on_bad_image skip") and ranks:
         is_given = not (ranks.recipe.output_dir or "*").endswith("*")
-        # True if the next start resumes this run
+        # Truthy if the next start resumes this run
         resumes = ranks.newest or (is_given and ranks.state.logged_step)
         return ValueError(f"{error} --allow_changed on_bad_image") if resumes else error
     if ONE_VALUE in str(error):

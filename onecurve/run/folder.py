@@ -42,7 +42,7 @@ from onecurve.system.processes import start_ticks
 from onecurve.system.text import numbered
 from onecurve.system.threads import Heartbeat
 
-if TYPE_CHECKING:  # imported with --s3
+if TYPE_CHECKING:  # at runtime, imported only with --s3
     from onecurve.checkpoint.mirror import Mirror
     from onecurve.system.s3 import ObjectStore
 
@@ -181,8 +181,7 @@ class RunFolder:
                 ):  # fetch_newest() finds an intact checkpoint
                     check_recipe(store.url, read_manifest(store, there)[1], self.recipe)
             if there > here:
-                # The logs come first, so that an interrupted start downloads the logs and the checkpoint
-                # again
+                # Logs come first, so that an interrupted start downloads logs and checkpoint again
                 fetch_log(store, self.path)
                 lost = self.leases[-1].check
                 if fetch_newest(store, parent, here, self.heartbeat, lost) is not None:
@@ -264,8 +263,7 @@ def _begun_elsewhere(parent: Path, recipe: Recipe, last_step: int | None) -> lis
     for folder in sorted(parent.glob("*/")):
         with contextlib.suppress(OSError, ValueError):  # another run's recipe.json may be damaged
             is_known = isinstance((recorded_recipe(folder) or {}).get("recipe"), dict) and has_trained(folder)
-            # A restarted job may have lost a host. The lease waits for a heartbeat from the lost host's
-            # owner.
+            # A restarted job may have lost a host. The lease waits for heartbeats from the lost host.
             has_owner = is_owned(folder, 0) if _is_restarted() else is_owned(folder)
             if is_known and not has_owner and not why_not_this_run(folder, recipe, last_step):
                 steps[folder.name] = max(steps_in(folder / "checkpoints"), default=0)
@@ -298,7 +296,8 @@ def _is_leftover(file: Path) -> bool:
 
 def _other_runs_checkpoint(folder: Path, resume: str, heartbeat: Heartbeat) -> Checkpoint:
     """Return the checkpoint given by --resume: from S3, a checkpoint folder or a run (newest checkpoint)."""
-    path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None  # temporary folder
+    # The folder .step_others is temporary
+    path, parent, checkpoint = Path(resume), folder / "checkpoints" / ".step_others", None
     if resume.startswith("s3://"):
         from onecurve.checkpoint.mirror import fetch_newest
         from onecurve.system.s3 import ObjectStore
@@ -337,7 +336,7 @@ def count_restarts(folder: Path, step: int) -> None:
         before = read_json(file)
         if (before["launcher"], before["step"]) == (launcher, step):
             fruitless = before["fruitless"] + 1
-            # The file result.json may not exist
+            # The file result.json may be missing, which raises an OSError
             fruitless -= read_json(folder / "result.json")["status"] == "preempted"
     write_json(file, {"launcher": launcher, "step": step, "fruitless": fruitless})
     if fruitless > FRUITLESS_RESTARTS:

@@ -43,7 +43,7 @@ def model_part(recipe: Recipe) -> str:
 
 
 def why_other_run(record: dict[str, Any], recipe: Recipe) -> str:
-    """Return why a run belongs to another recipe, or an empty string if it does not or is unknown.
+    """Return why a run does not match this recipe, or "" if the run matches or its recipe is unknown.
 
     record: Content of the run's recipe.json, or of its owner's record.
     """

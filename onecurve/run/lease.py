@@ -23,11 +23,11 @@ from onecurve.system.output import log
 from onecurve.system.processes import is_running, start_ticks
 from onecurve.system.text import redacted
 
-if TYPE_CHECKING:  # imported where it is needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.system.s3 import ObjectStore
 
 HEARTBEAT_S = 20
-WATCH_S = 65  # time without a heartbeat after which an owner on another machine is considered dead
+WATCH_S = 65  # seconds without a heartbeat after which an owner on another machine is considered dead
 RELEASE_S = 5
 RECORD = "owner.json"
 
@@ -83,7 +83,7 @@ class FolderRecord:
 
 
 class PrefixRecord:
-    """Owner's record under a prefix in S3, with the interface of FolderRecord."""
+    """Owner's record under an S3 prefix, with the same interface as FolderRecord."""
 
     flag = "--s3"
 
@@ -214,7 +214,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return an identifier of this machine, its current boot and this container's pid namespace."""
+    """Identify this machine, the machine's current boot and this container's pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     space = Path("/proc/self/ns/pid")
     booted = boot.read_text().strip() if boot.exists() else ""

@@ -21,7 +21,7 @@ from onecurve.system.files import check_regular, read_lines, write_json, write_t
 from onecurve.system.progress import TrainingProgress
 from onecurve.system.text import shortened
 
-if TYPE_CHECKING:  # imported where they are needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.run.trackers import Trackers
 
 
@@ -69,7 +69,7 @@ class RunLog:
         return self.trackers.ids() if self.trackers else {}
 
     def end_step(self) -> None:
-        """Report the step to launch.py, at most once per second, and log the end of an interruption."""
+        """Report the step to launch.py (at most once per second), and log the end of an interruption."""
         if time.monotonic() > self.report_at:
             self.report_at = time.monotonic() + 1
             report("step", step=self.state.step)
@@ -99,7 +99,7 @@ class RunLog:
         confusion.json also contains the number of validation images of each class.
 
         Args:
-            prefix: `val` or `test`, the first part of the metrics' names.
+            prefix: `val` or `test`, the first part of the metric names.
             metrics: Metrics returned by evaluate().
             predictions: Predictions from the evaluation.
             subject: Entries for confusion.json that describe what was evaluated, for example `step`.

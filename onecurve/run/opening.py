@@ -176,7 +176,7 @@ class Opening:
         is_other = before != self.source or was_cropped != self.cropped
         if (
             before != self.source and "data" not in recipe.allow_changed
-        ):  # sample ids must refer to the same images
+        ):  # the state's sample ids must refer to the same images
             raise ValueError(
                 f"{checkpoint.folder} was trained on {before}, but --data {recipe.data} is now {self.source}."
                 " Give the previous data, or --allow_changed data"
@@ -316,7 +316,8 @@ class Opening:
         from onecurve.models.script import MOVE, model_section, names_from_above
 
         file = getattr(sys.modules[type(self.recipe).__module__], "__file__", None)  # None in a notebook
-        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):  # timm can rebuild it
+        # timm can rebuild such a model
+        if file is None or hasattr(self.training.layout.module, "pretrained_cfg"):
             return
         section = model_section(Path(file).read_text())
         if section and (names := names_from_above(section)):
@@ -344,7 +345,7 @@ def _holds(file: Path, content: bytes) -> bool:
 def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe) -> bool:
     """Return True if the checkpoint's optimizer state can be restored.
 
-    If the state does not match, return False if --allow_changed permits the change; otherwise, raise
+    For a state that does not match, return False if --allow_changed permits the change, or else raise
     ValueError.
     """
     try:

@@ -161,7 +161,7 @@ def image_sheet(
 def _figure(
     path: Path, size_in: tuple[float, float], layout: Literal["constrained"] | None = "constrained"
 ) -> Iterator[Any]:
-    """Yield a figure, and write it to `path` at the end. Does not use pyplot's global state."""
+    """Yield a figure, and write it to `path` at the end, without using pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size_in, layout=layout, facecolor="white")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onecurve.distributed.channel import Poll
 
-if TYPE_CHECKING:  # imported where they are needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.run.evaluation import Mistake, Predicted
 
 
@@ -24,13 +24,12 @@ class Predictions:
         self.classes = classes
         self.kept: tuple[Tensor | list[Mistake] | None, list[Predicted]] = (None, [])
         self.subject = ""  # description of the evaluated weights, for titles
-        # int64 [classes, classes] with a row per true class; the most frequent mistakes if there are many
-        # classes
+        # int64 [classes, classes] with a row per true class, or the most frequent mistakes for many classes
         self.confusion: Tensor | list[Mistake] | None = None
         self.examples: list[Predicted] = []  # examples of this process; after gather(), of all processes
 
     def keep(self, confusion: "Tensor | list[Mistake]", examples: "list[Predicted]") -> None:
-        """Hold an evaluation's predictions until accept()."""
+        """Hold an evaluation's predictions until accept() is called."""
         self.kept = (confusion, examples)
 
     def accept(self, subject: str) -> None:
@@ -39,7 +38,7 @@ class Predictions:
         self.confusion, self.examples = self.kept
 
     def gather(self, poll: Poll) -> None:
-        """Gather the examples of all processes in CPU memory. Collective."""
+        """Gather the examples from all processes in CPU memory. Collective."""
         examples_by_rank = poll.gather([part.to("cpu") for part in self.examples])
         self.examples = [part for parts in examples_by_rank for part in parts]
 

@@ -32,7 +32,7 @@ from onecurve.system.paths import ROOT, python_command, shortest
 from onecurve.system.phase import PLOTS, spending
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
-if TYPE_CHECKING:  # imported where they are needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.telemetry.flops import Utilisation
     from onecurve.telemetry.sampling import Telemetry
 
@@ -309,12 +309,12 @@ def memory_gib(accelerator: JobAccelerator, is_healthy: bool = False) -> dict[st
     Returns:
         On a GPU:
         - `peak`: torch's peak allocation.
-        - `reserved`: the peak of torch's allocator.
+        - `reserved`: the peak memory reserved by torch's allocator.
         - `other`: memory in use outside of torch (CUDA context, NCCL, other processes), if is_healthy.
         - `device`: the size of the GPU's memory, if is_healthy.
 
         On a CPU:
-        - `peak`: the peak resident set.
+        - `peak`: the peak resident set size.
         - `data`: the writable memory requested so far, which RLIMIT_DATA limits.
     """
     if accelerator.device.type == "cuda":

@@ -20,7 +20,7 @@ from onecurve.system.env import report
 from onecurve.system.output import log
 from onecurve.system.phase import ENDING, EVALUATION, FIRST_EVALUATION, READING, STARTING, TRAINING, now
 
-if TYPE_CHECKING:  # imported where they are needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.distributed.ema import EMA
     from onecurve.models.preprocessing import DataConfig
     from onecurve.run.evaluation import Mistake, Predicted
@@ -33,7 +33,7 @@ Item = TypeVar("Item")
 
 
 class Run:
-    """Context manager of a training run. All processes call it; the main process writes and prints.
+    """Context manager of a training run. All processes use it, but only the main process writes and prints.
 
     Raises:
         ValueError: The folder contains another run or can't be written, or memory ran out. If memory ran out,

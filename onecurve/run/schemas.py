@@ -62,7 +62,7 @@ class StartLine(RecipeFile):
 
 
 class ResultEnd(TypedDict, total=False):
-    """Keys that the end of a run adds to result.json."""
+    """Keys that are added to result.json at the end of a run."""
 
     parameters: int
     total_steps: int
@@ -164,7 +164,7 @@ class GpuSample(TypedDict, total=False):
 
 
 class TelemetryLine(TypedDict, total=False):
-    """A line of telemetry-<host>.jsonl. Headers contain `host`, samples contain `step`."""
+    """A line of telemetry-<host>.jsonl. Header lines contain `host`, and sample lines contain `step`."""
 
     t: float
     host: str
@@ -268,7 +268,7 @@ class SearchResult(TypedDict, total=False):
 def kinds(schema: Any) -> dict[str, Kind]:
     """Return the type of each value in a schema, without None, for onecurve.system.files.typed_values.
 
-    Each metric of METRICS adds three keys to Result.
+    Each metric in METRICS adds three keys to Result.
     """
     metrics = [f"{when}_{name}" for when in ("test", "best", "final") for name in METRICS]
     added = dict.fromkeys(metrics if schema is Result else (), float)

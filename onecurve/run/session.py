@@ -24,7 +24,7 @@ from onecurve.run.schemas import ResultEnd
 from onecurve.run.state import RunState
 from onecurve.system.phase import SAVING, spending
 
-if TYPE_CHECKING:  # imported where it is needed
+if TYPE_CHECKING:  # at runtime, imported lazily
     from onecurve.telemetry.sampling import Telemetry
 
 Ids = Callable[[], list[int]]
@@ -43,7 +43,7 @@ class Exchange:
     Args:
         record: The run's record on the main process, None on other processes.
         telemetry: This process's telemetry.
-        timeout_s: Seconds after which a silent process ends the job.
+        timeout_s: Seconds without a message from a process, after which the job ends.
         skipped: Function that returns the ids of images that this process skipped.
     """
 
@@ -110,7 +110,7 @@ class Meter:
         self.loss = torch.zeros((), device=accelerator.device, dtype=dtype)
         self.step_loss = torch.zeros_like(self.loss)  # sum over the current step
         self.ids: list[int] = []  # ids of the samples since the last line, for --log_samples
-        self.micro_batches = 0  # since this process started
+        self.micro_batches = 0  # number of micro-batches since this process started
         self.started = time.perf_counter()
 
     def resume(self, state: RunState, rank: int) -> None:
@@ -142,7 +142,7 @@ class Meter:
             self.accelerator.exact_sum.check(step)
 
     def mean_loss(self, steps: int) -> float:
-        """Return the mean loss of the last `steps` steps over all ranks. Collective; waits for the device."""
+        """Return the mean loss of the last `steps` steps over all ranks. Waits for the device. Collective."""
         micro_batches = steps * self.batch.accumulations * self.batch.processes
         mean = self.accelerator.reduce(self.loss, "sum").item() / micro_batches
         self.loss.zero_()
@@ -205,7 +205,7 @@ class Ranks:
         self.saver.write_held(self.recipe.checkpoint_s)
 
     def flush(self) -> None:
-        """Write this step's snapshot, or a held snapshot that is not on disk yet. Collective; see take()."""
+        """Write this step's snapshot, or a held snapshot that is not on disk yet. Collective. See take()."""
         if self.state.step > self.newest:
             self.take()
         else:
@@ -239,7 +239,8 @@ class Ranks:
                 losses=[*losses],
                 accumulations=meter.batch.accumulations,
                 epoch=step / self.steps.per_epoch,
-                train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),  # excludes evaluation
+                # Excludes time spent on evaluation
+                train_s=state.train_s + meter.elapsed_s() * (step > state.logged_step),
                 **saver.training.scalars(),
                 **(self.record.log.tracker_ids() if self.record else {}),
             ).to_json()

@@ -5,7 +5,7 @@ Each start appends a line and does not change earlier lines. A line contains rec
 
     at                     time.time() of the start
     step                   step at which the start began
-    changed                differences from the checkpoint that it continues: {"lr": [0.01, 0.001], ...}
+    changed                differences from the checkpoint that the start resumes: {"lr": [0.01, 0.001], ...}
     has_optimizer          true if the optimizer's state was restored from that checkpoint
     per_device_batch_size, accumulation_steps, steps_per_epoch, cropped
 
@@ -28,12 +28,12 @@ STARTS = "starts.jsonl"
 # Keys of `changed` which indicate that the evaluation images differ
 CONTENT, CROPPED = "content of the data", "cropped images"
 LEFT_OUT = ("argv", "defaults")
-MOST_IN_TURN = 4  # number of values that in_turn() lists
+MOST_IN_TURN = 4  # maximum number of values that in_turn() lists
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run. The result includes its steps first + 1 ... last, or no step if both are equal."""
+    """A start of a run. Its steps in the result are first + 1 ... last; none if first equals last."""
 
     about: dict[str, Any]  # line of starts.jsonl
     first: int
@@ -48,7 +48,7 @@ class Start:
 def add_start(
     folder: Path, start: StartLine, continued: dict[str, Any] | None, paths: Collection[str]
 ) -> None:
-    """Append a start to starts.jsonl. Raises OSError if it can't be written.
+    """Append a start to starts.jsonl. Raises OSError if the file can't be written.
 
     Args:
         folder: The run's folder.

@@ -27,8 +27,8 @@ class RunState:
     logged_step: int = 0  # step of the last training loss in metrics.jsonl
     train_s: float = 0.0
     wall_s: float = 0.0
-    spent_s: dict[str, float] | None = None  # parts of wall_s; missing in older files
-    bad_images: list[int] = field(default_factory=list)  # skipped samples; missing in older files
+    spent_s: dict[str, float] | None = None  # seconds of wall_s spent in each part; missing in older files
+    bad_images: list[int] = field(default_factory=list)  # ids of skipped samples; missing in older files
     stale: int = 0  # number of evaluations since the best one; missing in older files
     stopped: bool = False  # True if the script ends the run before its last step; missing in older files
     # For each process, the sum of losses since the last line of the log
@@ -54,7 +54,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """Create a state from the content of state.json. A ValueError names missing and wrong fields."""
+        """Create a state from the content of state.json. A ValueError names missing and invalid fields."""
         fields, wrong = typed_values(content, typing.get_type_hints(cls))
         wrong += [name for name in NEEDED if name not in fields and name not in wrong]
         if not fields.get("losses") or fields.get("accumulations", 0) < 1:
@@ -69,7 +69,7 @@ class RunState:
 
     def at_save(self, **filled: Any) -> Self:
         """Return a copy for state.json with current times, and with the given values for other fields."""
-        reset = {"wandb_id": None, "wandb_url": None}  # ids of an earlier process
+        reset = {"wandb_id": None, "wandb_url": None}  # these ids are from an earlier process
         times: dict[str, Any] = {"wall_s": self.wall_now_s(), "spent_s": self.spent_now_s()}
         return dataclasses.replace(self, **times | reset | filled)
 

@@ -121,7 +121,7 @@ class _TensorBoard(TensorBoardTracker):
 
 
 class _Trackio(TrackioTracker):
-    """trackio tracker. trackio reports errors as warnings, and can't mark a run as failed."""
+    """Tracker for trackio, which reports errors as warnings and can't mark a run as failed."""
 
     def log_images(self, values: dict[str, np.ndarray], step: int) -> None:
         import trackio

@@ -131,6 +131,6 @@ def hub_problem() -> str:
         if not constants.HF_HUB_OFFLINE:
             get_session().head(constants.ENDPOINT, timeout=10)
         return ""
-    except Exception as error:  # from the client's HTTP library or a proxy
+    except Exception as error:  # the client's HTTP library or a proxy may raise any error
         use_hub_offline()
         return redacted(str(error))

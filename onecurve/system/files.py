@@ -1,4 +1,4 @@
-"""Writes files atomically, locks files, and reads and checks JSON and YAML that may be malformed."""
+"""Writes files atomically, locks files, and safely reads JSON and YAML that may be malformed."""
 
 import contextlib
 import csv
@@ -87,7 +87,7 @@ _first_retry: list[str] = []  # contains at most one message
 
 
 def note_retry(reason: str) -> None:
-    """Log a warning for this process's first retry. The trainer logs the first retry of its data workers."""
+    """Log a warning for this process's first retry. The trainer logs the first retry in data workers."""
     if not _first_retry:
         _first_retry.append(reason)
         if multiprocessing.parent_process() is None:
@@ -149,7 +149,7 @@ def refuse_link(folder: Path) -> None:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open or create a file of a run. Raise OSError if it is a link or not a regular file."""
+    """Open or create a file of a run. Raise OSError for a link or a file that is not regular."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -273,7 +273,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the JSON object in a file.
 
     Raises:
         OSError: If the file can't be read.
@@ -287,7 +287,7 @@ def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> d
 
     Args:
         where: Name of the source for error messages.
-        pairs_hook: Same as object_pairs_hook of json.loads.
+        pairs_hook: See object_pairs_hook of json.loads.
 
     Raises:
         ValueError: For any other content, including encodings other than UTF-8, nesting that is too deep, and

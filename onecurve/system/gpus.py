@@ -20,7 +20,7 @@ class Devices(NamedTuple):
     """NVML's description of this host's driver and GPUs."""
 
     driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None  # newest CUDA that the driver supports: (major, minor)
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA version that the driver supports: (major, minor)
     gpus: tuple[dict[str, Any], ...] = ()  # in PCI bus order; None for values that a GPU does not report
     # Reason why NVML lists no GPUs although the host may have some; None without a driver
     problem: str | None = None
@@ -129,7 +129,8 @@ def visible_devices(numbers: Sequence[int]) -> dict[str, str]:
 def runs_on(built: str, major: int, minor: int) -> bool:
     """Return True if a GPU of compute capability major.minor can run code built for `built`.
 
-    sm_80 runs on 8.0 and later 8.x; compute_80 also runs on newer GPUs.
+    Code built for sm_80 runs on compute capabilities 8.0 to 8.x, and code built for compute_80 also runs on
+    newer GPUs.
     """
     prefix, _, number = built.partition("_")
     built_major, built_minor = divmod(int(number.rstrip("af")), 10)

@@ -16,7 +16,7 @@ def python_command(*words: object) -> str:
 
 
 def shortest(path: Path | str) -> str:
-    """Return the path, relative to the working folder for paths inside this folder."""
+    """Return the path. A path inside the working folder becomes relative to this folder."""
     return os.fspath(path).removeprefix(f"{os.getcwd()}{os.sep}")
 
 

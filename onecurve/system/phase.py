@@ -13,7 +13,7 @@ from onecurve.system.processes import own_age_s
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
-# Additional parts of the start and the end of a run
+# Additional parts at the start and at the end of a run
 IMPORTS, GROUP, CUDA = "imports", "process group", "CUDA"
 DATA, MODEL = "opening the data", "building the model"
 WARM_UP, CAPTURE = "warm-up of the graphs", "capture of the graphs"
@@ -58,7 +58,7 @@ class _Now:
         self.since, self.part, self.phase = now_s, part, phase or part
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds that this process spent in each part. Their sum is the age of the process."""
+        """Return the seconds that this process spent in each part. The sum equals the age of the process."""
         elapsed_s = own_age_s() if self.since is None else time.perf_counter() - self.since
         return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + elapsed_s}
 

@@ -24,7 +24,7 @@ LAUNCHER_MODULES = ("accelerate.commands.", "deepspeed.launcher.", "torch.distri
 # Variables that launchers set but users rarely set
 SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "ACCELERATE_DYNAMO_BACKEND", "CROSS_RANK")
 NO_MEMORY = (  # messages about exhausted memory, in an error or in the output of a failed process
-    "out of memory",  # torch and CUDA
+    "out of memory",  # message of torch and CUDA
     "ALLOC_FAILED",  # cuBLAS, cuDNN 8
     "ALLOCATION_FAILED",  # cuDNN 9, device or host memory
     "CUBLAS_STATUS_NOT_INITIALIZED",  # not enough memory for cuBLAS's handle
@@ -52,7 +52,7 @@ class Parent(NamedTuple):
     """Ancestor of this process, with its command line."""
 
     process: psutil.Process
-    words: list[str]  # command line; [""] if it is hidden
+    words: list[str]  # command line; [""] if the command line is hidden
 
     def launcher(self, within: int | None = None) -> str:
         """Return the launcher or module that Python runs, from the first `within` words, or ""."""
@@ -147,7 +147,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_running(pid: int, ticks: int | None) -> bool:
-    """Return True if the process with these start_ticks() has not ended. A zombie counts as ended."""
+    """Return True if the process with this start_ticks() value is running. A zombie counts as ended."""
     try:
         return start_ticks(pid) == ticks is not None and _stat(pid)[0] not in (b"Z", b"X")
     except (OSError, IndexError):

@@ -22,7 +22,7 @@ from onecurve.system.output import log
 from onecurve.system.text import redacted
 from onecurve.system.threads import run_with_heartbeat, start_daemon
 
-if TYPE_CHECKING:  # imported lazily, because the import takes a second
+if TYPE_CHECKING:  # at runtime, the import is lazy because it takes a second
     from botocore.client import BaseClient
 
 # With ATTEMPTS requests and botocore's waits between the requests, an operation without an answer ends within
@@ -82,7 +82,7 @@ class ObjectStore:
         self._secrets: tuple[str, ...] = ()  # credentials of the newest client
 
     def probe(self) -> None:
-        """Write, list, read and delete a small object with a random name, within PROBE_S.
+        """Write, list, read and delete a small object with a random name, within PROBE_S seconds.
 
         This method logs a warning if the store does not support conditional writes. Some stores accept
         conditional writes but ignore the condition.
@@ -193,7 +193,7 @@ class ObjectStore:
         self._conditional = False
 
     def upload(self, path: Path, key: str) -> None:
-        """Upload a file, in parts if it is larger than PART_BYTES.
+        """Upload a file. A file larger than PART_BYTES is uploaded in parts.
 
         A failed upload leaves no parts behind, unless the store can't be reached to remove the parts.
 

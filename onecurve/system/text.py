@@ -50,7 +50,7 @@ def printable_lines(text: object) -> str:
 
 
 def message_text(text: object) -> str:
-    """Return printable_lines() of an error message, shortened if quoted input made it very long.
+    """Return printable_lines() of an error message. Very long quoted input is shortened.
 
     Each word, and each part of a path, is shortened to QUOTE_LENGTH characters.
     """
@@ -96,7 +96,7 @@ def natural(text: object) -> list[Any]:
 
 
 def some_of(names: Sequence[object], most: int = 10) -> str:
-    """Return the first names, made printable, and the number of remaining names."""
+    """Return the first names in printable form, and the number of remaining names."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(printable, names[:most])) + rest
 
@@ -120,6 +120,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def _escaped(character: str) -> str:
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte encoded by os.fsdecode
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that os.fsdecode encoded
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -29,7 +29,7 @@ TABLE = Path(__file__).with_name("devices.yaml")
 
 @dataclass(frozen=True)
 class Device:
-    """A row of devices.yaml: peaks in 10^12 FLOP/s by type, memory in GB, links in GB/s (10^9 bytes)."""
+    """A row of devices.yaml: peaks in 10^12 FLOP/s by dtype, memory in GB, links in GB/s (10^9 bytes)."""
 
     name: str
     peaks: dict[str, float]
@@ -38,7 +38,7 @@ class Device:
     link: str
     link_gb_s: float
     source: str
-    network_gb_s: float = 12.5  # per host, in one direction
+    network_gb_s: float = 12.5  # network bandwidth per host, in one direction
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def utilisation(recipe: Recipe, classes: int, devices: list[str], precision: str
     Args:
         recipe: The run's recipe.
         classes: Number of classes.
-        devices: torch's names of all processes' devices.
+        devices: torch's device names for all processes.
         precision: Value of --mixed_precision.
     """
     build: Any = getattr(sys.modules["__main__"], "build_model", None)

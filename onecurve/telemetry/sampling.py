@@ -3,13 +3,13 @@
 A thread in the first process of each host takes a sample every --telemetry_s seconds. It writes:
 
     telemetry-<host>.jsonl     a header at each start of the run, then one sample per line; the main process's
-                               headers also contain its age_s, and the run's wall_s before it
+                               headers also contain the process's age_s, and the run's earlier wall_s
     nvidia-smi-<host>.txt      `nvidia-smi -q` at the start and after half of the steps, if it is installed
 
-Only the main process writes files. Samples of its host are written immediately. Samples of other hosts arrive
-with each checkpoint and at the end, so if a host is lost, its samples since the last checkpoint are lost as
-well. If a restart repeats steps, the earlier samples of these steps are kept. An error is logged once and
-does not end training.
+Only the main process writes files. Samples of the main process's host are written immediately. Samples of
+other hosts arrive with each checkpoint and at the end, so if a host is lost, its samples since the last
+checkpoint are lost as well. If a restart repeats steps, the earlier samples of these steps are kept. An error
+is logged once and does not end training.
 """
 
 import json
@@ -97,13 +97,13 @@ def sampled_hosts(processes: list[ProcessInfo]) -> list[SampledHost]:
 
 
 class Telemetry:
-    """Telemetry of one process. The first process of each host samples in a thread; the main process writes.
+    """Telemetry of one process. Each host's first process samples in a thread. The main process writes.
 
     Args:
         processes: Host and device of each rank.
         rank: Rank of this process.
         folder: The run's folder on the main process, None on other processes.
-        interval_s: Seconds between samples; 0 disables sampling.
+        interval_s: Seconds between samples. 0 disables sampling.
         step: Function that returns the current training step.
         steps: Number of steps of the whole run.
         before_s: The run's wall_s before this process.

@@ -49,7 +49,7 @@ class Numbers:
     largest: float | None = None
 
     def add(self, value: float | None) -> None:
-        """Add a number; None is ignored."""
+        """Add a number. None is ignored."""
         if value is not None:
             self.count, self.total = self.count + 1, self.total + value
             self.largest = value if self.largest is None else max(self.largest, value)
@@ -82,7 +82,7 @@ class Energy:
 
 
 def summarize(file: Path) -> HostSummary:
-    """Summarize one telemetry-<host>.jsonl over all starts.
+    """Summarize one telemetry-<host>.jsonl over all starts of a run.
 
     Values are means, except for GPU memory, GPU temperature and host memory, for which the maximum is
     returned. Values that were never measured are None.
@@ -98,7 +98,7 @@ def summarize(file: Path) -> HostSummary:
     samples, gpus, starts = 0, 0, 0
     values: dict[str, Numbers] = defaultdict(Numbers)
     reasons: set[str] = set()
-    energies: dict[tuple[int, int], Energy] = defaultdict(Energy)  # by start and GPU
+    energies: dict[tuple[int, int], Energy] = defaultdict(Energy)  # energy by start and GPU
     try:
         for line in json_lines(file):
             if "host" in line:
