@@ -16,8 +16,8 @@ from torch import Tensor
 from onecurve.checkpoint.snapshot import Snapshot, Specs
 from onecurve.distributed.layout import Layout, Piece
 
-# Sending this many bytes takes a few milliseconds on a 10 Gb/s network. A training step's messages wait no
-# longer.
+# Size of one message. Sending it takes a few milliseconds on a 10 Gb/s network, the longest time that a
+# training step's messages have to wait.
 MESSAGE_BYTES = 4 * 2**20
 # Fraction of the network (during a gather) and of one core (during a write) that a save may use. On two
 # cores, the ten steps during a save took 1.12 times as long at 0.25 and 0.99 times as long at 0.1

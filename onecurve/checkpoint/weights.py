@@ -91,7 +91,7 @@ class TrainedModel:
     cropped: bool | None = None  # True if evaluations cropped the images, None if unknown
     preprocessing: dict[str, Any] | None = None  # record of a DataConfig; None for earlier versions
     names: list[list[str]] | None = None  # all names of each class, if data sets may use several
-    published: int = 0  # number of classes of weights published by timm; 0 for a script's weights
+    published: int = 0  # number of classes if timm published the weights; 0 for a script's weights
     note: str = ""  # displayed to users
 
     @property

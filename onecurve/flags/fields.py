@@ -366,7 +366,7 @@ def _converted(field: dataclasses.Field, value: Any) -> Any:
             return word == "true"
         raise ValueError
     if value is False and "no" in field.metadata["choices"]:
-        return "no"  # YAML reads an unquoted `no` as False
+        return "no"  # YAML parses an unquoted `no` as False
     try:
         return _of_type(base, value)
     except ValueError:

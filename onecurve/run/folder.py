@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # at runtime, imported only with --s3
     from onecurve.system.s3 import ObjectStore
 
 FOLDERS = ("checkpoints", "plots", "profile", "tensorboard", "wandb")  # subfolders of a run's folder
-# The run ends after more than this many restarts by a launcher without a new checkpoint
+# A run ends if a launcher restarts it more often than this without a new checkpoint.
 FRUITLESS_RESTARTS = 3
 # Files that a run writes into its folder. In a folder without a run, these files belong to another program,
 # unless their content shows that a start of a run wrote the files and ended early.
@@ -63,7 +63,7 @@ PATTERNS += ("profile/trace.json.gz", "profile/table.txt", "checkpoints/index.js
 
 
 class RunFolder:
-    """A run's folder, which this process owns, its S3 mirror, and the checkpoint to resume from.
+    """Folder of a run that this process owns, with the S3 mirror and the checkpoint to resume from.
 
     Args:
         recipe: The run's recipe.
@@ -174,7 +174,8 @@ class RunFolder:
             if there >= 0 and not steps_in(parent) and (is_never or has_finished(result, self.last_step)):
                 reason = "and --resume is never" if is_never else "which is finished"
                 raise ValueError(f"{store.url} holds a run already, {reason}. Choose another prefix")
-            # This is needed even if nothing is downloaded, because the mirror removes older checkpoints
+            # Require the same recipe even if nothing is downloaded, because the mirror removes older
+            # checkpoints
             if there >= 0:
                 with contextlib.suppress(
                     checkpoints.DamagedCheckpoint, WrongSize
