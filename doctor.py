@@ -5,12 +5,12 @@
     python doctor.py --data /data/cifar10 --output_dir /shared/run --s3 s3://bucket/prefix
     python doctor.py --config_file accelerate_configs/fsdp_2x4gpu.yaml train_vit.py --batch_size 512
 
-The doctor checks all hosts in parallel and connects to them like launch.py. Then one process per slot takes
-part in an all-reduce. The table has a row for each check and a column for each host. Each finding has a
-remedy and a code that docs/trouble.md explains. Pass a script and its flags to also check model, strategy and
-data.
+The doctor connects to all hosts in the same way as launch.py and checks them in parallel. Then it runs an
+all-reduce with one process per slot. The printed table contains a row for each check and a column for each
+host. Each finding includes a remedy and a code that docs/trouble.md explains. Pass a script and its flags to
+check the model, the strategy and the data as well.
 
-The exit status is 1 if the job would fail, and 0 otherwise, even with warnings.
+The exit status is 1 if the job would fail and 0 otherwise, even if there are warnings.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Return the doctor's flags. Attribute `script` holds the script and its flags."""
+    """Return the doctor's flags. The attribute `script` contains the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
     add_host_flags(parser, hostfile=ROOT / "hostfile")
     add = parser.add_argument
@@ -72,7 +72,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def _inspect_model(script: list[str]) -> dict[str, Any]:
-    """Return size, data and batch of a script with its flags. Imports torch in a subprocess."""
+    """Return facts about a script's model, data and batch, from a subprocess that imports torch."""
     file = ROOT / script[0]
     # A script that does not declare a recipe must not be run.
     if file.is_file() and "onecurve.flags.recipe" not in file.read_text(errors="replace"):
@@ -86,7 +86,7 @@ def _inspect_model(script: list[str]) -> dict[str, Any]:
 
 
 def print_findings(hosts: list[Host], checks: Checks, findings: list[Finding]) -> None:
-    """Print the table of checks, then findings and remedies, failures first."""
+    """Print the table of checks, then all findings with their remedies, failures first."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Column, Table

@@ -4,22 +4,22 @@
     python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
     python export.py s3://bucket/prefix models/vit --push OWNER/NAME
 
-MODEL is a run's folder or S3 prefix (the best checkpoint, or the latest with --which latest), or a
-checkpoint's folder. The files are verified first, and nothing is unpickled. If the checkpoint contains
-averaged weights (EMA), they are exported. Flags of the script that trained the model change the recipe, for
-example --data. FOLDER then contains:
+MODEL is a run's folder or S3 prefix, or a checkpoint's folder. Of a run, the best checkpoint is exported, or
+the latest with --which latest. The files are verified first, and nothing is unpickled. If the checkpoint
+contains averaged weights (EMA), these are exported. The command also accepts flags of the script that trained
+the model, for example --data, and changes the recipe accordingly. It writes these files to FOLDER:
 
 model.safetensors  the weights in fp32
 config.json        the architecture, the preprocessing and the class names
 model.py           code that builds and loads a model that is not in timm; it needs only torch
-model.onnx         with --onnx: the same model for ONNX Runtime; its metadata repeats config.json
-README.md          a model card with data, recipe and metrics; add the licence yourself
+model.onnx         the same model for ONNX Runtime, with the contents of config.json (only with --onnx)
+README.md          a model card with the data, the recipe and the metrics; please add the licence
 
-timm loads its own models with `timm.create_model("local-dir:FOLDER", pretrained=True)`, or from the hub with
-`hf-hub:OWNER/NAME`. transformers loads them with `pipeline("image-classification", model="FOLDER")`. Before
-FOLDER appears, the model is loaded back from the new files and its logits on images of the data are compared.
-They must be bitwise equal, and within 1e-4 for ONNX Runtime. --push uploads FOLDER and the run's curves with
-the hub's client; log in with `hf auth login` or set HF_TOKEN.
+To load a timm model, use `timm.create_model("local-dir:FOLDER", pretrained=True)`, or `hf-hub:OWNER/NAME`
+to load it from the hub. transformers loads timm models with `pipeline("image-classification",
+model="FOLDER")`. Before FOLDER appears, the command loads the new files and compares their logits on images
+of the data with the original model's. The logits must be bitwise identical, or within 1e-4 for ONNX Runtime.
+--push uploads FOLDER and the run's curves with the hub's client, which requires `hf auth login` or HF_TOKEN.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def parse_flags(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the flags of export.py, and the words for the script that trained the model."""
+    """Return the flags of export.py, and the remaining words, which belong to the train script."""
     parser = command_parser(__doc__, usage="export.py MODEL FOLDER [flags] [flags of the train script]")
     add = parser.add_argument
     add("model", metavar="MODEL", help="Folder or s3:// prefix of a run, or folder of a checkpoint.")
@@ -106,7 +106,7 @@ def write_curves(run: Path | None, folder: Path) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Upload a folder to a repository on the hub, which is created if needed. Return its URL."""
+    """Upload a folder to a repository on the hub and return its URL. Create the repository if needed."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -6,20 +6,21 @@
     CUDA_VISIBLE_DEVICES= python find_batch_size.py --config_file accelerate_configs/zero2_2gpu.yaml \\
         train_cnn_b.py --data digits
 
-Each trial launches a short training with the same data and model: 7 optimizer steps without accumulation, a
-checkpoint and an evaluation. Two sizes show how memory grows. Then the search tries the largest size that
-should fit. It ends when a size ran and a size with --quantum more images did not. A trial fails when any
-process runs out of memory, so the process that needs the most memory determines the result.
+Each trial launches a short training run with the same data and model. The run consists of 7 optimizer steps
+without accumulation, a checkpoint and an evaluation. Two trials show how memory grows with the size. Then the
+search tries the largest size that should fit. The search ends when a size fits and a size with --quantum more
+images does not. A trial fails when any process runs out of memory, so the process that needs the most memory
+determines the result.
 
-Without a GPU the search is a rehearsal, and --memory_limit_gib limits the data of each process (RLIMIT_DATA).
-The default limit is 1.25 times the memory of the first trial, so that one step of this model and data fits.
+Without a GPU, the search is only a rehearsal, and --memory_limit_gib limits the data segment of each process
+(RLIMIT_DATA). The default limit is 1.25 times the memory of the first trial, so that at least one step fits.
 
-The largest batch is often not the best one. The table shows each size with its images/s, measured in a few
-steps. The knee is the smallest size that no other size beats by 5 percent. The search has not been measured
-on a GPU yet.
+The largest batch is often not the best one. The table shows each size with its images/s, measured over a few
+steps. The knee is the smallest size that no other size outperforms by 5 percent. The search has not been
+measured on a GPU yet.
 
-With RandAugment, a step's memory depends on its random operations, and a trial has only 7 steps. Therefore 5
-percent of the limit stay free.
+With RandAugment, the memory that a step needs depends on its random operations, and a trial runs only 7
+steps. The search therefore keeps 5 percent of the limit free.
 """
 
 import argparse
@@ -47,25 +48,25 @@ from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_si
 from tools.launch.hosts import read_hostfile
 
 STEPS = 7
-UNTIMED = 4  # first steps, which create the optimizer's state and capture a step graph
-SHOWN = 25  # last lines of a failed launch that are shown
+UNTIMED = 4  # number of first steps, which create the optimizer's state and capture a step graph
+SHOWN = 25  # number of last lines to show of a failed launch
 RAN, OUT_OF_MEMORY, TOO_LARGE, IN_MARGIN = "ran", "out of memory", "more than the images", "ran in the margin"
-# Fraction of the limit that stays free if a recipe's memory differs from step to step. RandAugment's tensors
-# peak at 21 bytes per pixel of the batch. Their peak in 150 steps is 13 percent above their peak in 4 steps
-# with 32 images, and 4 percent with 512 (torch's profiler, 2 layers, CPU). The overhead of CUDA's allocator
-# has not been measured on a GPU yet.
+# Fraction of the limit to keep free if a recipe's memory differs from step to step. RandAugment's tensors
+# peak at 21 bytes per pixel of the batch. The peak over 150 steps is higher than the peak over 4 steps by 13
+# percent with 32 images, and by 4 percent with 512 (torch's profiler, 2 layers, CPU). The overhead of CUDA's
+# allocator has not been measured on a GPU yet.
 MARGIN = 0.05
 REHEARSED_SHARE = 1.25  # limit of a rehearsal, relative to the memory of the first trial
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a short training with one size."""
+    """Result of a short training run with one size."""
 
     per_device_batch_size: int
     outcome: str
     seconds: float
-    memory_gib: float | None = None  # memory of the process that used the most
+    memory_gib: float | None = None  # of the process that used the most memory
     images_per_s: float | None = None
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Return the search's flags. Attribute `script` holds the script and its flags."""
+    """Return the search's flags. The attribute `script` contains the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s --config_file FILE [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
     config_help = "Accelerate config of the job, for example a file in accelerate_configs/."
@@ -112,7 +113,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 class BatchSearch:
-    """Search for the largest size that runs, by trials."""
+    """Search for the largest size that fits, by trial runs."""
 
     def __init__(self, flags: argparse.Namespace):
         """Check the flags before anything is launched.
@@ -140,13 +141,13 @@ class BatchSearch:
         self.output = flags.output or next(file for file in files if not file.exists())
         self.trials: list[Trial] = []
         self.settings: dict[str, Any] = {}  # settings that the trials reported
-        self.shown = ""  # command and last lines of the last failed launch
+        self.shown = ""  # command and last output lines of the last failed launch
 
     def run(self) -> None:
-        """Search and print each trial.
+        """Run the search and print each trial.
 
         Raises:
-            ValueError: No size fits, or a trial fails for another reason.
+            ValueError: No size fits, or a trial fails for a reason other than memory.
         """
         self.output.parent.mkdir(parents=True, exist_ok=True)
         quantum, most = self.flags.quantum, sys.maxsize  # `most` is limited by the data set
@@ -175,7 +176,7 @@ class BatchSearch:
         self._conclude(max(ran), is_memory_full=max(ran) + quantum in failed)
 
     def _first_limit(self, use_cpu: bool) -> float:
-        """Return the GiB that each process of the first trial may use. On a GPU this is infinity."""
+        """Return the GiB that each process of the first trial may use. On a GPU the limit is infinite."""
         import torch
 
         limit_gib, hostfile = self.flags.memory_limit_gib, self.flags.hostfile
@@ -186,7 +187,7 @@ class BatchSearch:
                 " rehearse: put CUDA_VISIBLE_DEVICES= before the command and remove --hostfile."
             )
         if self.on_gpu:
-            return math.inf  # _read replaces this value by the memory of the GPUs
+            return math.inf  # _read replaces this value with the memory of the GPUs
         total_gib = psutil.virtual_memory().total / 2**30
         if limit_gib and limit_gib * self.processes > total_gib:
             needed = f"{self.processes} x --memory_limit_gib {limit_gib:g}"
@@ -194,7 +195,7 @@ class BatchSearch:
         return limit_gib or total_gib / self.processes
 
     def _why_nothing_fits(self, size: int) -> str:
-        """Try one image per process, to distinguish a limit below one step from a batch that is too large."""
+        """Explain why a size failed. A trial with one image per process tests if any size can fit."""
         one_image_fits = False
         if size > 1:
             trial, _ = self.try_size(1)
@@ -214,7 +215,7 @@ class BatchSearch:
         """Launch one trial.
 
         Returns:
-            The trial, and the number of training images if the batch was larger, otherwise 0.
+            The trial; and the number of training images if it is smaller than the batch, otherwise 0.
         """
         with tempfile.TemporaryDirectory(prefix=".trial-", dir=self.output.parent.resolve()) as folder:
             run = Path(folder) / "run"
@@ -241,17 +242,17 @@ class BatchSearch:
         raise ValueError(f"the trial with {size} images per process failed ({reason})")
 
     def _words(self, size: int, run: Path) -> list[str]:
-        """Return the script of a trial and its flags. The trial's flags replace the user's."""
+        """Return a trial's script and flags. The flags that a trial needs override the user's flags."""
         batch_size = size * self.processes
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
-            "streams": self.processes,  # of shards; must divide any size
-            "epochs": STEPS,  # one batch may be the whole data set
+            "streams": self.processes,  # streams of shards; they must divide any size
+            "epochs": STEPS,  # a batch may contain the whole data set, so that an epoch is one step
             "max_steps": STEPS,
             "patience": STEPS,  # at most one evaluation per step, so this never ends a trial
             "max_val_images": 2 * batch_size,
-            "lr": 0,  # the recipe's rate suits another batch size, and the loss must not diverge
+            "lr": 0,  # the recipe's rate is for another batch size and might make the loss diverge
             "checkpoint_every": STEPS - 1,  # the last step runs while the checkpoint is written
             "log_every": 1,
             "resume": "auto",
@@ -265,7 +266,7 @@ class BatchSearch:
         return [*without(self.flags.script, replaced), *(f"--{name}={v}" for name, v in flags.items())]
 
     def _read(self, size: int, launch: LaunchResult, run: Path) -> Trial:
-        """Return the trial whose run folder is `run`, and update limit and settings."""
+        """Read a trial's result from its run folder, and update the limit and the settings."""
         if not (run / "result.json").exists():
             raise ValueError("this machine has no result of the trial. It must be the hostfile's first host.")
         result, recipe = (read_json(run / name) for name in ("result.json", "recipe.json"))
@@ -290,7 +291,7 @@ class BatchSearch:
         return self.limit_gib * (1 - self.margin)
 
     def _conclude(self, answer: int, is_memory_full: bool) -> None:
-        """Write the result, and print commands that train with the largest size and with the knee."""
+        """Write the result, and print the commands that train with the largest size and with the knee."""
         ran = [trial for trial in self.trials if trial.outcome == RAN]
         speeds = {t.per_device_batch_size: t.images_per_s for t in ran if t.images_per_s is not None}
         relevant = flags_where(type(self.recipe), "changes_memory")

@@ -5,16 +5,17 @@
     python launch.py --hostfile hostfile --min_hosts 2 train_vit.py --s3 s3://my-bucket/vit-1
 
 Each host runs one `accelerate launch` with the host's rank, the first host's address and the network
-interface that reaches it. The project and its Python must be at the same path on every host, and ssh must
-work without a prompt. The default script is train_hello.py. Arguments after the script and unknown flags are
-passed to it.
+interface that reaches this address. The project and its Python must be at the same path on every host, and
+ssh must work without a prompt. The default script is train_hello.py. launch.py passes unknown flags and all
+arguments after the script to the script.
 
-Each host has a log file. When one host fails, all hosts are stopped, and the first failure is shown. After
-Ctrl-C, SIGTERM or SIGHUP, all processes save and exit with status 75, and the same command resumes the job.
-A second Ctrl-C kills all processes.
+The output of each host is stored in a log file. When one host fails, launch.py stops all hosts and shows the
+first failure. After Ctrl-C, SIGTERM or SIGHUP, all processes save a checkpoint and exit with status 75, and
+the same command resumes the job. A second Ctrl-C kills all processes.
 
-With --min_hosts the job is elastic. When a host is lost or told to stop, the other hosts continue, and new
-hosts may join. Run launch.py on a machine outside the job, because the job can't lose the host of launch.py.
+With --min_hosts the job is elastic: when a host is lost or told to stop, the other hosts continue, and new
+hosts may join. Run launch.py on a machine outside the job, because a job can't survive the loss of the
+machine that runs launch.py.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from tools.launch.hosts import NAME, Host, add_host_flags, read_hostfile, select
 from tools.launch.job import JobRunner, LaunchPlan
 
 SINGLE = "accelerate_configs/single_gpu.yaml"
-DDP = "accelerate_configs/ddp_2gpu.yaml"  # works for any number of processes
+DDP = "accelerate_configs/ddp_2gpu.yaml"  # a config that works for any number of processes
 # Variables that DeepSpeed's launcher may pass to other hosts. None of them is secret.
 DEEPSPEED_ENV = ["CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"]
 DEEPSPEED_ENV += ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
@@ -63,7 +64,7 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Return the launcher's flags. Attribute `script` holds the script and its flags."""
+    """Return the launcher's flags. The attribute `script` contains the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s [flags] [SCRIPT [SCRIPT_FLAGS ...]]")
     add_host_flags(parser)
     add = parser.add_argument
@@ -121,7 +122,7 @@ def elastic_job(flags: argparse.Namespace) -> ElasticJob:
 
 
 def plan(flags: argparse.Namespace, hosts: list[Host] | None = None) -> LaunchPlan:
-    """Return the launch on the given hosts, by default on all. Does not connect to a host.
+    """Plan the launch on the given hosts, by default on all hosts, without connecting to any of them.
 
     Raises:
         ValueError: A flag, the hostfile or the config contains a mistake.
@@ -186,7 +187,7 @@ def _hosts(flags: argparse.Namespace) -> list[Host]:
 
 
 def _local_gpus() -> int:
-    """Return the number of this machine's GPUs, or 1 in a rehearsal."""
+    """Return the number of GPUs in this machine, or 1 in a rehearsal without GPUs."""
     is_rehearsal = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     return 1 if is_rehearsal else len(list_gpus().gpus) or 1
 
@@ -194,9 +195,9 @@ def _local_gpus() -> int:
 def _launcher_flags(config: dict[str, Any], hosts: list[Host], timeout_s: int) -> list[str]:
     """Return the flags of `accelerate launch` that a config needs on the given hosts.
 
-    --rdzv_conf replaces the 600 s for which torch's launchers wait for each other. DeepSpeed's launcher
-    `standard` is the only one that does not write the whole environment into a file and onto command lines.
-    Hybrid sharding shards within each host.
+    --rdzv_conf replaces the 600 s for which torch's launchers wait for each other. Of DeepSpeed's launchers,
+    only `standard` does not write the whole environment to a file and to command lines. Hybrid sharding
+    shards within each host.
     """
     flags = ["--rdzv_conf", f"timeout={timeout_s}"] if len(hosts) > 1 else []
     if config.get("distributed_type") == "DEEPSPEED" and len(hosts) > 1:
@@ -208,9 +209,9 @@ def _launcher_flags(config: dict[str, Any], hosts: list[Host], timeout_s: int) -
 
 
 def write_deepspeed_env() -> int:
-    """Write the variables in DEEPSPEED_ENV to .deepspeed_env, and keep the file's other lines.
+    """Write the variables in DEEPSPEED_ENV to .deepspeed_env, without changing other lines of the file.
 
-    DeepSpeed puts all variables of this file on command lines.
+    DeepSpeed passes all variables in this file on command lines.
     """
     file = Path(".deepspeed_env")
     lines = file.read_text().splitlines() if file.exists() else []

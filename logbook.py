@@ -4,14 +4,14 @@
     python logbook.py compare runs/train_cnn_b/fsdp_128_15_1_4 runs/train_cnn_b/ddp_128_15_2_4
     python logbook.py index --folder logbook
 
-add      writes <script>/<strategy>/<run>.md for each run. The page is named after the run's folder without
-         the strategy, for example 128_10_1_1-2. Another run with that name gets the next number; the same
-         run replaces its page
-compare  writes a page in compare/ with the time, accuracy and all other differences of the runs. Runs that
-         were evaluated on different images are refused
-index    writes README.md, which add and compare also update
+add      writes the page <script>/<strategy>/<run>.md for each run. The page's name is the name of the run's
+        folder without the strategy, for example 128_10_1_1-2. A number is appended if another run already
+        uses this name. Adding a run again replaces its page.
+compare  writes a page in compare/ that compares the time, accuracy and settings of several runs. The command
+        refuses runs that were evaluated on different images.
+index    writes README.md. The commands add and compare also update this file.
 
-A page lists missing and broken files. The same run folders always produce the same bytes.
+Each page lists missing and broken files. The same run folders always produce identical pages.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tools.logbook.run_record import RunRecord
 FOLDER = Path("runs") / "logbook"
 COMPARE = "compare"  # folder of comparison pages
 
-Command = Callable[[argparse.Namespace], list[Path]]  # writes pages
+Command = Callable[[argparse.Namespace], list[Path]]  # a function that writes pages and returns their paths
 
 
 def main() -> int:
@@ -89,7 +89,7 @@ def add_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def write_run(logbook: Path, run: RunRecord) -> Path:
-    # The first start decides, so that a run keeps its page when its strategy changes.
+    # The first start determines the page, so that a run keeps its page when its strategy changes.
     first = run.kept[0].about if run.kept else run.facts
     strategy = file_name(first.get("strategy", "unknown"))
     script = file_name(run.facts.get("script", "unknown"))
@@ -123,7 +123,7 @@ def compare_runs(flags: argparse.Namespace) -> list[Path]:
 
 
 def free_page(folder: Path, stem: str, identity: dict[str, Any]) -> Path:
-    """Return the page of these runs, or the next free path."""
+    """Return the path of these runs' page, or the next free path if they have no page yet."""
     pages = (folder / f"{name}.md" for name in numbered(stem))
     return next(page for page in pages if not page.exists() or is_same(read_mark(page), identity))
 
@@ -149,7 +149,7 @@ def write_page(page: Path, mark: dict[str, Any], text: str) -> Path:
 
 
 def read_mark(page: Path) -> dict[str, Any]:
-    """Return the mark of a page; empty for a page written by hand."""
+    """Return the mark of a page, or an empty dict for a page written by hand."""
     comment = re.match(r"<!-- logbook (\{.*\}) -->\n", page.read_text())
     try:
         return parse_json(comment[1], page) if comment else {}
@@ -158,7 +158,7 @@ def read_mark(page: Path) -> dict[str, Any]:
 
 
 def run_pages(logbook: Path) -> list[Path]:
-    """Return the pages logbook/<script>/<strategy>/*.md."""
+    """Return the paths of all run pages, logbook/<script>/<strategy>/*.md."""
     return sorted(logbook.glob("*/*/*.md"), key=natural)
 
 
@@ -174,7 +174,7 @@ def write_index(logbook: Path) -> Path:
 
 
 def file_name(text: str) -> str:
-    """Return the text as a file name, without slashes and characters that shells or links interpret."""
+    """Convert text to a file name without slashes or characters that shells and links interpret."""
     return re.sub(r"[^\w-]+", "_", text).strip("_")[:100] or "unknown"
 
 

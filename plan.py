@@ -1,16 +1,16 @@
-"""Predict memory, batch size, traffic and time of a training on a cluster, for each strategy. Needs no GPU.
+"""Predict memory, batch size, traffic and time of a training run on a cluster. Needs no GPU.
 
     python plan.py --gpu H100 --gpus 4 train_vit.py
     python plan.py --hosts 2 --gpus 4 --gpu "NVIDIA H200" train_vit.py --batch_size 1024
 
-The planner runs the script's model and optimizer under each strategy as rank 0 of the cluster. Accelerate,
-DDP, FSDP2 and DeepSpeed themselves run, on tensors without contents. Memory is the largest sum of live
-tensors that torch's MemTracker saw. Traffic is the bytes of the collectives that were called. Both are
-counted, not estimated.
+The planner runs the script's model and optimizer under each strategy as rank 0 of the cluster. It calls the
+real Accelerate, DDP, FSDP2 and DeepSpeed on tensors without contents. The planned memory is the largest sum
+of live tensors that torch's MemTracker observed. The planned traffic is the number of bytes that collectives
+exchanged. Memory and traffic are counted, not estimated.
 
-Time is estimated from data sheets (onecurve/telemetry/devices.yaml) and from measurements on one H200, with
-the formulas in tools/plan/cost.py. docs/performance.md compares planned and measured times. The estimate
-excludes compilation, the CPU's work under offload, and reading and decoding of images.
+The planner estimates time from data sheets (onecurve/telemetry/devices.yaml) and from measurements on one
+H200, with the formulas in tools/plan/cost.py. docs/performance.md compares planned and measured times. The
+estimated time excludes compilation, CPU work for offloading, and reading and decoding of images.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> int:
     print(plan.summary, plan.links, ROW.format(*HEAD), sep="\n", flush=True)
     lines, tasks = list[Line](), [""]
     candidates = plan.candidates(tasks.append)
-    out = None if sys.stdout.isatty() else sys.stdout  # a bar replaces sys.stdout
+    out = None if sys.stdout.isatty() else sys.stdout  # a progress bar replaces sys.stdout
     display = Display(len(plan.strategies), "", out and sys.stderr)
 
     def show_progress() -> None:
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Return the planner's flags. Attribute `script` holds the script and its flags."""
+    """Return the planner's flags. The attribute `script` contains the script and its flags."""
     parser = command_parser(__doc__, "%(prog)s --gpu NAME [flags] SCRIPT [SCRIPT_FLAGS ...]")
     add = parser.add_argument
     add("--hosts", type=int, default=1, metavar="N", help="Number of hosts. Default: 1.")

@@ -4,15 +4,16 @@
     ls *.jpg | python predict.py runs/train_cnn_b/fsdp_128_15_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-MODEL is a run's folder or S3 prefix (the best checkpoint, or the latest with --which latest), a checkpoint's
-folder, or a folder written by export.py. The files are verified before use, and nothing is unpickled. IMAGE
-is a file, a folder or a pattern; `-` reads file names from stdin. Images come before the first flag. Each
-image is predicted once, under any launcher.
+MODEL is a run's folder or S3 prefix, a checkpoint's folder, or a folder written by export.py. Of a run, the
+best checkpoint is used, or the latest with --which latest. The files are verified before use, and nothing is
+unpickled. IMAGE is a file, a folder or a pattern, and `-` reads file names from stdin. Put all images before
+the first flag. Each image is predicted exactly once, under any launcher.
 
-The output folder (--output_dir, by default predictions/<run>) contains predictions.csv and predictions.jsonl
-with the most likely classes of each image and their probabilities, and sheet.png with the first images.
-Files that are not images are listed with the reason, and the command continues. --embeddings FILE.npy writes
-one row per image: `id`, the file name, and `features`, the float32 inputs of the model's head.
+The command writes predictions.csv and predictions.jsonl, which contain the most likely classes of each image
+and their probabilities, and sheet.png, which shows the first images, to --output_dir (by default
+predictions/<run>). It lists files that are not images with the reason, and continues. --embeddings FILE.npy
+writes one row per image, with the columns `id` (the file name) and `features` (the float32 inputs of the
+model's head).
 """
 
 import dataclasses
@@ -49,11 +50,11 @@ from onecurve.system.files import write_bytes, write_csv, write_text
 from onecurve.system.text import plural, printable
 from tools.inference.inference import Inference, keep_features, own_words, preprocessing_of
 
-WHOLE = ("digits", "cifar10", "synthetic")  # data without a crop, if the checkpoint records no cropping
-SHEET, EDGE = 32, 128  # images on sheet.png, and their edge in pixels
+WHOLE = ("digits", "cifar10", "synthetic")  # not cropped, if the checkpoint does not record cropping
+SHEET, EDGE = 32, 128  # number of images on sheet.png, and the length of their edges in pixels
 PRINTED = 10
 
-Row = dict[str, Any]  # file, classes and probabilities, most likely first; or file and error
+Row = dict[str, Any]  # file, classes and probabilities with the most likely class first; or file and error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def main() -> None:
 
 
 def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
-    """Return the flags, the model, and the words that name images."""
+    """Return the flags, the model's location, and the words that name images."""
     words = own_words(words)
     first = next((k for k, word in enumerate(words) if word.startswith("-") and word != "-"), len(words))
     flags = parse(Prediction, words[first:])
@@ -120,7 +121,7 @@ def parse_flags(words: list[str]) -> tuple[Prediction, str, list[str]]:
 def build(
     accelerator: Accelerator, flags: Prediction, trained: TrainedModel
 ) -> tuple[nn.Module, Preprocessing]:
-    """Load the model on each device. Return it and the preprocessing of its inputs. Collective."""
+    """Load the model on each device. Return the model and the preprocessing of its inputs. Collective."""
     if trained.recipe is None:
         raise ValueError(f"{trained.name} is a single file without a recipe. Give --model NAME")
     script, recipe, _ = open_script(trained, flags.script, [])
@@ -139,7 +140,7 @@ def build(
 def predict_images(
     accelerator: Accelerator, model: nn.Module, pictures: Pictures, classes: list[str], flags: Prediction
 ) -> list[Row]:
-    """Return one row per image, in order and identical on all processes. Collective."""
+    """Predict all images. Return one row per image, in order, identical on all processes. Collective."""
     local: dict[int, Row] = {}
     autocast_forward(accelerator, model)
     features = keep_features(model) if flags.embeddings else []
@@ -173,7 +174,7 @@ def write_predictions(folder: Path, rows: list[Row], trained: TrainedModel) -> l
     """Write predictions.csv, predictions.jsonl and sheet.png, each atomically.
 
     Returns:
-        The properties of the sheet's images that matter for the conversion warnings.
+        The properties of the images on the sheet that decide which conversion warnings are printed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({**row, "file": printable(row["file"])}, allow_nan=False) for row in rows]
@@ -203,7 +204,7 @@ def write_embeddings(file: Path, rows: list[Row], features: list[list[float]]) -
 
 
 def draw_sheet(file: Path, rows: list[Row], trained: TrainedModel) -> list[Look]:
-    """Draw a contact sheet: images with their most likely class."""
+    """Draw a contact sheet that shows images with their most likely class."""
     from PIL import Image, ImageOps
 
     from onecurve.data.decode import decode_image

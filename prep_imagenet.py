@@ -7,17 +7,19 @@
     python prep_imagenet.py --from shards --data s3://bucket/wds --format index --out /data/wds_index
 
 --data is the folder or s3:// prefix with ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-ILSVRC2012_devkit_t12.tar.gz. --train, --val and --devkit give their paths one by one. Each archive is read
+ILSVRC2012_devkit_t12.tar.gz. --train, --val and --devkit specify these paths separately. Each archive is read
 once, as a stream, and never extracted. Its published MD5 sum is checked at the same time, unless --no_verify
-is given. Without the development kit, --val_labels is a file with one line per validation image, in the order
-of the image names. A line contains the class's WordNet id (n01440764) or index, optionally after the name of
-the image.
+is set. Without the development kit, use --val_labels FILE with one line per validation image, in the order of
+the image names. A line contains the class's WordNet id (n01440764) or index, optionally after the name of the
+image.
 
---format shards  writes tar files of about 256 MiB that `tar`, WebDataset and `datasets` can read, with the
-                 images shuffled by --seed. An index follows, and a manifest last. Train with --data OUT
+--format shards  writes tar files of about 256 MiB that `tar`, WebDataset and `datasets` can read. The images
+                are shuffled by --seed. Next to the tar files are an index and a manifest, which is written
+                last. To train on the shards, use --data OUT.
 
-Images are copied byte for byte. CMYK images and the PNG named .JPEG are converted to RGB JPEGs of quality 95
-and listed. --resize 256 scales larger images to a shorter side of 256 pixels, using all cores.
+Images are copied byte for byte, with two exceptions: CMYK images and the PNG named .JPEG are converted to RGB
+JPEGs of quality 95, and listed. --resize 256 scales larger images to a shorter side of 256 pixels, using all
+cores.
 
 Other images: --from tar reads train.tar and val.tar with one <class>.tar per class. --from folder reads
 train/<class>/ and val/<class>/, including subfolders. --train and --val each accept a tar or a folder. Labels
@@ -28,13 +30,13 @@ the missing part of a truncated JPEG with grey. --no_verify skips this check.
 --from parquet reads a folder with train-*.parquet and val-*, validation-* or test-*.parquet.
 
 Existing shards: --from shards --format index indexes WebDataset tars in a folder or under an S3 prefix,
-without copying them. It uses tars whose name or folder contains train, val or test. --train and --val accept
-patterns, for example 'DIR/train-{0000..1023}.tar'. The class of a sample is in its .cls file or in "label" of
-its .json. --classes is a file of class names, one per line. Shards in S3 are read once to compute their
-SHA-256.
+without copying them. The command uses tars whose name or folder contains train, val or test. --train and
+--val accept patterns, for example 'DIR/train-{0000..1023}.tar'. The class of a sample is read from its .cls
+file or from "label" in its .json file. --classes is a file of class names, one per line. Shards in S3 are
+read once to compute their SHA-256.
 
-After an interruption, a kill or a full disk, the same command keeps the finished splits and starts the
-interrupted split again. The result is the same as without the interruption.
+After an interruption, a kill or a full disk, the same command keeps the finished splits and repeats the
+interrupted split. The result is the same as without the interruption.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """CNN-A: two convolutions and two linear layers. It reaches 0.766 on CIFAR-10's test split in 10 epochs.
 
-This training took 75 s on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 the throughput is
-516,588 images/s at batch 512 (docs/gpu.md). The accuracy on a GPU has not been measured yet. The recipe is
-AdamW (arXiv 1711.05101), linear warm-up and cosine (arXiv 1608.03983), shifts by up to 4 pixels and flips
-(arXiv 1512.03385, section 4.2).
+Training to this accuracy took 75 s on two AVX512-BF16 cores, with a JPEG copy of the data. On one H200 the
+throughput is 516,588 images/s at batch 512 (docs/gpu.md). The accuracy on a GPU has not been measured yet.
+The recipe consists of AdamW (arXiv 1711.05101), a learning rate with linear warm-up and cosine decay (arXiv
+1608.03983), and images shifted by up to 4 pixels and flipped (arXiv 1512.03385, section 4.2).
 
     accelerate launch --config_file accelerate_configs/cpu.yaml train_cnn_a.py --data digits
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_a.py
@@ -74,10 +74,10 @@ from onecurve.run.run import Run
 
 
 class Block(nn.Sequential):
-    """[B, width_in, H, W] -> [B, width_out, H/2, W/2], minus the edge that an unpadded convolution removes"""
+    """[B, width_in, H, W] -> [B, width_out, H/2, W/2]. H and W first shrink if the convolution is unpadded."""
 
     def __init__(self, width_in: int, width_out: int, kernel_size: int, padding: int):
-        # Pooling before the ReLU gives the same result as after it, with a quarter of the work for the ReLU.
+        # Pooling first does not change the result, and leaves the ReLU a quarter of the elements to process.
         conv = nn.Conv2d(width_in, width_out, kernel_size, padding=padding)
         super().__init__(conv, nn.MaxPool2d(2), nn.ReLU())
 
@@ -92,7 +92,7 @@ class Net(nn.Module):
         first, second, *widths = recipe.widths
         size, padding = recipe.kernel_size, recipe.kernel_size // 2 if recipe.padding else 0
         self.blocks = nn.Sequential(Block(3, first, size, padding), Block(first, second, size, padding))
-        lost = size - 1 - 2 * padding  # pixels of an edge, per convolution
+        lost = size - 1 - 2 * padding  # pixels by which a convolution shortens each edge
         edge = ((recipe.image_size - lost) // 2 - lost) // 2
         self.hidden = nn.Linear(second * edge**2, widths[0])
         self.more = nn.Sequential()  # further hidden layers
@@ -118,8 +118,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped, images of one small size are shifted. Both are flipped. The shapes are float
-    [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
+    Photographs are cropped. If all images have the same small size, they are shifted instead. All images are
+    flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
     """
     batches = images.train.batches(
         plan,
@@ -148,7 +148,7 @@ def build_optimizer(model: nn.Module, recipe: CnnA, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnA, step: int, total_steps: int) -> float:
-    """Return the rate of a step: a linear rise, then half a cosine to 0 (arXiv 1608.03983)."""
+    """Return the rate of a step, which rises linearly, then follows a cosine to 0 (arXiv 1608.03983)."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)

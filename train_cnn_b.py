@@ -1,12 +1,12 @@
 """CNN-B: ResNet-18 (arXiv 1512.03385), by default with a stem for small images.
 
-The recipe comes from github.com/kuangliu/pytorch-cifar (main.py; ResNet-18 with a 3x3 stem and no max-pool):
-SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, cosine, shifts by up to 4 pixels and flips. Its
-README reports 93.02 with an older step schedule. The differences here are Nesterov momentum, a warm-up of 5
-percent of the steps (arXiv 1706.02677, section 2.2), no weight decay on biases and BatchNorm (arXiv
-1812.01187, section 3.1), and 40 epochs instead of 200. The goal is 0.94 on CIFAR-10, which has not been
-measured yet. On one H200, recipes/cnn_b_cifar10_fast.yaml reached 0.9032 on a JPEG copy in 22.1 s
-(docs/gpu.md).
+The recipe is based on main.py in github.com/kuangliu/pytorch-cifar, which trains ResNet-18 with a 3x3 stem
+and no max-pool: SGD with momentum 0.9, learning rate 0.1, weight decay 5e-4, a cosine schedule, shifts by up
+to 4 pixels and flips. The README of pytorch-cifar reports 93.02 with an older step schedule. This script adds
+Nesterov momentum and a warm-up of 5 percent of the steps (arXiv 1706.02677, section 2.2), does not decay
+biases and BatchNorm (arXiv 1812.01187, section 3.1), and trains for 40 epochs instead of 200. The goal is an
+accuracy of 0.94 on CIFAR-10, which has not been measured yet. On one H200, recipes/cnn_b_cifar10_fast.yaml
+reached 0.9032 on a JPEG copy in 22.1 s (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml train_cnn_b.py
     deepspeed --num_gpus 2 train_cnn_b.py --deepspeed_config ds_configs/zero2.json
@@ -83,7 +83,7 @@ from onecurve.run.run import Run
 
 
 class BlurredConv2d(nn.Conv2d):
-    """Convolution after a blur with weights 1, 2, 1 along rows and columns (arXiv 1904.11486)."""
+    """Convolution preceded by a blur with weights 1, 2, 1 along rows and columns (arXiv 1904.11486)."""
 
     kernel: Tensor
 
@@ -98,7 +98,7 @@ class BlurredConv2d(nn.Conv2d):
 
 
 class Block(nn.Module):
-    """[B, width_in, H, W] -> [B, width_out, H / stride, W / stride]: two convolutions and a shortcut."""
+    """Two convolutions and a shortcut: [B, width_in, H, W] -> [B, width_out, H / stride, W / stride]."""
 
     def __init__(self, width_in: int, width_out: int, stride: int, blurpool: bool):
         super().__init__()
@@ -142,7 +142,7 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stages(self.stem(x))  # [B, 8 * width, H / 8, W / 8]; H / 32 with the ImageNet stem
+        x = self.stages(self.stem(x))  # [B, 8 * width, H / 8, W / 8], or H / 32 with the ImageNet stem
         return self.head(x.mean((2, 3)))
 
 
@@ -160,8 +160,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped, images of one small size are shifted. Both are flipped. The shapes are float
-    [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
+    Photographs are cropped. If all images have the same small size, they are shifted instead. All images are
+    flipped at random. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
     """
     for size, part in groupby(plan, lambda item: training_size(recipe, item[0])):
         batches = images.train.batches(
@@ -178,7 +178,7 @@ def training_batches(
 
 
 def training_size(recipe: CnnB, epoch: int) -> int:
-    """Return the image size of an epoch. Small sizes come first and cost less (arXiv 1906.06423)."""
+    """Return the image size of an epoch. If sizes ascend, early epochs cost less (arXiv 1906.06423)."""
     sizes = recipe.train_sizes or (recipe.image_size,)
     return sizes[epoch * len(sizes) // recipe.epochs]
 
@@ -198,7 +198,7 @@ def build_optimizer(model: nn.Module, recipe: CnnB, fused: bool = False) -> torc
 
 
 def learning_rate(recipe: CnnB, step: int, total_steps: int) -> float:
-    """Return the rate of a step: a linear rise, then a cosine (arXiv 1608.03983) or linear fall to 0."""
+    """Return the rate, which rises linearly, then falls to 0 along a cosine (arXiv 1608.03983) or a line."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)

@@ -79,14 +79,14 @@ def curve(x: Tensor) -> Tensor:
 
 
 def points(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return x in [-2, 2] and the curve with noise of standard deviation 0.1: [count, 1] each, on the CPU."""
+    """Return x in [-2, 2] and y, the noisy curve (standard deviation 0.1), each [count, 1] on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     x = 4 * torch.rand(count, 1, generator=generator) - 2
     return x, curve(x) + 0.1 * torch.randn(count, 1, generator=generator)
 
 
 def rows(x: Tensor, ids: np.ndarray) -> Tensor:
-    """Return x[ids] asynchronously. Indexing with x[ids] would wait for all queued work of the GPU."""
+    """Return x[ids] asynchronously. Plain indexing would wait until the GPU has finished all queued work."""
     return x.index_select(0, send(torch.from_numpy(ids), x.device))
 
 
@@ -97,15 +97,15 @@ def rows(x: Tensor, ids: np.ndarray) -> Tensor:
 def evaluate(
     accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor, batch: Batch
 ) -> dict[str, float]:
-    """Return the mean squared error over all points. Each process evaluates its share; the sums are added."""
+    """Return the mean squared error over all points. Each process evaluates its share of the points."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # squared errors, points
+    sums = torch.zeros(2, dtype=torch.float64, device=x.device)  # sum of squared errors, number of points
     shares = evaluation_plan(len(x), batch.per_device, batch.processes, accelerator.process_index)
-    for ids, valid in shares:  # the last micro-batch is padded: only `valid` points count
+    for ids, valid in shares:  # the first `valid` points are real, the rest pad the last micro-batch
         errors = (model(rows(x, ids)).float() - rows(y, ids))[:valid]
-        squares = exact_sum(errors.square())  # the same bits on any number of processes
+        squares = exact_sum(errors.square())  # bitwise identical on any number of processes
         sums += torch.stack([squares, torch.full_like(squares, valid)])
-    # An "all-reduce": every process contributes its numbers and receives the sum over all processes.
+    # An "all-reduce" adds the tensors of all processes and returns the sum to every process.
     squared, count = accelerator.reduce(sums, "sum").tolist()
     model.train()
     return {"loss": squared / count, "images": int(count)}
@@ -115,7 +115,10 @@ def evaluate(
 
 
 def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
-    """Return the rate: a linear rise over 1/20 of the steps, then half a cosine to 0 (arXiv 1608.03983)."""
+    """Return the learning rate of a step.
+
+    The rate rises linearly over the first 1/20 of the steps, then falls to 0 along a cosine (arXiv 1608.03983).
+    """
     warmup_steps = total_steps // 20
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)
@@ -123,9 +126,9 @@ def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
     return recipe.lr * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# A launcher starts this script several times (plain python: once). The processes meet at an address that the
-# launcher passes in environment variables, and form the "process group". Each process has a number, the
-# "rank" (accelerator.process_index), and a device. Rank 0 is the "main process".
+# A launcher starts this script once per process. Plain `python` starts a single process. The processes
+# connect to an address that the launcher passes in environment variables, and form the "process group". Each
+# process has a device and a number, its "rank" (accelerator.process_index). Rank 0 is the "main process".
 @entry(Hello)
 def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
     with Run(accelerator, recipe, batch) as run:
@@ -141,14 +144,13 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
 
         samples = Shuffled(recipe.data_size)
         steps = Steps.of(samples, batch, recipe)
-        # An interrupted run resumes from its newest checkpoint. Rank 0 reads it, and every rank receives its
-        # part. Without a checkpoint, the first step is 0.
+        # An interrupted run resumes from its newest checkpoint. Rank 0 reads the checkpoint and sends each
+        # rank its part. Without a checkpoint, the first step is 0.
         steps = run.begin(model, optimizer, steps, data=("generated", ()))
         rank = accelerator.process_index
-        # "Sharding" of the data: all ranks shuffle the points in the same order, and each rank trains on a
-        # different batch_size / ranks points of a step. Points that do not fit on the device at once are
-        # divided into micro-batches of per_device_batch_size points, one after the other ("gradient
-        # accumulation").
+        # "Sharding" divides the data: all ranks shuffle the points in the same order, and each rank trains on
+        # a different batch_size / ranks points of a step. If these points do not fit on the device at once,
+        # the rank processes them in micro-batches of per_device_batch_size points ("gradient accumulation").
         plan = iter(steps.plan(samples, batch, rank, recipe.seed))
         for step in range(steps.first, steps.last + 1):
             if run.should_evaluate(step):
@@ -169,7 +171,7 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-                    # With DDP, all ranks make the same step, so their weights stay equal and are never sent.
+                    # With DDP, all ranks apply the same update, so weights stay equal without being sent.
                     # With FSDP and ZeRO, each rank updates its shard.
                     optimizer.step()
                     optimizer.zero_grad()

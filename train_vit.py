@@ -1,11 +1,11 @@
 """Any timm model on CIFAR-10 or a folder of images: ViT-B/32 by default, or ConvNeXt, ResNet, Swin, ...
 
 The recipe is DeiT's (arXiv 2012.12877, table 9): AdamW with betas (0.9, 0.999), learning rate 5e-4 at batch
-512, weight decay 0.05, warm-up and cosine, label smoothing 0.1, drop path 0.1, mixup 0.8, cutmix 1.0. It adds
-clipping at 1.0, as in "How to train your ViT" (arXiv 2106.10270), and an EMA of the weights. The differences
-here are 100 epochs instead of 300 and an EMA decay of 0.999, which averages over about 10 epochs of CIFAR-10
-at this batch size instead of 100. The accuracy on a GPU has not been measured yet. On one H200 the throughput
-is 10,546 images/s, or 12,982 compiled (docs/gpu.md).
+512, weight decay 0.05, warm-up and a cosine schedule, label smoothing 0.1, drop path 0.1, mixup 0.8 and
+cutmix 1.0. This script also clips gradients at 1.0, as in "How to train your ViT" (arXiv 2106.10270), and
+evaluates an EMA of the weights. It trains for 100 epochs instead of 300. The EMA decay is 0.999, which at
+this batch size averages over about 10 epochs of CIFAR-10 instead of 100. The accuracy on a GPU has not been
+measured yet. On one H200 the throughput is 10,546 images/s, or 12,982 when compiled (docs/gpu.md).
 
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_vit.py
     python train_vit.py --config recipes/vit_tiny_digits.yaml
@@ -154,7 +154,7 @@ from onecurve.run.run import Run
 
 
 def build_model(recipe: Vit, classes: int, names: tuple[str, ...] = ()) -> nn.Module:
-    """Build a model: [B, 3, image_size, image_size] -> logits [B, classes].
+    """Build a model that maps images [B, 3, image_size, image_size] to logits [B, classes].
 
     Args:
         recipe: the recipe.
@@ -199,8 +199,8 @@ def training_batches(
 ) -> Iterator[tuple[Tensor, Tensor, np.ndarray]]:
     """Yield randomly augmented images, their labels and their sample ids.
 
-    Photographs are cropped, images of one small size are shifted. Both are flipped and augmented. The shapes
-    are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
+    Photographs are cropped. If all images have the same small size, they are shifted instead. All images are
+    flipped and augmented. The shapes are float [b, 3, S, S] in channels_last format, int64 [b] and int64 [b].
     """
     mean, std, crop = preprocessing
     size, seed, workers = recipe.image_size, recipe.seed, recipe.workers
@@ -252,7 +252,7 @@ def build_optimizer(model: nn.Module, recipe: Vit) -> torch.optim.Optimizer:
 
 
 def learning_rate(recipe: Vit, step: int, total_steps: int) -> float:
-    """Return the rate of a step: a linear rise, then --schedule, e.g. half a cosine (arXiv 1608.03983)."""
+    """Return the rate of a step, which rises linearly, then follows --schedule (cosine: arXiv 1608.03983)."""
     warmup_steps = int(recipe.warmup * total_steps)
     if step < warmup_steps:
         return recipe.lr * ((step + 1) / warmup_steps)

@@ -5,16 +5,17 @@
     accelerate launch --config_file accelerate_configs/ddp_4gpu.yaml validate.py s3://bucket/prefix
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
-MODEL is a run's folder or S3 prefix (the best checkpoint, or the latest with --which latest), a checkpoint's
-folder, a folder written by export.py, or a .safetensors file. The files are verified before use, and nothing
-is unpickled. The manifest names the script that trained the model. Flags of that script change the recipe,
-for example --data or --image_size. Classes of other data are matched by name (docs/models.md). If the
-checkpoint contains averaged weights (EMA), they are evaluated, as they were during the run.
+MODEL is a run's folder or S3 prefix, a checkpoint's folder, a folder written by export.py, or a .safetensors
+file. Of a run, the best checkpoint is used, or the latest with --which latest. The files are verified before
+use, and nothing is unpickled. The manifest names the script that trained the model. The command also accepts
+flags of this script, for example --data or --image_size, and changes the recipe accordingly. If the data
+differs from the training data, classes are matched by name (docs/models.md). If the checkpoint contains
+averaged weights (EMA), these are evaluated, as during training.
 
 Each process evaluates its share of the images with the whole model on its device. Inference needs no
 sharding, so the launcher's strategy does not change the results. Only the main process reads the checkpoint
 and writes files, so no shared folder is needed. The main process prints the metrics and writes report.json,
-predictions.csv, confusion.png, and worst.png with the model's most confident mistakes.
+predictions.csv, confusion.png, and worst.png, which shows the model's most confident mistakes.
 """
 
 import dataclasses
@@ -147,7 +148,7 @@ def main() -> None:
 def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     """Return the flags of validate.py and the words for the train script.
 
-    A flag that both accept, such as --data, is passed to both.
+    A flag that validate.py and the train script both accept, for example --data, is passed to both.
     """
     words = own_words(words)
     if {"-h", "--help"} & set(words):
@@ -160,7 +161,7 @@ def parse_flags(words: list[str]) -> tuple[Validation, list[str]]:
     own, for_script = list[str](), list[str]()
     is_own, is_for_script = False, True
     for word in words:
-        if word.startswith("--"):  # values follow their flag
+        if word.startswith("--"):  # the values of a flag follow it
             name = underscores(word)[2:].partition("=")[0]
             is_own = name in own_flags or name == "help"
             is_for_script = name not in own_flags or name in script_flags
@@ -190,7 +191,7 @@ def for_its_data(
 def script_and_recipe(
     accelerator: Accelerator, flags: Validation, trained: TrainedModel, words: list[str]
 ) -> tuple[ModuleType, ImageRecipe]:
-    """Return the script that trained the model, and its recipe with the user's changes. Collective."""
+    """Return the script that trained the model, and the recipe with the user's changes. Collective."""
     if trained.recipe is None and (flags.script is None or flags.data is None):
         raise ValueError(
             f"{trained.name} is a single file without a recipe. Give the model's timm name and the data:"
@@ -207,7 +208,7 @@ def script_and_recipe(
 
 
 def chosen_split(images: Images, name: str | None) -> tuple[str, Split]:
-    """Return the split that --split names, or the default split. ValueError if there is no test split."""
+    """Return the split that --split names, or the default. Raise ValueError if the test split is missing."""
     splits = {"test": images.test, "val": images.val, "train": images.train}
     default = "test" if images.test else "train" if images.val is images.train else "val"
     split = splits[name := name or default]
@@ -219,14 +220,14 @@ def chosen_split(images: Images, name: str | None) -> tuple[str, Split]:
 
 
 def unused_classes(split: Split, match: ClassMatch) -> list[int]:
-    """Return the model's labels without images in the split, ascending."""
+    """Return the labels of the model that no image in the split has, in ascending order."""
     return sorted(set(range(len(match.model))) - set(split.labels.tolist()))
 
 
 def class_notes(
     flags: Validation, match: ClassMatch, data: str, model: str, left_out: list[int]
 ) -> Iterator[str]:
-    """Yield sentences that say how the classes differ and which classes the accuracy covers."""
+    """Yield sentences that describe how the classes differ and which classes the accuracy covers."""
     if line := match.describe(data, model):
         yield line
     count = len(match.model)
@@ -255,7 +256,7 @@ def predict(
 
     Returns:
         One row per image, sorted by id and identical on all processes; and images/s including decoding.
-        Gathering the rows takes 80 bytes per image for any number of classes, because logits stay local.
+        Gathering the rows transfers 80 bytes per image for any number of classes, because logits stay local.
     """
     (mean, std, crop), parts = preprocessing, list[dict[str, Tensor]]()
     began = time.perf_counter()
@@ -284,7 +285,7 @@ def predict(
 
 
 def check(rows: Rows, ids: np.ndarray) -> None:
-    """Check that every image was counted exactly once. ValueError if a loss is not finite."""
+    """Check that every image was counted exactly once. Raise ValueError if a loss is not finite."""
     assert np.isin(rows["id"], ids).all(), "counted an image that is not evaluated"
     times = np.bincount(np.searchsorted(ids, rows["id"]), minlength=len(ids))
     is_wrong = times != 1
@@ -294,7 +295,7 @@ def check(rows: Rows, ids: np.ndarray) -> None:
 
 
 def teller(accelerator: Accelerator) -> Callable[[str], None]:
-    """Return a function that prints a progress text every 30 s and raises Preempted after a signal."""
+    """Return a function that prints progress every 30 s and raises Preempted after a signal."""
     shown_s = time.monotonic()
 
     def tell(progress: str) -> None:

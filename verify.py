@@ -4,23 +4,24 @@
     python verify.py runs/train_cnn_b/fsdp_128_15_1_4 --config_file accelerate_configs/ddp_2gpu.yaml
     python verify.py runs/train_cnn_b/fsdp_128_15_1_4 --sample 5 --steps 100
 
-A replay starts at the beginning of the run or at a kept checkpoint (--keep_every keeps more) and ends at the
-first line of the log after --steps steps. It trains with the run's recipe in a temporary folder on this
-machine, under any strategy and number of processes. --sample replays only some intervals, chosen at random.
-The last and the best checkpoint are always evaluated again. If a resumed start changed the recipe, each part
-of the run is replayed with the recipe it used, and the change is listed.
+A replay starts at the beginning of the run or at a kept checkpoint, and ends at the first log line after
+--steps steps. Training with --keep_every keeps more checkpoints. The replay trains with the run's recipe in a
+temporary folder on this machine, under any strategy and number of processes. --sample replays only some
+intervals, chosen at random. The last and the best checkpoint are always evaluated again. If a resumed start
+changed the recipe, each part of the run is replayed with the recipe that this part used, and the change is
+listed.
 
 A run with --deterministic under DDP, FSDP or on one process is verified bit for bit, on any number of
-processes, if device, packages and compilation match the run's. All values logged for the replayed steps, and
-all tensors of the checkpoints in these steps, must equal the run's.
+processes, if the replay uses the same device, packages and compilation as the run. All values logged for the
+replayed steps, and all tensors of the checkpoints in these steps, must equal the run's.
 
-Otherwise rounding differs, and training amplifies the difference. The kept weights are then evaluated in the
-run's precision and must reach the reported accuracy, up to the few images that a repeated evaluation changes.
-The differences of the replayed steps are printed without a verdict.
+Otherwise rounding differs, and training amplifies the difference. In this case the kept weights are evaluated
+in the run's precision and must reach the reported accuracy, with a tolerance of a few images because repeated
+evaluations can differ. The differences of the replayed steps are printed without a verdict.
 
-The command prints how much of the run was replayed, the kind of verification, and what is not verified: other
-steps, devices, times and throughput. It appends the outcome to `verified.json` in the run's folder, which the
-run's page shows. The exit status is 1 if anything differs.
+The command prints how much of the run was replayed, how it was verified, and what was not verified, for
+example other steps, devices, times and throughput. The outcome is appended to `verified.json` in the run's
+folder and shown on the run's page. The exit status is 1 if anything differs.
 """
 
 import argparse

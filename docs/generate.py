@@ -24,7 +24,7 @@ from tools.doctor.checks import FINDINGS
 FLAGS, TROUBLE, ARCHITECTURE, COMING_FROM = (
     ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture", "coming_from")
 )
-ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # folders in the list of files
+ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # listed in docs/architecture.md
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
 
@@ -34,7 +34,7 @@ def train_scripts() -> list[Path]:
 
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
-    """Return a Markdown table of flags, without flags that `without` declares with the same default."""
+    """Return a Markdown table of flags, except flags that `without` declares with the same default."""
     shared_fields = dataclasses.fields(without) if without else ()
     shared = {f.name: (f.default, f.metadata["per_script"]) for f in shared_fields}
     rows = ["| flag | default | description |", "|---|---|---|"]
@@ -51,7 +51,7 @@ def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) 
 
 
 def flags_page() -> str:
-    """Return docs/flags.md."""
+    """Return the text of docs/flags.md."""
     parts = [
         "<!-- `python -m docs.generate` writes this page from the recipes. -->",
         "# Flags",
@@ -75,7 +75,7 @@ def flags_page() -> str:
 
 
 def trouble_page() -> str:
-    """Return docs/trouble.md with a new table."""
+    """Return the text of docs/trouble.md with an updated table."""
     rows = ["| code | meaning | remedy |", "|---|---|---|"]
     for code, row in FINDINGS.items():
         cells = [
@@ -86,7 +86,7 @@ def trouble_page() -> str:
 
 
 def architecture_page() -> str:
-    """Return docs/architecture.md with a new list of files."""
+    """Return the text of docs/architecture.md with an updated list of files."""
     rows = []
     for path in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         if docstring := ast.get_docstring(ast.parse(path.read_text())):
@@ -96,7 +96,7 @@ def architecture_page() -> str:
 
 
 def coming_from_page() -> str:
-    """Return docs/coming_from.md with new tables."""
+    """Return the text of docs/coming_from.md with updated tables."""
     lines = list[str]()
     for project in elsewhere():
         lines += ["", f"## {project['title']}", "", project["intro"], ""]
@@ -110,7 +110,7 @@ def coming_from_page() -> str:
 
 
 def _replaced(file: Path, lines: list[str]) -> str:
-    """Return the page with these lines between its two markers."""
+    """Return the page with the text between its two markers replaced by these lines."""
     part = "\n".join([BEGIN, *lines, END])
     page, count = re.subn(
         re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: part, file.read_text(), flags=re.DOTALL

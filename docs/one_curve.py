@@ -1,10 +1,11 @@
-"""Draw docs/one_curve.png, which compares the losses of seven runs with the losses of one process.
+"""Draw docs/one_curve.png, which compares the losses of seven training runs with a run on one process.
 
     python -m docs.one_curve --data FOLDER
 
-All runs train the same steps in fp32 with the same micro-batches: under five strategies, on 4 processes, and
-elastically. The elastic run uses torchrun with two agents, which represent hosts with two processes each. One
-agent is killed with its processes, and a new agent replaces it.
+All runs train the same steps in fp32 with the same micro-batches. Five runs use different strategies on 2
+processes, one run uses 4 processes, and one run is elastic. The elastic run uses torchrun with two agents,
+which represent hosts with two processes each. One agent is killed with its processes, and a new agent
+replaces it.
 """
 
 import math
@@ -24,7 +25,7 @@ from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT
 
 STEPS, KILLED_AT, JOINED_AT = 1200, 200, 400
-ROUNDING = 2**-22  # distance of adjacent fp32 numbers between 2 and 4, where the losses start
+ROUNDING = 2**-22  # distance between adjacent fp32 numbers from 2 to 4, the range in which the losses start
 TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 TRAINING += ["--batch_size", "96", "--per_device_batch_size", "24", "--lr", "1e-3", "--epochs", "4"]
 TRAINING += ["--max_steps", str(STEPS), "--mixed_precision", "no", "--log_every", "1", "--trackers", "none"]
@@ -42,7 +43,7 @@ def accelerate(config: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the losses in order of the steps. If a step was trained again, the last loss is used."""
+    """Return the losses in the order of the steps. For a repeated step, return its last loss."""
     lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     by_step = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     return [by_step[step] for step in sorted(by_step)]
@@ -55,7 +56,7 @@ def is_finished(folder: Path) -> bool:
 
 @contextmanager
 def host(port: int, words: list[str], log: Path) -> Iterator[psutil.Popen]:
-    """Run a torchrun agent. At the end, kill it and its processes, which have separate sessions."""
+    """Run a torchrun agent. At the end, kill the agent and its processes, which run in separate sessions."""
     agent = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=2", "--max_restarts=1000"]
     agent += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
     agent += ["--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"]
@@ -106,7 +107,7 @@ def main() -> None:
         folder = flags.folder / str(number)
         words = [*TRAINING, "--data", flags.data, "--output_dir", str(folder)]
         print(f"{name}: {folder}", flush=True)
-        if is_finished(folder):  # by an earlier start of this command
+        if is_finished(folder):  # an earlier start of this command finished the run
             pass
         elif name == ELASTIC:
             train_elastic(folder, words)
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def draw(path: Path, distances: dict[str, float]) -> None:
-    """Draw the differences, in rounding steps of fp32, as labelled bars."""
+    """Draw the differences as labelled bars, in rounding steps of fp32."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")
