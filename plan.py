@@ -1,4 +1,4 @@
-"""Predict memory, batch size, traffic and time of a training run on a cluster. Needs no GPU.
+"""Predict memory, batch size, traffic and time of training under each strategy on a cluster, without a GPU.
 
     python plan.py --gpu H100 --gpus 4 train_vit.py
     python plan.py --hosts 2 --gpus 4 --gpu "NVIDIA H200" train_vit.py --batch_size 1024

@@ -74,7 +74,7 @@ from onecurve.run.run import Run
 
 
 class Block(nn.Sequential):
-    """[B, width_in, H, W] -> [B, width_out, H/2, W/2]. H and W first shrink if the convolution is unpadded."""
+    """[B, width_in, H, W] -> [B, width_out, H/2, W/2]. An unpadded convolution first reduces H and W."""
 
     def __init__(self, width_in: int, width_out: int, kernel_size: int, padding: int):
         # Pooling first does not change the result, and leaves the ReLU a quarter of the elements to process.

@@ -117,7 +117,7 @@ def evaluate(
 def learning_rate(recipe: Hello, step: int, total_steps: int) -> float:
     """Return the learning rate of a step.
 
-    The rate rises linearly over the first 1/20 of the steps, then falls to 0 along a cosine (arXiv 1608.03983).
+    The rate rises linearly over 1/20 of the steps, then falls to 0 along a cosine (arXiv 1608.03983).
     """
     warmup_steps = total_steps // 20
     if step < warmup_steps:

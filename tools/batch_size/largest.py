@@ -1,6 +1,7 @@
-"""Search for the largest batch that fits: the next size to try, and launches under a memory limit.
+"""Choose the next batch size to try, and launch trials under a memory limit.
 
-A trial runs in new processes, because it may run out of memory or hang. All of them end with the trial.
+A trial runs in new processes, because it may run out of memory or hang. All these processes end with the
+trial.
 """
 
 import contextlib
@@ -24,24 +25,24 @@ from onecurve.system.processes import (
     says_out_of_memory,
 )
 
-FIRST = 8  # images in the first trial; fewer hardly add to the memory of weights and libraries
-EXTRAPOLATED_SHARE = 0.9  # fraction of the predicted growth to try, if the growth exceeds the measured range
+FIRST = 8  # images in the first trial; fewer images hardly need more memory than weights and libraries
+EXTRAPOLATED_SHARE = 0.9  # fraction of a predicted growth to try, if the prediction is an extrapolation
 KNEE_SPEED_UP = 1.05  # speedup over a smaller batch that makes a larger batch worthwhile
-SAMPLE_S, PERIOD_S = 0.02, 0.5  # intervals between samples of memory, and between lists of processes
+SAMPLE_S, PERIOD_S = 0.02, 0.5  # intervals of sampling memory and of listing the processes
 
 
 def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum: int) -> int | None:
     """Return the size to try next, or None when the search is over.
 
-    The search is over when the largest size that ran plus quantum has failed. Memory is modelled as a + b *
-    size. After a wrong prediction the steps down from it double, but they stay above the middle of the open
-    interval.
+    The search is over when the size that is `quantum` above the largest size that ran has failed. Memory is
+    modelled as a + b * size. After a wrong prediction, the next sizes decrease in steps that double, but stay
+    above the middle of the open interval.
 
     Args:
-        ran: GiB of each size that ran.
+        ran: Memory in GiB of each size that ran.
         failed: Sizes that did not fit.
         limit_gib: Memory limit.
-        quantum: Sizes are multiples of this.
+        quantum: Number of which all sizes are multiples.
     """
     low = max(ran, default=0)
     if not failed:
@@ -58,7 +59,7 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
 
 
 def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """Return the largest size that should fit, extrapolated from the sizes that ran and larger than them."""
+    """Return the largest size that should fit, extrapolated from all sizes that ran. It is never smaller."""
     if not ran:
         return max(1, FIRST // quantum) * quantum
     small, low = min(ran), max(ran)
@@ -67,43 +68,43 @@ def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
     image_gib = (ran[low] - ran[small]) / (low - small)
     if image_gib <= 0:
         return 4 * low
-    room = (limit_gib - ran[low]) / image_gib + 1e-6  # images; 1e-6 tolerates rounding of an exact fit
+    room = (limit_gib - ran[low]) / image_gib + 1e-6  # in images; 1e-6 tolerates rounding of an exact fit
     if room > low - small:
         room *= EXTRAPOLATED_SHARE
     if room >= quantum:
         return low + int(room / quantum) * quantum
-    # Nothing more should fit. If this prediction was wrong more than once before, the step grows.
+    # No larger size should fit. If this prediction was wrong more than once before, the step grows.
     full = sum(gib + quantum * image_gib > limit_gib for gib in ran.values())
     return low + quantum * 2 ** max(0, full - 2)
 
 
 def _safe(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """Return a size that fits even if memory is proportional to the size. Returns 0 if no size ran."""
+    """Return a size that fits even if memory is proportional to the size, or 0 if no size ran."""
     low = max(ran, default=0)
     return int(low * limit_gib / ran[low]) // quantum * quantum if low else 0
 
 
 def knee(images_per_s: dict[int, float]) -> int:
-    """Return the smallest size that no other size beats by 5 percent."""
+    """Return the smallest size that no other size outperforms by 5 percent."""
     best = max(images_per_s.values())
     return min(size for size, speed in images_per_s.items() if best < KNEE_SPEED_UP * speed)
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """End of a launch under a memory limit."""
+    """Outcome of a launch under a memory limit."""
 
-    status: int | None  # exit status of the launcher; None if it was killed at the deadline
+    status: int | None  # exit status of the launcher, or None if the launcher was killed at the deadline
     output: str
-    data_gib: float  # largest data size of a process, as RLIMIT_DATA counts it; 0 without a limit
+    data_gib: float  # largest data size of a process, as counted by RLIMIT_DATA, or 0 without a limit
     seconds: float
     is_out_of_memory: bool
 
 
 def launch_limited(words: list[str], limit_gib: float | None, timeout_s: float) -> LaunchResult:
-    """Run a command with at most limit_gib of data in each process, and kill all processes that remain.
+    """Run a command with at most limit_gib of data in each process. Kill all processes that remain.
 
-    Without a limit, as on GPUs, the processes' memory is not sampled.
+    Without a limit, for example on GPUs, the memory of the processes is not sampled.
     """
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     began, killed_before, data_gib = time.monotonic(), _killed_by_kernel(), 0.0
@@ -134,7 +135,7 @@ def launch_limited(words: list[str], limit_gib: float | None, timeout_s: float) 
         output.seek(0)
         text = output.read()
     killed = "SIGKILL" in text and _killed_by_kernel() > killed_before
-    # The launcher computes nothing, so a segmentation fault means that its libraries ran out of memory.
+    # The launcher does no computation, so a segmentation fault means that its libraries ran out of memory.
     crashed = status == -signal.SIGSEGV
     is_limited = limit_gib is not None
     reported = says_out_of_memory(text, is_limited) or (is_limited and crashed)
@@ -143,7 +144,7 @@ def launch_limited(words: list[str], limit_gib: float | None, timeout_s: float) 
 
 
 def _limit_process(limit_gib: float | None) -> None:
-    """Limit the launcher's memory before its program starts. Its processes inherit the limit."""
+    """Limit the launcher's memory before its program starts. The launcher's processes inherit the limit."""
     end_with_parent()
     if limit_gib is not None:
         size = int(limit_gib * 2**30)
@@ -151,7 +152,7 @@ def _limit_process(limit_gib: float | None) -> None:
 
 
 def _largest_data_gib(before: set[int]) -> float:
-    """Return the largest data size of any descendant except the pids in `before`, sampled for PERIOD_S."""
+    """Sample all descendants except the pids in `before` for PERIOD_S. Return their largest data size."""
     descendants = psutil.Process().children(recursive=True)
     files = [Path(f"/proc/{process.pid}/status") for process in descendants if process.pid not in before]
     largest, end = 0, time.monotonic() + PERIOD_S

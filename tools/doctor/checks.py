@@ -23,10 +23,10 @@ Facts = dict[str, dict[str, Any]]  # facts by host name
 
 ASK_S, DATA_S, S3_S, ALL_REDUCE_S = 30, 300, 180, 60  # timeouts; --data may contain a million files
 CLOCK_S = 2.0  # tolerated error of a clock
-SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # less is a warning, or a failure below a container's default of 64 MiB
-DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0  # less is a warning, or a failure
+SHM_GIB, SHM_LEAST_GIB = 1.0, 0.0625  # limits of a warning and a failure (a container's default is 64 MiB)
+DISK_GIB, DISK_LEAST_GIB = 10.0, 1.0  # limits of a warning and a failure
 OPEN_FILES = 4096  # smallest limit without a warning
-HELD_PART = 0.1  # fraction of a GPU's memory that other processes may hold without a finding
+HELD_PART = 0.1  # fraction of a GPU's memory that other processes may use without a finding
 
 # Meaning and remedy of each code
 FINDINGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("findings.yaml").read_text())
@@ -34,7 +34,7 @@ FINDINGS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("f
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem of a host."""
+    """A problem that a check found on a host."""
 
     code: str
     host: str
@@ -47,16 +47,16 @@ class Finding:
 
 
 class HostClient(Connection):
-    """Connection to tools/doctor/facts.py on a host, which answers questions."""
+    """Connection to a host where tools/doctor/facts.py answers questions."""
 
     def __init__(self, host: Host):
         super().__init__(host, start_on(host.name, "tools.doctor.facts"))
         self.name = host.name
-        self.last_line = ""  # last line of other output
+        self.last_line = ""  # last line of output that is not an event
 
     def ask(self, name: str, within_s: float = ASK_S, **question: Any) -> dict[str, Any]:
-        """Return the host's answer. Without an answer, key `error` holds the reason and key `gone` is set."""
-        # The process is killed at the timeout. A late answer would be mistaken for the next question's.
+        """Return the host's answer. If there is none, key `error` is the reason, and key `gone` is set."""
+        # Kill the process at the timeout, so that no late answer is mistaken for the next question's answer.
         timer = threading.Timer(within_s, self.process.kill)
         timer.start()
         self.request(name, **question)
@@ -72,7 +72,7 @@ class HostClient(Connection):
 
 
 class Checks:
-    """Checks in their order. Each check may need results of the checks before it."""
+    """All checks in order. A check may need the results of earlier checks."""
 
     def __init__(self, clients: list[HostClient], flags: argparse.Namespace, config: dict[str, Any]):
         self.clients, self.flags, self.config = clients, flags, config
@@ -85,13 +85,13 @@ class Checks:
         """Run all checks and return their findings.
 
         Args:
-            model: Returns facts about the script's model. None without a script.
+            model: Function that returns facts about the script's model, or None without a script.
         """
         findings: list[Finding] = []
         for check in (self.hosts, self.deepspeed, self.network, self.folders, self.s3, self.all_reduce):
             findings += check()
             if len(self.facts) < len(self.clients):
-                break  # later checks need all hosts
+                break  # the remaining checks need all hosts
         return findings + list(self.job(model()) if model else [])
 
     def hosts(self) -> Iterator[Finding]:
@@ -102,7 +102,7 @@ class Checks:
             began = time.time()
             within_s = DATA_S if self.flags.data else ASK_S
             answer = client.ask("facts", within_s, data=self.flags.data)
-            # The host read its clock between `began` and now. Any time in this interval is correct.
+            # The host read its clock between `began` and now, so any time in this interval is correct.
             clock = answer.get("clock", began)
             return answer | {"clock_off_s": min(clock - began, 0) + max(clock - time.time(), 0)}
 
@@ -123,7 +123,7 @@ class Checks:
             self.notes.append("No host has GPUs. The job would be a rehearsal with gloo processes.")
 
     def deepspeed(self) -> Iterator[Finding]:
-        """Check that `deepspeed --hostfile` can connect. launch.py needs less, so findings are warnings."""
+        """Check that `deepspeed --hostfile` can connect. launch.py needs less, so all findings are warnings."""
         if not any(facts["versions"]["deepspeed"] for facts in self.facts.values()):
             return
         self.checked.append("deepspeed")
@@ -190,7 +190,7 @@ class Checks:
                 yield Finding("s3", self.first, problem)
 
     def all_reduce(self) -> Iterator[Finding]:
-        """Run a process per device, like the job, because even the GPUs of a single host may hang."""
+        """Run an all-reduce with one process per device, because even the GPUs of a single host may hang."""
         slots = [len(client.host.devices) for client in self.clients]
         first_ranks = dict(zip(self.facts, accumulate(slots, initial=0), strict=False))
         is_unusable = any(_driver_problem(host_facts) for host_facts in self.facts.values())
@@ -263,7 +263,7 @@ def check_hosts(hosts: list[Host], facts: Facts) -> Iterator[Finding]:
             if number < len(gpus):
                 yield from _check_gpu(host.name, number, gpus[number])
         address = host_facts["own_name_is"]
-        # torchrun --standalone waits for an unknown name even on one host.
+        # Even on one host, torchrun --standalone hangs if the name can't be resolved.
         if address is None or (len(hosts) > 1 and address.startswith("127.")):
             what = f"its own name {host_facts['hostname']} is {address or 'unknown'} there"
             yield Finding("own-name", host.name, what, False)
@@ -295,7 +295,7 @@ def _check_gpu(host: str, number: int, gpu: dict[str, Any]) -> Iterator[Finding]
 def compare_hosts(facts: Facts) -> Iterator[Finding]:
     """Find differences between hosts. The most common value is taken as correct."""
     items = facts.items()
-    rows = [  # code, name, value on each host, fails
+    rows = [  # code of the finding, name of the fact, its value on each host, True for a failure
         *(
             (code, name, {host: host_facts[code].get(name) for host, host_facts in items}, True)
             for code in ("versions", "code")
@@ -318,8 +318,8 @@ def compare_hosts(facts: Facts) -> Iterator[Finding]:
 
 
 def check_all_reduce(host: Host, answer: dict[str, Any]) -> Iterator[Finding]:
-    """Check a host's answer. A problem that several devices share is reported once."""
-    devices_of: dict[tuple[str, str], list[int]] = {}  # devices by code and problem
+    """Check a host's answer about the all-reduce. Report a problem that several devices share once."""
+    devices_of: dict[tuple[str, str], list[int]] = {}  # devices that have a problem, by code and problem
     for device, rank in zip(host.devices, answer.get("ranks", ()), strict=False):
         major, minor = rank.get("capability") or (0, 0)
         if "unusable" in rank:
@@ -348,7 +348,7 @@ def check_job(
         host: Name of the first host, which the findings refer to.
         config: Content of the accelerate config.
         model: Facts about the script's model.
-        memory_gib: Memory of the smallest GPU. None without a GPU.
+        memory_gib: Memory of the smallest GPU, or None without a GPU.
     """
     fsdp = config.get("distributed_type") == "FSDP"
     zero3 = "zero3" in str((config.get("deepspeed_config") or {}).get("deepspeed_config_file"))

@@ -33,24 +33,24 @@ from onecurve.system.processes import interface_problem, interface_to, listening
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
-SMALL, LARGE = 1, 2**24  # fp32 elements of an all-reduce: 4 bytes and 64 MiB
+SMALL, LARGE = 1, 2**24  # numbers of fp32 elements in the two all-reduces, 4 bytes and 64 MiB
 ROUNDS = 5
 
 _listening: list[socket.socket] = []  # sockets that stay open until this process ends
 
 
 def main() -> None:
-    """Answer questions until the end of the input, which means that doctor.py has ended."""
+    """Answer questions until the input ends, which means that doctor.py has ended."""
     for name, question in requests():
         try:
             answer = QUESTIONS[name](**question)
-        except Exception as error:  # sent as an answer, because later questions can still be answered
+        except Exception as error:  # report any error as an answer, because later questions may still succeed
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(event_line("answer", answer=answer), flush=True)
 
 
 def facts(data: str | None) -> dict[str, Any]:
-    """Return facts about this host. Sizes are in GiB; the clock is in seconds since 1970."""
+    """Return facts about this host. Sizes are in GiB, and the clock is in seconds since 1970."""
     return connection_addresses() | {
         "clock": time.time(),
         "hostname": socket.gethostname(),
@@ -75,7 +75,7 @@ def route(master: str) -> dict[str, Any]:
 
 
 def listen(port: int) -> dict[str, Any]:
-    """Listen on the port unless it is taken. The answer also contains a port that is free."""
+    """Listen on the port unless another process uses it. The answer also contains a free port."""
     with socket.create_server(("", 0)) as probe:
         free_port = probe.getsockname()[1]
     taken = None
@@ -98,12 +98,13 @@ def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
     """Try to write to a folder.
 
     Args:
-        folder: The folder, or a folder that would be created. Then its nearest existing parent is tested.
-        token: Name of an empty file by which hosts recognise a shared folder.
+        folder: The folder. If it does not exist yet, its nearest existing parent is tested.
+        token: Name of an empty file that shows other hosts that the folder is shared.
         leave: Create the token.
 
     Returns:
-        Keys `folder` (tested), `free_gib`, `problem` (None if writable) and `sees` (the token exists).
+        Keys `folder` (the folder tested), `free_gib`, `problem` (None if the folder is writable) and `sees`
+        (True if the token exists).
     """
     path = Path(folder)
     existing = next(parent for parent in [path, *path.parents] if parent.exists())
@@ -144,7 +145,7 @@ def all_reduce(
     interface: str,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """Run one process per device in a process group of all hosts, like a job.
+    """Run one process per device in a process group that spans all hosts, like a job.
 
     Args:
         address: Address of the first host.
@@ -152,13 +153,13 @@ def all_reduce(
         first_rank: Rank of the first process on this host.
         processes: Number of processes on all hosts.
         devices: Indices of this host's devices, as in the hostfile.
-        gpus: The job's hosts have GPUs, which torch must use.
+        gpus: True if the job's hosts have GPUs, so that torch must use a GPU.
         interface: Network interface for NCCL and gloo.
         deadline_s: Timeout in seconds.
 
     Returns:
-        Key `ranks`, a list with an answer per process: latency and bandwidth, or `problem`, and torch's facts
-        about the GPU.
+        Key `ranks`, a list with one answer per process. An answer contains torch's facts about the GPU, and
+        either latency and bandwidth or a `problem`.
     """
     env = use_interface(interface) | os.environ | visible_devices(devices)
     env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
@@ -196,9 +197,10 @@ def all_reduce(
 def run_rank(within_s: float, gpu: bool) -> None:
     """Run one process of the all-reduce, with NCCL between GPUs and gloo otherwise.
 
-    Prints lines of JSON. On a GPU, the first line contains torch's architectures and the GPU's compute
-    capability. If torch can't use the GPU, it contains the reason (`unusable`), and the process exits.
-    The last line contains the seconds of a small all-reduce, and GB/s of a large one (tensor bytes / s).
+    The process prints lines of JSON. On a GPU, the first line contains the architectures that torch was built
+    for and the GPU's compute capability. If torch can't use the GPU, the first line contains the reason
+    (`unusable`), and the process exits. The last line contains the seconds of a small all-reduce, and the
+    speed of a large all-reduce in GB/s (tensor bytes / s).
     """
     import torch
     import torch.distributed as dist
@@ -212,11 +214,11 @@ def run_rank(within_s: float, gpu: bool) -> None:
             print(json.dumps({"unusable": str(error).splitlines()[0]}), flush=True)
             sys.exit(1)
         built_for, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
-        # Printed before the all-reduce, which fails on a GPU that torch was not built for.
+        # Print before the all-reduce, because it fails on a GPU that torch was not built for.
         print(json.dumps({"built_for": built_for, "capability": capability}), flush=True)
 
     def measure_s(tensor: torch.Tensor) -> float:
-        """Return the median seconds of ROUNDS all-reduces, after one that opens the connections."""
+        """Return the median seconds of ROUNDS all-reduces. An unmeasured one first opens the connections."""
         times = []
         for _ in range(ROUNDS + 1):
             began = time.perf_counter()
@@ -232,11 +234,11 @@ def run_rank(within_s: float, gpu: bool) -> None:
     dist.barrier()
     answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # gloo's threads sometimes abort in their destructors (pytorch #179291)
+    os._exit(0)  # gloo's threads sometimes abort in destructors (pytorch #179291)
 
 
 def code_digests() -> dict[str, str]:
-    """Return the first 12 digits of the SHA-256 of each file that a job uses, by path."""
+    """Return the first 12 digits of each project file's SHA-256, by path, for all files that a job uses."""
     patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
@@ -249,10 +251,11 @@ def _digest(content: bytes) -> str:
 def _contents(data: str) -> dict[str, Any]:
     """Return a digest of --data, or a `problem`.
 
-    The digest covers a folder's file names and sizes, the content of a list or table, or a shard manifest.
+    The digest covers the names and sizes of a folder's files, the content of a list or table, or the manifest
+    of shards.
     """
     if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
-        return {"problem": None}  # each host generates or downloads the data
+        return {"problem": None}  # nothing to compare, because each host generates or downloads the data
     answer: dict[str, Any] = {"problem": None}
     try:
         if data.startswith("s3://"):
@@ -261,7 +264,7 @@ def _contents(data: str) -> dict[str, Any]:
 
             return answer | {"digest": find_stored(ObjectStore(data))[0].sha256[:12]}
         root = Path(data)
-        if root.is_file():  # a table or list, whose images may be in any folder
+        if root.is_file():  # a table or a list, which may refer to images in any folder
             return answer | {"digest": sha256_of(root)[:12]}
         files = sorted(_files(root))
         if not files:
@@ -279,7 +282,7 @@ def _contents(data: str) -> dict[str, Any]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """Yield a folder's files that are not hidden. Links are followed, except to a folder above the link."""
+    """Yield the visible files in a folder. Follow links, except to a folder that contains the link."""
     from onecurve.data.class_folders import is_hidden, leads_above
 
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -300,7 +303,7 @@ def _version(package: str) -> str | None:
 
 
 def _nccl_version() -> str | None:
-    """Return the version of the NCCL package that torch from PyPI loads, or None without one."""
+    """Return the version of the NCCL package that PyPI's torch loads, or None without this package."""
     names = (d.metadata["Name"] for d in metadata.distributions())
     return next((_version(name) for name in names if name and name.startswith("nvidia-nccl-")), None)
 
@@ -311,6 +314,6 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # started by all_reduce()
+    if sys.argv[1:]:  # all_reduce() started this process
         run_rank(float(sys.argv[1]), "--gpus" in sys.argv[2:])
     main()

@@ -39,7 +39,7 @@ KEYS_OF_ORIGIN = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A trained model, with everything that its exported files contain."""
+    """A trained model with all data that its exported files contain."""
 
     trained: TrainedModel
     script: ModuleType
@@ -105,11 +105,11 @@ def open_trained(
 
 
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
-    """Write the weights, config.json and, for a model that is not in timm, model.py.
+    """Write the weights, config.json and, unless timm contains the model, model.py.
 
     Returns:
-        The config without `trained_by`, which the file also contains for predict.py and validate.py. It
-        stores only the last part of the data's path.
+        The config without `trained_by`. The file also contains `trained_by`, which predict.py and validate.py
+        read. Only the last part of the data's path is stored.
     """
     if exported.is_timms:
         from timm.models import save_for_hf
@@ -122,9 +122,9 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
             safe_serialization=True,
         )
         config = json.loads((folder / CONFIG).read_text())
-        for key in KEYS_OF_ORIGIN:  # timm copies them to the trained weights
+        for key in KEYS_OF_ORIGIN:  # timm would also apply these keys to the trained weights
             config["pretrained_cfg"].pop(key, None)
-        config.get("model_args", {}).pop("num_classes", None)  # transformers passes num_classes itself
+        config.get("model_args", {}).pop("num_classes", None)  # transformers already passes num_classes
     else:
         config = _write_with_code(exported, folder)
     data = exported.recipe.data
@@ -134,7 +134,7 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
     trained_by |= {"classes": exported.classes, "cropped": exported.is_cropped}
     trained_by |= {"preprocessing": exported.preprocessing.to_json(), "names": exported.trained.names}
     (folder / CONFIG).write_text(json.dumps(config | {"trained_by": trained_by}, indent=2) + "\n")
-    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors makes files private
+    shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors writes private files
     return config
 
 
@@ -157,9 +157,9 @@ def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
-    """Load the model from the folder as a user would. ValueError unless its logits are bitwise equal.
+    """Load the model as a user would. Raise ValueError unless its logits are bitwise identical.
 
-    The Model section of the script may use only the names that model.py imports from torch.
+    Loading fails if the script's Model section uses names that model.py does not import from torch.
     """
     if exported.is_timms:
         import timm

@@ -1,4 +1,4 @@
-"""Settings, start and end of a job of validate.py or predict.py."""
+"""Settings, startup and shutdown of validate.py and predict.py."""
 
 import contextlib
 import dataclasses
@@ -58,7 +58,7 @@ class Inference:
     )
 
     def start(self) -> tuple[Accelerator, Batch]:
-        """Start the job. Each process loads the whole model, whatever the launcher's strategy."""
+        """Start the job. Each process loads the whole model under any strategy of the launcher."""
         names = ("per_device_batch_size", "mixed_precision", "deterministic", "deepspeed_config", "timeout_s")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **settings))
@@ -70,7 +70,7 @@ class Inference:
         """Find and verify the model on the main process. Collective.
 
         Yields:
-            The model, the main process's result of list_inputs(), and a scratch folder.
+            The model, the result of list_inputs() on the main process, and a scratch folder.
         """
         with tempfile.TemporaryDirectory(prefix="inference-") as scratch:
 
@@ -105,22 +105,23 @@ def preprocessing_of(
 ) -> DataConfig:
     """Return the preprocessing of the model's inputs.
 
-    The model's files record it. Without a record, the script or timm decides. Flags change it. Files of
-    earlier versions contain no record, because every model used the same crop.
+    The preprocessing is read from the model's files. If the files do not record it, the script or timm
+    determines the preprocessing. Flags override the result. Files of earlier versions contain no record, because
+    every model used the same crop.
     """
-    if trained.recipe is None and not hasattr(script, "MEAN"):  # a file that contains only weights
+    if trained.recipe is None and not hasattr(script, "MEAN"):  # the file contains only weights
         return data_config_of(model, recipe)
     mean, std = normalisation(script, model)
     return data_config({"mean": mean, "std": std} | (trained.preprocessing or {}), recipe)
 
 
 def evaluated_split(split: Split, trained: TrainedModel) -> Split:
-    """Return the split, cropped if the model was evaluated on crops, even if all images have one size."""
+    """Return the split. Crop it if the model was evaluated on crops, even if all images have one size."""
     return CroppedSplit(split) if trained.cropped and isinstance(split, ArraySplit) else split
 
 
 def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) -> Tensor:
-    """Return the images with these ids before normalisation, uint8 [n, H, W, 3]."""
+    """Return the images with these ids before normalisation, as uint8 [n, H, W, 3]."""
     size, seed = recipe.image_size, recipe.seed
     batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0, crop=crop)
     return next(iter(batches)).images
@@ -129,7 +130,8 @@ def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) ->
 def keep_features(model: Any) -> list[np.ndarray]:
     """Record the inputs of the model's head.
 
-    The head is the classifier of a timm model (the first of two), or the last linear layer of other models.
+    The head is the classifier of a timm model (the first one if there are two), or the last linear layer of
+    another model.
 
     Returns:
         A list to which each forward pass appends its features, float32 [B, features].

@@ -1,4 +1,4 @@
-"""Report of validate.py: compute the metrics, print them and write the files."""
+"""Compute the metrics of validate.py, print them and write the report's files."""
 
 import json
 import tempfile
@@ -15,19 +15,19 @@ from onecurve.upstream.packages_ import import_evaluate
 
 METRICS = ("classification", "top_k", "calibration")  # modules in tools/inference/metrics/
 TOP, BINS, WORST = 5, 15, 24
-TIMED = 1000  # fewest images for which the throughput is shown: decoders start during the first ones
-PRINTED_CLASSES = 20  # up to this number, all classes and, if it fits, the confusion matrix are printed
-WORST_CLASSES = 10  # number of classes printed if there are more
-NAME = 24  # printed characters of a class name
+TIMED = 1000  # fewest images for which the throughput is shown, because decoders need time to start
+PRINTED_CLASSES = 20  # largest number of classes for which all classes and the confusion matrix are printed
+WORST_CLASSES = 10  # number of classes printed if there are more than PRINTED_CLASSES
+NAME = 24  # number of characters printed of a class name
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 FILES = ("worst.png", "confusion.png", "predictions.csv", "report.json")
-COLUMNS = ("id", "file", "label", "predicted", "probability")  # of predictions.csv and "worst" in the report
+COLUMNS = ("id", "file", "label", "predicted", "probability")  # columns of predictions.csv, keys of "worst"
 
-Rows = dict[str, np.ndarray]  # of n images: id, label, predicted, loss, probability [n] and top [n, k]
+Rows = dict[str, np.ndarray]  # id, label, predicted, loss and probability [n] and top [n, k] of n images
 
 
 def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[str, Any]:
-    """Compute the numbers of the report with the modules in tools/inference/metrics/.
+    """Compute the report's metrics with the modules in tools/inference/metrics/.
 
     Args:
         rows: predictions; rows["id"] contains positions in the stored split.
@@ -60,14 +60,14 @@ def measure(rows: Rows, name_of: NameOf, classes: int, scratch: Path) -> dict[st
 def _images(
     rows: Rows, name_of: NameOf, selected: np.ndarray | slice = slice(None)
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield the COLUMNS of the selected rows."""
+    """Yield the values in COLUMNS for each selected row."""
     columns = [rows[name][selected].tolist() for name in COLUMNS if name != "file"]
     for position, *cells in zip(*columns, strict=True):
         yield position, name_of(position), *cells
 
 
 def load_metrics(scratch: Path) -> list[Any]:
-    """Load the modules METRICS. `evaluate` imports copies, which it writes to `scratch`."""
+    """Load the modules in METRICS. The package `evaluate` imports copies, which it writes to `scratch`."""
     evaluate = import_evaluate(scratch)
     paths, options = (
         (ROOT / "tools" / "inference" / "metrics" / name for name in METRICS),
@@ -79,7 +79,7 @@ def load_metrics(scratch: Path) -> list[Any]:
 def write_report(
     folder: Path, summary: dict[str, Any], rows: Rows, name_of: NameOf, worst: np.ndarray, title: str
 ) -> None:
-    """Write all FILES, each atomically. worst: images of the worst mistakes, uint8 [n, H, W, 3]."""
+    """Write all FILES, each atomically. `worst` contains the worst mistakes as uint8 [n, H, W, 3]."""
     from onecurve.run import plots
 
     classes = summary["classes"]
@@ -99,7 +99,7 @@ def write_report(
             for i, file, label, guess, p in _images(rows, name_of)
         )
         write_csv(predictions_csv, [COLUMNS, *cells])
-        # One key per line: indented, a confusion matrix of 1,000 classes would take a million lines.
+        # Write one key per line. Indenting a confusion matrix of 1,000 classes would take a million lines.
         lines = [f'"{key}": {json.dumps(value)}' for key, value in summary.items()]
         write_text(report_json, "{\n" + ",\n".join(lines) + "\n}\n")
         for name in FILES:
@@ -107,7 +107,7 @@ def write_report(
 
 
 def print_report(summary: dict[str, Any], title: str) -> None:
-    """Print the metrics, the classes (only the worst of many), and the confusion matrix if it fits."""
+    """Print the metrics, all or only the worst classes, and the confusion matrix if it fits."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False)
@@ -155,7 +155,7 @@ def preprocessing_text(summary: dict[str, Any]) -> str:
 
 
 def rich_table(title: str, columns: list[str], rows: Iterable[tuple[str, ...]]) -> Any:
-    """Return a rich table. All columns but the first are aligned to the right."""
+    """Return a table of the package rich. All columns except the first are aligned to the right."""
     from rich import box
     from rich.table import Column, Table
 

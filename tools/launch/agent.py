@@ -1,9 +1,9 @@
-"""The agent on each host of a job, which starts and stops the host's part and leaves no process behind.
+"""Agent on each host of a job. It starts and stops the host's part and leaves no process behind.
 
 launch.py starts the agent over ssh or locally. The agent first sends an event that describes its host. Then
-it accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). It forwards the job's output and the
-events of the job's processes (onecurve/system/env.py). The end of the input and SILENCE_S without a heartbeat
-have the same effect as `stop`, because launch.py has ended or the connection is lost.
+the agent accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). It forwards the job's output
+and the events of the job's processes (onecurve/system/env.py). When the input ends, or no heartbeat arrives
+for SILENCE_S, launch.py has ended or the connection is lost. The agent then stops its part as for `stop`.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from onecurve.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 BEAT_S = 5  # interval of launch.py's heartbeats
-ALIVE_S = 2  # interval of the agent's heartbeats, which show launch.py a lost host sooner than ssh does
-SILENCE_S = 45  # time without a heartbeat after which the agent stops its part
-FENCE_S = 15  # same limit in an elastic job, which continues on other hosts; the agent then kills its part
+ALIVE_S = 2  # interval of the agent's heartbeats, which reveal a lost host sooner than ssh does
+SILENCE_S = 45  # time without a heartbeat after which the agent stops its host's part
+FENCE_S = 15  # the same in an elastic job, where the agent kills its part because other hosts continue
 GRACE_S = 40  # time from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
 SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for it"
 
-Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]  # requests, and `signal` for a signal to this process
+Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]  # requests, and `signal` when this process receives one
 
 _writing = threading.Lock()  # held while a line is written to launch.py
 
@@ -52,7 +52,7 @@ def main() -> None:
         except queue.Empty:
             return
     if name != "start":
-        sys.exit(name == "signal")  # the host leaves before the job has started
+        sys.exit(name == "signal")  # the host leaves the job before the job has started
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
         sys.exit(_run(part, EventReader(Path(folder) / "events"), received))
 
@@ -61,8 +61,8 @@ def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
     """Run this host's part of the job and return its exit status.
 
     Args:
-        part: Arguments of the `start` request: job, words, env, first and master (the master's address and
-            port, or None in a job on one host).
+        part: Arguments of the `start` request, which are job, words, env, first and master (the master's
+           address and port, or None in a job on one host).
     """
     part["env"] |= {EVENTS_FILE: str(events.file)} | ({JOB: part["job"]} if part["job"] else {})
     try:
@@ -73,7 +73,7 @@ def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
     assert child.stdout
     relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
     relay.start()
-    statuses: set[int] = set()  # exit statuses of the job's processes; launchers turn most of them into 1
+    statuses: set[int] = set()  # statuses reported by the job's processes; launchers turn most into 1
     status = _wait(child, received, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
     relay.join(5)
     _pass_on(events, statuses)
@@ -83,7 +83,7 @@ def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
 
 
 def _pass_on(events: EventReader, statuses: set[int]) -> None:
-    """Send new events to launch.py, and add the exit statuses of processes to `statuses`."""
+    """Send new events to launch.py, and add the exit statuses of the job's processes to `statuses`."""
     for event in events.new():
         if event["event"] == "exit":
             statuses.add(event["status"])
@@ -143,7 +143,7 @@ def _end_leftovers(job: str) -> None:
 def _relay(output: IO[bytes]) -> None:
     """Forward the job's output line by line.
 
-    Output is dropped once launch.py has ended, because print() must not fail in a process that is saving.
+    After launch.py has ended, output is dropped, so that print() does not fail in a process that is saving.
     """
     for line in output:
         _write(line)
@@ -158,7 +158,7 @@ def _check_port(port: int) -> None:
 
 
 def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], None], is_elastic: bool) -> int:
-    """Wait until the child and all its descendants have ended, and return the child's status.
+    """Wait until the child and all its descendants have ended. Return the child's exit status.
 
     Calls poll() several times a second.
     """
@@ -188,7 +188,7 @@ def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], No
 
 
 def _name_suspended() -> None:
-    """Report suspended processes before they are killed: the other hosts failed while waiting for them."""
+    """Report suspended processes before they are killed. Waiting for them made the other hosts fail."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:

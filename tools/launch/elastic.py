@@ -1,10 +1,10 @@
-"""Runner of an elastic job in launch.py: rounds of launches on the hosts that are available.
+"""Runner of an elastic job in launch.py, which launches the job in rounds on all available hosts.
 
 A host that is lost or told to stop leaves the job, and the other hosts continue from the newest checkpoint.
-When a host answers again or is new in the hostfile, all hosts save, and the next round includes it. The first
-host of a round is also the first host of the next round, because it stores the newest checkpoint. When it is
-lost, another host can only continue from checkpoints in S3 or in a shared folder. A new host that prevents a
-round from training a step is excluded for a while.
+When a host answers again or is added to the hostfile, all hosts save, and the next round includes this host.
+The first host of a round is also the first host of the next round, because it stores the newest checkpoint.
+When the first host is lost, the other hosts can only continue from checkpoints in S3 or in a shared folder. A
+new host that prevents a round from training a step is excluded for a while.
 
     _gather: connects to hosts, chooses the round's hosts --- none for WAIT_S, or a signal ---> exit status
        |                              ^
@@ -17,10 +17,10 @@ round from training a step is excluded for a while.
        v                              |
     _judge: why the round ended ------+--- finished, a signal, or nothing more to try ---> exit status
 
-_exclude_faulty_hosts decides which hosts are excluded after a failed round. It blames new hosts, and among
-them the ones that the error names. In a round that has not trained yet, it also blames the host whose failure
-explains the failures of the other hosts. It never blames a host that is lost or was told to stop. If the job
-has never trained, the failure is the job's, and the job ends.
+_exclude_faulty_hosts decides which hosts are excluded after a failed round. It blames new hosts, or only the
+new hosts that the error names. In a round that has not trained yet, it also blames the host whose failure
+explains the failures of the other hosts. It never blames a host that was lost or told to stop. If the job has
+never trained a step, the job itself is considered faulty and ends.
 """
 
 import itertools
@@ -38,26 +38,26 @@ from tools.launch.hosts import SSH_FAILED, Host, is_this_host
 from tools.launch.job import LaunchPlan, fail, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
 
-LOST_S = 12  # time without a heartbeat of its agent after which a host is lost
-FENCED_S = FENCE_S + 3  # time from a loss until the lost host's agent has certainly killed its part
-KILL_S = 3  # time from a loss until the other hosts, which wait in a collective, are killed
-RETRY_S = 5  # interval of attempts to connect to a host that is away
-SETTLE_S = 3  # wait for more hosts before a round starts, and before a round is stopped for a joining host
-WAIT_S = 120  # timeout for enough hosts, after which the job ends
-LEAVE_S = 180  # time until a host that was told to stop may join again, unless it was away in the meantime
-REFUSED_S, LONGEST_S = 60, 3600  # first exclusion of a faulty host, doubled each time, and its maximum
+LOST_S = 12  # time without an agent's heartbeat after which its host is considered lost
+FENCED_S = FENCE_S + 3  # time after which the agent of a lost host has certainly killed its part
+KILL_S = 3  # time from a loss until the other hosts are killed, because they wait in a collective
+RETRY_S = 5  # interval between attempts to connect to a host that is away
+SETTLE_S = 3  # time to wait for more hosts before a round starts or is stopped for a joining host
+WAIT_S = 120  # the job ends if too few hosts are available for this long
+LEAVE_S = 180  # time until a host that was told to stop may join again; a restarted host may join at once
+REFUSED_S, LONGEST_S = 60, 3600  # first exclusion of a faulty host, and maximum; it doubles each time
 FRUITLESS_ROUNDS = 3  # failed rounds at the same step after which the job ends
 
 
 class ElasticJob(Launcher):
-    """An elastic job, which runs rounds until one finishes the training.
+    """Elastic job that runs rounds until one of them finishes the training.
 
     Args:
-        plan_for: Returns the launch of a round on the given hosts.
-        read_hosts: Returns the job's hosts, which may change during the job.
+        plan_for: Function that plans a round's launch on the given hosts.
+        read_hosts: Function that returns the job's hosts, which may change during the job.
         log_dir: Folder of the hosts' log files.
         min_hosts: Minimum number of hosts in a round.
-        max_hosts: Maximum number of hosts in a round; None is unlimited.
+        max_hosts: Maximum number of hosts in a round, or None for no limit.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class ElasticJob(Launcher):
         self.min_hosts, self.max_hosts = min_hosts, max_hosts
         self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
         self.most = min(max_hosts or len(self.hosts), len(self.hosts))
-        self.away: dict[str, str] = {}  # hosts that do not answer, with the reason
+        self.away: dict[str, str] = {}  # reason of each host that does not answer
         self.leaves_until: dict[str, float] = {}  # end of a host's exclusion (time.monotonic())
-        self.refusals: dict[str, int] = {}  # exclusions of a host since it last trained
-        self.waiting: dict[str, str] = {}  # available hosts that can't take part in a round, with the reason
+        self.refusals: dict[str, int] = {}  # number of exclusions of a host since it last trained
+        self.waiting: dict[str, str] = {}  # reason of each available host that can't take part in a round
         self.proven: set[str] = set()  # hosts that have trained a step
         self.next_try = 0.0
-        self.mistake = ""  # last mistake reported about the hostfile
-        self.members = []  # connections to this round's hosts, the first host first
-        self.stopping = ""  # why this round is stopped
+        self.mistake = ""  # the hostfile's mistake that was reported last
+        self.members = []  # connections to this round's hosts, beginning with the first host
+        self.stopping = ""  # the reason why this round is stopped
         self.lost_at: float | None = None  # time when a member was lost
         self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
-        self.larger_since: float | None = None  # time since which a larger round is possible
-        self.leavers: dict[str, str] = {}  # hosts of this round that were told to stop, with the reason
+        self.larger_since: float | None = None  # time at which a larger round became possible
+        self.leavers: dict[str, str] = {}  # reason of each host of this round that was told to stop
         self.first: str | None = None  # first host of the last round that trained
         self.batch: dict[str, int] = {}  # batch_size, per_device
         self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
-        self.is_training = self.is_finished = False  # this round trains; the training has finished
-        self.step = 0  # newest step of any round
+        self.is_training = self.is_finished = False  # state of this round, and of the whole training
+        self.step = 0  # newest step of all rounds
         self.changed_at: float | None = None  # time when the last change of hosts began
         self.fruitless = 0  # consecutive failed rounds at the same step
 
@@ -123,7 +123,7 @@ class ElasticJob(Launcher):
     # --- Hosts
 
     def _gather(self) -> list[HostConnection] | None:
-        """Connect to hosts and choose the next round's. Return None for too few hosts or after a signal."""
+        """Connect to hosts and choose the next round's hosts. Return None for too few hosts or on a signal."""
         begin = time.monotonic()
         patience_s = SETTLE_S if self.began else CONNECT_S
         while not self.signals:
@@ -140,7 +140,7 @@ class ElasticJob(Launcher):
         return None
 
     def _connect_missing(self) -> None:
-        """Connect to hosts without an agent. Retry hosts that did not answer every RETRY_S."""
+        """Connect to all hosts without an agent. Every RETRY_S, retry hosts that did not answer."""
         now = time.monotonic()
         is_retry = now > self.next_try
         if is_retry:
@@ -150,7 +150,7 @@ class ElasticJob(Launcher):
             current = self._connection(host.name)
             if current and (current.status is None or current in self.members):
                 continue
-            # Hosts that leave are included: later, another machine may answer under the same name.
+            # This includes hosts that leave, because another machine may answer under the same name later.
             if is_retry or host.name not in self.away:
                 if current:
                     self.connections.remove(current)
@@ -160,7 +160,7 @@ class ElasticJob(Launcher):
         try:
             hosts = self.read_hosts()
             if hosts != self.hosts:
-                self.plan_for(hosts)  # checks that all hosts have the same number of processes
+                self.plan_for(hosts)  # raises an error unless all hosts have the same number of processes
         except (ValueError, OSError) as error:
             if str(error) != self.mistake:
                 self.log(f"keeping the previous hosts: {error}")
@@ -172,7 +172,7 @@ class ElasticJob(Launcher):
             self.names += [name for name in new if name not in self.names]
         self.hosts = hosts
         self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in names}
-        if not self.began:  # later, `most` is fixed, because the run's name contains it
+        if not self.began:  # after the first round, `most` is fixed, because the run's name contains it
             self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
@@ -182,7 +182,7 @@ class ElasticJob(Launcher):
         return time.monotonic() < self.leaves_until.get(host.name, 0)
 
     def _ready(self) -> list[HostConnection]:
-        """Return the hosts that can take part in a round, the last round's first host first."""
+        """Return the hosts that can take part in a round, beginning with the last round's first host."""
         names = [host.name for host in self.hosts if not self._leaves(host)]
         ready = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
         return sorted(ready, key=lambda connection: connection.host.name != self.first)
@@ -196,7 +196,7 @@ class ElasticJob(Launcher):
         return ready[: counts[-1]] if counts else None
 
     def _needs_first(self) -> bool:
-        """Return True if only the first host's disk stores the checkpoints."""
+        """Return True if the checkpoints are stored only on the first host's disk."""
         return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
 
     def _divides(self, hosts: int) -> bool:
@@ -215,7 +215,7 @@ class ElasticJob(Launcher):
             self.request_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
-        """Stop the round when a larger one is possible. All hosts save, and the larger round starts."""
+        """Stop the round when a larger one is possible. All hosts save before the larger round starts."""
         can_stop = self.is_training and not self.stopping and not self.is_finished
         ready = self._ready() if can_stop else []
         chosen = self._choose(ready)
@@ -229,7 +229,7 @@ class ElasticJob(Launcher):
             self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
 
     def _name_waiting(self, names: list[str]) -> None:
-        """Print once why hosts that answer can't take part in a round."""
+        """Print why available hosts can't take part in a round, once for each reason."""
         reason = f"--max_hosts {self.max_hosts}"
         if names and len(self.members) != self.max_hosts:
             hosts = plural(len(self.members) + len(names), "host")
@@ -320,7 +320,7 @@ class ElasticJob(Launcher):
 
     def on_line(self, connection: HostConnection, line: str) -> None:
         if connection.hello is None and connection.host.name in self.away:
-            connection.record(line)  # not shown again, because the last attempt printed the same
+            connection.record(line)  # only logged, because the last attempt already printed this line
         else:
             super().on_line(connection, line)
 
@@ -347,7 +347,7 @@ class ElasticJob(Launcher):
                 self.log(self.stopping)
             return None
         if not lost and not self.proven and not self.is_training:
-            # Before the first training step, only another number of hosts can help.
+            # Before the first training step, only a different number of hosts can help.
             if not self.batch or self._divides(len(self.members)) or not self._choose(self.members):
                 return fail(self._cause())
             self.log(f"{plural(len(self.members), 'host')} can't share the batch")
@@ -362,12 +362,12 @@ class ElasticJob(Launcher):
         return None
 
     def _exclude_faulty_hosts(self) -> bool:
-        """Exclude the hosts that made a round fail, if the remaining hosts can continue.
+        """Exclude the hosts that made a round fail, provided that the remaining hosts can continue.
 
-        Faulty hosts are new hosts, or a host that certainly caused the failure before the round trained.
+        Faulty hosts are new hosts, or a host that certainly caused the failure of a round without a step.
 
         Returns:
-            False if no host is to blame, or the remaining hosts are too few.
+            False if no host is to blame or too few hosts would remain.
         """
         if (first := self._first_failure()) is None:
             return False
@@ -375,7 +375,7 @@ class ElasticJob(Launcher):
         suspects = [member for member in self.members if member.host.name not in self.proven]
         if not suspects and not self.is_training and rank <= 1:
             suspects = [first]
-        # A disagreement is reported by all hosts, and the message names the host that differs.
+        # All hosts report a disagreement, and the message names the host that differs.
         named = [m for m in suspects if m.hello and re.search(rf"\bhost {m.hello['hostname']}\b", cause)]
         faulty = named or ([first] if first in suspects else suspects)
         if not faulty or not self._choose([member for member in self.members if member not in faulty]):
@@ -388,7 +388,7 @@ class ElasticJob(Launcher):
         return True
 
     def _first_failure(self) -> HostConnection | None:
-        """Return the host whose failure explains the others, a new host if several are equally likely."""
+        """Return the host whose failure explains the other failures. Prefer a new host in case of a tie."""
         failed = [member for member in self.members if member.status not in (0, PREEMPTED)]
         order = lambda m: (failure_cause(m)[0], m.host.name in self.proven)  # noqa: E731
         return min(failed, key=order, default=None)

@@ -1,4 +1,4 @@
-"""Reader of hostfiles, and connections over ssh to modules that run on their hosts.
+"""Reader of hostfiles, and ssh connections to modules that run on the hosts.
 
 A hostfile uses DeepSpeed's syntax:
 
@@ -6,7 +6,7 @@ A hostfile uses DeepSpeed's syntax:
     worker-1 slots=4
     worker-2 slots=4
 
-Connections use the ordinary ssh client, which reads ~/.ssh/config.
+Connections use the installed ssh client, which reads ~/.ssh/config.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def read_hostfile(path: Path) -> list[Host]:
     """Return the hosts of a hostfile.
 
     Raises:
-        ValueError: The file contains a mistake, including mistakes that DeepSpeed ignores. The message names
-            the line.
+        ValueError: The file contains a mistake, even one that DeepSpeed would ignore. The message names the
+           line.
     """
     try:
         content = path.read_bytes()
@@ -88,9 +88,9 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def select(hosts: list[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """Apply DeepSpeed's filters: `worker-1@worker-2:0,2` is all of worker-1 and two GPUs of worker-2.
+    """Apply DeepSpeed's filters. `worker-1@worker-2:0,2` selects all of worker-1 and two GPUs of worker-2.
 
-    The hosts keep the hostfile's order. Rank 0 runs on the first one.
+    The hosts keep the hostfile's order. Rank 0 runs on the first host.
 
     Raises:
         ValueError: A filter names a host or GPU that is not in `hosts`, or no host remains.
@@ -129,7 +129,7 @@ def _host(line: str, position: str) -> Host:
 def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, set[int]]:
     """Return the devices that a filter names, by host name.
 
-    If a filter names a host both with and without numbers, the numbers apply, as in DeepSpeed.
+    If a filter names a host both with and without GPU numbers, the numbers apply, as in DeepSpeed.
     """
     known = {host.name: host.devices for host in hosts}
     chosen: dict[str, set[int]] = {}
@@ -149,12 +149,12 @@ def _parse_filter(flag: str, text: str, hosts: list[Host]) -> dict[str, set[int]
     return {name: numbers or set(known[name]) for name, numbers in chosen.items()}
 
 
-# ssh with these options refuses unknown host keys, never prompts, and notices a lost host within 25 s.
+# With these options, ssh refuses unknown host keys, never prompts, and detects a lost host within 25 s.
 SSH: tuple[str, ...] = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 SSH += ("-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=4")
 SSH += ("-o", "ControlMaster=no", "-o", "ControlPath=none")  # a shared connection would ignore these options
 SSH_FAILED = 255  # exit status of ssh when ssh itself fails
-EVENT = "\x1eevent "  # marks an event; other text may precede it on the line (a shell that sets a title)
+EVENT = "\x1eevent "  # start of an event; a shell that sets a title may print other text before it
 
 
 @dataclass(eq=False)
@@ -178,12 +178,12 @@ class Connection:
             text, mark, event = line.rstrip("\n").partition(EVENT)
             if text or not mark:
                 yield text
-            with contextlib.suppress(json.JSONDecodeError):  # no event, or a lost connection truncated it
+            with contextlib.suppress(json.JSONDecodeError):  # no event, or an incomplete event after a lost connection
                 yield json.loads(event)
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the requests to this module as name and arguments, until the connection ends."""
+    """Yield the name and arguments of each request to this module, until the connection ends."""
     for line in sys.stdin:
         with contextlib.suppress(json.JSONDecodeError):  # the line is truncated
             request = json.loads(line)
@@ -197,7 +197,7 @@ def event_line(event: str, **facts: Any) -> str:
 def start_on(host: str, module: str) -> subprocess.Popen[str]:
     """Start a module of this project on a host, over ssh unless it is this host.
 
-    The module runs in a session of its own, which Ctrl-C in this terminal does not reach.
+    The module runs in a separate session, so that Ctrl-C in this terminal does not reach it.
     """
     words = [sys.executable, "-m", module]
     command = f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"
@@ -218,7 +218,7 @@ def start_on(host: str, module: str) -> subprocess.Popen[str]:
 
 
 def close_and_wait(connections: Sequence[Connection], within_s: float) -> None:
-    """Close the modules' inputs, which ends them. Kill each process that is not over after within_s."""
+    """Close the inputs of the modules, which ends them. Kill processes that still run after within_s."""
     for connection in connections:
         with contextlib.suppress(OSError):
             assert connection.process.stdin
@@ -232,7 +232,7 @@ def close_and_wait(connections: Sequence[Connection], within_s: float) -> None:
 
 
 def connection_addresses() -> dict[str, str | None]:
-    """Return the address at which ssh reached this host and the client's address, both None without ssh."""
+    """Return the addresses of this host and of the client in the ssh connection, or None without ssh."""
     ends = os.environ.get("SSH_CONNECTION", "").split()  # client address and port, server address and port
     client, server = (ends[0], ends[2]) if len(ends) == 4 else (None, None)
     return {"reached_at": server, "asked_from": client}
@@ -251,7 +251,7 @@ def master_address(ends: Sequence[Mapping[str, str | None]]) -> str:
 
 
 def is_this_host(name: str) -> bool:
-    """Return True if the name resolves to an address of this machine. Ignores aliases in ~/.ssh/config."""
+    """Return True if the name resolves to an address of this machine. Ignore aliases in ~/.ssh/config."""
     try:
         addresses = {str(address[4][0]) for address in socket.getaddrinfo(name, None, socket.AF_INET)}
     except OSError:

@@ -1,4 +1,4 @@
-"""Runner of a job in launch.py: starts the job on each host and stops all hosts when one fails."""
+"""Runner of a job in launch.py, which starts the job on each host and stops all hosts when one fails."""
 
 import re
 import shlex
@@ -15,9 +15,9 @@ from tools.launch.hosts import SSH_FAILED, Host, master_address
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher, selected_devices
 
 USE_CPU = "ACCELERATE_USE_CPU"
-# Matches the start of the line that ssh prints about a lost connection.
+# Start of a line that ssh prints about a lost connection
 SSH_ERROR = re.compile(r"(Timeout, server|Connection (to|reset|closed)|client_loop|Read from remote|ssh)")
-LAUNCHER_ERRORS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # launchers' exceptions
+LAUNCHER_ERRORS = ("subprocess.CalledProcessError", "torch.distributed.elastic.")  # exceptions of launchers
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LaunchPlan:
     hosts: list[Host]
     launcher: list[str]  # flags of accelerate launch
     script: list[str]  # the script and its flags
-    env: dict[str, str]  # environment of each process; sent over stdin, so that no command line shows it
+    env: dict[str, str]  # environment of each process, sent over stdin so that it appears on no command line
     master_addr: str | None
     port: int
     log_dir: Path
@@ -44,16 +44,16 @@ class LaunchPlan:
             master: Address of the first host. Unused in a job on one host.
         """
         hosts = len(self.hosts)
-        # accelerate divides --num_processes by the hosts, and torchrun's agents sum their local processes.
+        # accelerate divides --num_processes by the number of hosts, and torchrun adds up the hosts' processes.
         flags = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}"
-        flags += " --gpu_ids all"  # overrides a config file; the agent sets CUDA_VISIBLE_DEVICES
+        flags += " --gpu_ids all"  # overrides the config file, because the agent sets CUDA_VISIBLE_DEVICES
         if hosts > 1:
             flags += f" --machine_rank {rank} --main_process_ip {master} --main_process_port {self.port}"
         launcher = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher]
         return [*launcher, *flags.split(), *self.script]
 
     def shares(self, master: str) -> list[str]:
-        """Return a text per host with its ranks and devices. The first of several also names the master."""
+        """Describe each host's ranks and devices. The first of several hosts also names the master."""
         texts, first = [], 0
         for host in self.hosts:
             count = len(host.devices)
@@ -64,7 +64,7 @@ class LaunchPlan:
         return texts
 
     def address(self, connections: Sequence[HostConnection]) -> str:
-        """Return the address at which all hosts can reach the first one.
+        """Return the address at which all hosts can reach the first host.
 
         Args:
             connections: Connections to all hosts. All of them have answered.
@@ -73,10 +73,10 @@ class LaunchPlan:
         return self.master_addr or master_address(hellos)
 
     def remark(self, connections: Sequence[HostConnection]) -> str | None:
-        """Return a hint for a script that would not form one job on hosts without a GPU, else None.
+        """Return a hint for a script that would not form one job on hosts without a GPU, or None.
 
-        There, Accelerate runs each process as a separate job unless the script or the environment selects the
-        CPU. Scripts that import onecurve/ select it themselves.
+        Without a GPU, Accelerate runs each process as a separate job unless the script or the environment
+        selects the CPU. Scripts that import onecurve/ select the CPU.
         """
         text = (ROOT / self.script[0]).read_text(errors="replace")
         selects_cpu = re.search(rf"^\s*(from|import) onecurve\b|cpu=True|{USE_CPU}", text, re.MULTILINE)
@@ -95,7 +95,7 @@ class LaunchPlan:
 
         Args:
             connections: Connections to all hosts.
-            job: Name of an elastic job. A host first kills processes that an earlier round of this job left.
+            job: Name of an elastic job. Each host first kills processes of an earlier round of this job.
             env: Additional environment of each process.
         """
         address = self.address(connections)
@@ -116,16 +116,16 @@ class JobRunner(Launcher):
     def __init__(self, plan: LaunchPlan):
         super().__init__(plan.hosts, plan.log_dir)
         self.plan = plan
-        self.failed: list[HostConnection] = []  # in the order of their ends
+        self.failed: list[HostConnection] = []  # in the order in which they failed
 
     def run(self, dry_run: bool) -> int:
         """Run the job and return its exit status.
 
         Args:
-            dry_run: Print the command of each host instead, without connecting to any.
+            dry_run: Print the command of each host instead, without connecting to any host.
 
         Returns:
-            0, 75 (preempted, the same command resumes), 1 (failed) or 128 + the number of a signal.
+            0 (finished), 75 (preempted, the same command resumes), 1 (failed), or 128 + a signal's number.
         """
         if dry_run:
             self._show_commands()
@@ -156,7 +156,7 @@ class JobRunner(Launcher):
             self.stop_all()
 
     def _wait_for_agents(self) -> bool:
-        """Wait until all hosts have answered. Return False if a host fails to answer, or after a signal."""
+        """Wait until all hosts have answered. Return False if a host does not answer, or after a signal."""
         deadline = time.monotonic() + CONNECT_S
         while silent := [connection for connection in self.connections if connection.hello is None]:
             if time.monotonic() > deadline:
@@ -176,7 +176,7 @@ class JobRunner(Launcher):
             self.log(f"{self.label(connection)}  {host_address}  {share}")
 
     def _show_commands(self) -> None:
-        """Print commands that start each host's part by hand. Only a real launch asks ssh for the address."""
+        """Print the commands that start each host's part by hand. Does not connect to any host."""
         hosts, address = self.plan.hosts, self.plan.master_addr or self.plan.hosts[0].name
         if len(hosts) > 1 and not self.plan.master_addr:
             self.log(
@@ -209,7 +209,7 @@ def fail(message: str) -> int:
 
 
 def failure_cause(connection: HostConnection) -> tuple[int, str]:
-    """Return the reason of a host's failure, and how likely it is a consequence of another host's failure.
+    """Return the reason of a host's failure, and a rating of how likely another host caused the failure.
 
     Processes that import onecurve/ report their failures. Other reasons are guessed from the host's output.
 
@@ -224,13 +224,13 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     if connection.status == SSH_FAILED:
         if SSH_ERROR.match(last):
             return 0, f"the connection is lost ({last})"
-        return 0, "its agent was killed, or the connection is lost"  # ssh's output does not tell which
+        return 0, "its agent was killed, or the connection is lost"  # ssh prints the same in both cases
     if (connection.status or 0) < 0:  # an agent on this machine, started without ssh
         return 0, f"its agent was killed by signal {-(connection.status or 0)}"
     text = "\n".join(lines)
     if suspended := re.search(rf"^error: (.* {re.escape(SUSPENDED)})$", text, re.MULTILINE):
         return 1, suspended[1]
-    # torchrun reports exit codes. It ends the surviving processes with signal 15, and NCCL with signal 6.
+    # torchrun reports exit codes. torchrun ends surviving processes with signal 15, and NCCL with signal 6.
     if killed := re.search(r"exitcode *: *-(?!15\b|6\b)(\d+)", text):
         return 1, f"a process was killed by signal {killed[1]}"
     if connection.failure:
@@ -240,6 +240,6 @@ def failure_cause(connection: HostConnection) -> tuple[int, str]:
     raised = re.findall(r"^(?:\[\w+\]: ?)?(\w[\w.]*(?:Error|Exception): .*)", text, re.MULTILINE)
     if raised := [line for line in raised if not line.startswith(LAUNCHER_ERRORS)]:
         return 4, raised[-1]
-    # The message of sys.exit("...") is the line before torchrun's report.
+    # The line before torchrun's report is the message of sys.exit("...").
     report = re.search(r"^(.*)\nE\d{4} .* failed (\(exitcode: \d+\))", text, re.MULTILINE)
     return (4, f"{report[1]} {report[2]}") if report else (5, last)

@@ -1,4 +1,4 @@
-"""Connections of launch.py to a job's agents: output, heartbeats and requests to stop."""
+"""Connections of launch.py to a job's agents, with output, heartbeats and requests to stop."""
 
 import contextlib
 import math
@@ -23,12 +23,12 @@ from tools.launch.agent import BEAT_S
 from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on
 
 CONNECT_S = 30  # timeout for all hosts to answer
-COLLECT_S = 4.0  # time from the first report of a hang to the table; ranks without a report are `silent`
-END_S = 60  # time from `stop` after which a host that still runs is considered lost
+COLLECT_S = 4.0  # time from the first report of a hang to the table; ranks that sent no report are `silent`
+END_S = 60  # time after `stop` until a host that still runs is considered lost
 TRACEBACK = "Traceback (most recent call last):"
-LINES = 200  # last lines of a host's output that are kept, to find the reason of a failure
-# timeout, systemd and experiments/ signal a process group, and its first process forwards the same signal.
-# Signals within this time count as one.
+LINES = 200  # number of last output lines to keep for each host, to find the reason of a failure
+# timeout, systemd and experiments/ send a signal to a process group, whose first process forwards the same
+# signal. Signals that arrive within this time are treated as one signal.
 ECHO_S = 0.5
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 
@@ -40,9 +40,9 @@ class HostConnection(Connection):
     log_file: Path
     hello: dict[str, Any] | None = None  # the agent's first event
     status: int | None = None
-    failure: str = ""  # first message of a process on this host that reported its failure
+    failure: str = ""  # message of the first process on this host that reported a failure
     last_lines: list[str] = field(default_factory=list)
-    only_log: bool = False  # True once the launcher's traceback begins, which is logged but not shown
+    only_log: bool = False  # True after the start of the launcher's traceback, which is logged but not shown
     received_at: float = field(default_factory=time.monotonic)  # time of the agent's last line
 
     def record(self, line: str) -> None:
@@ -55,27 +55,27 @@ class HostConnection(Connection):
 
 
 def selected_devices(host: Host) -> dict[str, str]:
-    """Return the environment variables that select a host's devices. Empty if they are its first devices."""
+    """Return the variables that select a host's devices. No variable is needed for the first devices."""
     is_default = host.devices == tuple(range(len(host.devices)))
     return {} if is_default else visible_devices(host.devices)
 
 
 class Launcher(ABC):
-    """Connections of a job, one per host. Handlers run in the main thread, one event after another."""
+    """Connections of a job, one per host. The main thread runs the handlers, one event after another."""
 
     def __init__(self, hosts: list[Host], log_dir: Path):
         self.names, self.log_dir = [host.name for host in hosts], log_dir
         self.connections: list[HostConnection] = []
         self.members = self.connections  # connections to hosts that take part in the launch
-        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # pending calls of handlers
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # pending calls to handlers
         self.signals: list[int] = []  # signals that this process received
         self.signal_at = 0.0  # time of the last signal
         self.hangs: dict[int, Evidence] = {}  # reports of ranks in a hanging job
-        self.hang_at: float | None = None  # time of the first report; infinite once the table was shown
-        self.stopped_at: float | None = None  # time of the first `stop`
+        self.hang_at: float | None = None  # time of the first report, or infinite after the table was shown
+        self.stopped_at: float | None = None  # time of the first request to stop
 
     def listen(self) -> None:
-        """Start to receive signals and to send heartbeats."""
+        """Start receiving signals and sending heartbeats."""
         # SIGHUP arrives when a terminal is closed or an ssh connection is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
@@ -92,14 +92,14 @@ class Launcher(ABC):
     def close(self) -> None:
         self._show_hang(COLLECT_S)
         for silent in [connection for connection in self.connections if connection.hello is None]:
-            silent.process.kill()  # ssh hangs, and the host has nothing to save
+            silent.process.kill()  # ssh hangs, and the host has no state to save
         close_and_wait(self.connections, END_S)
 
     def handle_event(self) -> None:
         """Wait up to half a second for an event and handle it."""
         if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
             for connection in self.members:
-                if connection.status is None:  # unreachable host, whose agent stops without heartbeats
+                if connection.status is None:  # an unreachable host, whose agent stops without heartbeats
                     self.give_up(connection)
         with contextlib.suppress(queue.Empty):
             self.events.get(timeout=0.5)()
@@ -129,7 +129,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def on_end(self, connection: HostConnection, status: int) -> None:
-        """Handle the end of a host's part. May be called more than once for a connection."""
+        """Handle the end of a host's part. This method may be called more than once for a connection."""
 
     def on_signal(self, number: int) -> None:
         before, self.signal_at = self.signal_at, time.monotonic()
@@ -145,21 +145,21 @@ class Launcher(ABC):
         self.request_all("stop")
 
     def request_all(self, name: str, connections: list[HostConnection] | None = None) -> None:
-        """Send a request over the given connections, by default over all."""
+        """Send a request over the given connections, by default over all connections."""
         for connection in self.connections if connections is None else connections:
             if connection.status is None:
                 connection.request(name)
 
     def _listen(self, connection: HostConnection) -> None:
         for event in connection.events():
-            # Set in this thread: a suspended terminal can block the main thread, and no host is lost by that.
+            # Set in this thread, because a suspended terminal can block the main thread while all hosts are alive.
             connection.received_at = time.monotonic()
             handle: Callable[..., None] = self.on_line if isinstance(event, str) else self.on_event
             self.events.put(partial(handle, connection, event))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats. Runs in a thread, because a suspended terminal can block the main thread."""
+        """Send heartbeats from a separate thread, because a suspended terminal can block the main thread."""
         while True:
             self.request_all("beat")
             time.sleep(BEAT_S)
@@ -167,7 +167,7 @@ class Launcher(ABC):
     # --- Output
 
     def _show_hang(self, sooner_s: float = 0.0) -> None:
-        """Show the table of a hanging job once, COLLECT_S - sooner_s after the first report."""
+        """Show the table of a hanging job once, COLLECT_S - sooner_s seconds after the first report."""
         if self.hang_at and time.monotonic() - self.hang_at >= COLLECT_S - sooner_s:
             self.hang_at = math.inf
             for line in hang_table(list(self.hangs.values())):
@@ -179,7 +179,7 @@ class Launcher(ABC):
         return PREEMPTED
 
     def log(self, text: str) -> None:
-        """Print a line. The job continues if stdout's reader has ended, as `| tee` does at Ctrl-C."""
+        """Print a line. The job continues if the reader of stdout has ended, like `| tee` after Ctrl-C."""
         try:
             print(text, flush=True)
         except OSError:
@@ -192,9 +192,9 @@ class Launcher(ABC):
         return f"\033[{COLOURS[self.names.index(connection.host.name) % len(COLOURS)]}m{name}\033[0m"
 
     def _show(self, connection: HostConnection, line: str) -> None:
-        """Print a line of a host's output. From the launcher's traceback on, print only lines with errors."""
+        """Print a line of a host's output. After the launcher's traceback begins, print only error lines."""
         if line == TRACEBACK:
-            return  # shown with the next line, unless that line identifies the launcher's traceback
+            return  # wait for the next line, which shows if this is the launcher's traceback
         if connection.last_lines[-2:-1] == [TRACEBACK]:
             connection.only_log = connection.only_log or "<frozen runpy>" in line  # `python -m`
             self._show_line(connection, TRACEBACK)

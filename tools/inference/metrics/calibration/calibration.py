@@ -1,4 +1,4 @@
-"""Expected calibration error: the gap between predicted probability and accuracy."""
+"""Expected calibration error, the mean gap between predicted probability and accuracy."""
 
 import datasets
 import evaluate

@@ -4,7 +4,7 @@ import datasets
 import evaluate
 import numpy as np
 
-MATRIX_CLASSES = 1000  # largest number with a confusion matrix, as in onecurve/run/evaluation.py
+MATRIX_CLASSES = 1000  # largest number of classes with a confusion matrix, as in onecurve/run/evaluation.py
 INPUTS = """
     predictions: most probable class of each image, int [n]
     references: true class of each image, int [n]

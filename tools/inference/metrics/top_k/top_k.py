@@ -1,4 +1,4 @@
-"""Top-k accuracy: the share of samples whose true class is among the k most probable classes."""
+"""Top-k accuracy, the fraction of samples whose true class is among the k most probable classes."""
 
 import datasets
 import evaluate
