@@ -123,7 +123,7 @@ class Checks:
             self.notes.append("No host has GPUs. The job would be a rehearsal with gloo processes.")
 
     def deepspeed(self) -> Iterator[Finding]:
-        """Check that `deepspeed --hostfile` can connect. launch.py needs less, so all findings are warnings."""
+        """Check that `deepspeed --hostfile` can connect. Only warn, because launch.py needs less."""
         if not any(facts["versions"]["deepspeed"] for facts in self.facts.values()):
             return
         self.checked.append("deepspeed")

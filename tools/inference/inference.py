@@ -106,8 +106,8 @@ def preprocessing_of(
     """Return the preprocessing of the model's inputs.
 
     The preprocessing is read from the model's files. If the files do not record it, the script or timm
-    determines the preprocessing. Flags override the result. Files of earlier versions contain no record, because
-    every model used the same crop.
+    determines the preprocessing. Flags override the result. Files of earlier versions contain no record,
+    because every model used the same crop.
     """
     if trained.recipe is None and not hasattr(script, "MEAN"):  # the file contains only weights
         return data_config_of(model, recipe)

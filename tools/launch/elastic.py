@@ -123,7 +123,7 @@ class ElasticJob(Launcher):
     # --- Hosts
 
     def _gather(self) -> list[HostConnection] | None:
-        """Connect to hosts and choose the next round's hosts. Return None for too few hosts or on a signal."""
+        """Connect to hosts and choose the next round's hosts, or None for too few hosts or after a signal."""
         begin = time.monotonic()
         patience_s = SETTLE_S if self.began else CONNECT_S
         while not self.signals:

@@ -178,7 +178,7 @@ class Connection:
             text, mark, event = line.rstrip("\n").partition(EVENT)
             if text or not mark:
                 yield text
-            with contextlib.suppress(json.JSONDecodeError):  # no event, or an incomplete event after a lost connection
+            with contextlib.suppress(json.JSONDecodeError):  # no event, or a lost connection cut it off
                 yield json.loads(event)
 
 

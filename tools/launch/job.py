@@ -44,7 +44,7 @@ class LaunchPlan:
             master: Address of the first host. Unused in a job on one host.
         """
         hosts = len(self.hosts)
-        # accelerate divides --num_processes by the number of hosts, and torchrun adds up the hosts' processes.
+        # accelerate divides --num_processes by the number of hosts, and torchrun's agents add them up again.
         flags = f"--num_machines {hosts} --num_processes {hosts * len(self.hosts[rank].devices)}"
         flags += " --gpu_ids all"  # overrides the config file, because the agent sets CUDA_VISIBLE_DEVICES
         if hosts > 1:

@@ -1,1 +1,1 @@
-"""Log book: pages of runs and comparisons, for logbook.py. Start with run_record.py, which reads a run."""
+"""Pages of the log book for logbook.py. Start with run_record.py, which reads a run's folder."""

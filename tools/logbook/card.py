@@ -1,4 +1,4 @@
-"""Model card of an exported model: a README.md for the hub."""
+"""Model card of an exported model, the README.md that the hub shows."""
 
 import contextlib
 from pathlib import Path
@@ -12,19 +12,19 @@ from onecurve.checkpoint.format import EMA_FILE, MODEL_FILE, step_name
 from tools.logbook.markdown import code_span, render
 from tools.logbook.run_record import RunRecord, as_flag, recipe_change
 
-if TYPE_CHECKING:  # at run time, tools do not import one another
+if TYPE_CHECKING:  # at run time, tools must not import one another
     from tools.inference.exported import Exported
 
-MOST_CLASSES = 100  # largest number with one row per class
+MOST_CLASSES = 100  # largest number of classes with one row per class
 
 
 def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
-    """Return the card as Markdown with the hub's metadata. config: the content of config.json."""
+    """Return the card as Markdown with the hub's metadata. `config` is the content of config.json."""
     folder, run = run_folder(exported.trained.weights), None
     with contextlib.suppress(ValueError, OSError):
         run = RunRecord(folder) if folder else None
     recipe = {key: value for key, value in (exported.trained.recipe or {}).items() if value is not None}
-    # The run's data, on which the accuracy was measured, even if --data differs now.
+    # Name the run's data even if --data differs now, because the accuracy was measured on the run's data.
     data = _name(recipe.get("data", exported.recipe.data)).removeprefix("hub:")
     metadata = _metadata(name, exported, run, data)
     return render(
@@ -47,7 +47,7 @@ def model_card(name: str, exported: "Exported", config: dict[str, Any]) -> str:
 
 
 def run_folder(weights: str) -> Path | None:
-    """Return the folder of the run that the checkpoint belongs to; None for other weights."""
+    """Return the folder of the run that wrote the checkpoint, or None if the weights are not a checkpoint."""
     checkpoints = Path(weights).absolute().parent.parent
     return checkpoints.parent if checkpoints.name == "checkpoints" else None
 
@@ -60,12 +60,12 @@ def _raw_accuracy(exported: "Exported") -> float | None:
 
 
 def _name(value: str) -> str:
-    """Return the last part of a path or URL, because the rest may be private. Hub names stay complete."""
+    """Return the last part of a path or URL, because the rest may be private. Keep hub names complete."""
     return value if value.startswith(("hub:", "hf-hub:")) else value.rstrip("/").rpartition("/")[2]
 
 
 def _recipe_changes(run: RunRecord, last: int) -> list[str]:
-    """Return a line for each start before step `last` that changed the recipe."""
+    """Return one line for each start before step `last` that changed the recipe."""
     starts = [start for start in run.kept if start.first < last]
     return [f"step {start.first:,}: {text}" for start in starts if (text := recipe_change(start, _name))]
 
@@ -73,7 +73,7 @@ def _recipe_changes(run: RunRecord, last: int) -> list[str]:
 def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str) -> dict[str, Any]:
     """Return the hub's metadata.
 
-    The licence is `unknown`. An accuracy on a part of a split is left out.
+    The licence is `unknown`. An accuracy that covers only a part of a split is left out.
     """
     facts = {} if run is None or run.recipe.get("max_val_images") else run.facts
     metadata: dict[str, Any] = {
@@ -95,7 +95,7 @@ def _metadata(name: str, exported: "Exported", run: RunRecord | None, data: str)
 
 
 def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
-    """Return the accuracies, and metrics by class if a confusion matrix of this step exists."""
+    """Return the accuracies. Include metrics by class if a confusion matrix of this step exists."""
     step, facts, which = exported.trained.step, run.facts, "val"
     if (raw := _raw_accuracy(exported)) is not None:
         return {"images": run.evaluated_images(), "measures": [("accuracy", f"{raw:.4f}")], "by_class": None}
@@ -119,7 +119,7 @@ def _measures(exported: "Exported", run: RunRecord) -> dict[str, Any]:
 
 
 def _by_class(confusion: list[list[int]], classes: list[str]) -> list[tuple[str, ...]]:
-    """Return one row per class; none for more than MOST_CLASSES. confusion: one row per true class."""
+    """Return one row per class, or none for more than MOST_CLASSES. `confusion` has a row per true class."""
     if len(classes) > MOST_CLASSES:
         return []
     counts = np.asarray(confusion, float)

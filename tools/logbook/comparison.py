@@ -1,4 +1,4 @@
-"""Comparison page of the log book: time, accuracy and other differences of several runs."""
+"""Page of the log book that compares the time, accuracy and settings of several runs."""
 
 import math
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from tools.logbook.run_record import RunRecord, as_flag, complete, host_count
 SEARCH = "result of find_batch_size.py"
 # Flags whose resolved values are in result.json
 RESOLVED = ("mixed_precision", "per_device_batch_size", "compile", "grad_checkpointing", "step_graph")
-# Largest spread of images/s in an undisturbed run. Measured: at most 0.18 on an H200, and 0.5 to 1.2 on 2 CPU
-# cores shared with other programs.
+# Largest spread of images/s in an undisturbed run. The measured spreads are at most 0.18 on an H200, and 0.5
+# to 1.2 on 2 CPU cores that other programs also used.
 LARGEST_SPREAD = 0.25
 
 
@@ -29,10 +29,10 @@ class Comparison:
     """Comparison of two or more runs with the first.
 
     Attributes:
-        runs: the runs; the first is the reference.
+        runs: the runs, beginning with the reference.
         target_accuracy: accuracy for the row `time to accuracy`. Default: the highest that all runs reached.
         searches: results of find_batch_size.py.
-        allow_different_data: accept runs that were evaluated on different images.
+        allow_different_data: True to accept runs that were evaluated on different images.
 
     Raises:
         ValueError: fewer than two runs, or runs that were evaluated on different images.
@@ -57,9 +57,9 @@ class Comparison:
 
     @cached_property
     def names(self) -> list[str]:
-        """Unique names for the runs, built from their differences: `ddp x 4`, `lr 0.003`.
+        """Unique names for the runs, built from their differences, for example `ddp x 4` or `lr 0.003`.
 
-        Equal names get a number.
+        Numbers are appended to equal names.
         """
         runs, results = self.runs, [run.facts for run in self.runs]
         scripts = [result.get("script", "unknown") for result in results]
@@ -80,19 +80,19 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[seeds.Group]:
-        """Runs grouped by everything but the seed; empty if no recipe was run with several seeds."""
+        """Runs grouped by everything except the seed. Empty if no recipe was run with several seeds."""
         groups = seeds.group(self.runs, self.names)
         return groups if any(len(group.values) > 1 for group in groups) else []
 
     @property
     def target(self) -> float | None:
-        """Accuracy for the row `time to accuracy`."""
+        """Accuracy that the row `time to accuracy` refers to."""
         known = [run.facts["best_accuracy"] for run in self.runs if "best_accuracy" in run.facts]
         return self.target_accuracy or min(known, default=None)
 
 
 def read_search(file: Path) -> dict[str, Any]:
-    """Read a result of find_batch_size.py. ValueError for any other file."""
+    """Read a result of find_batch_size.py. Raise ValueError for any other file."""
     try:
         search, wrong_keys = typed_values(read_json(file), kinds(SearchResult))
     except OSError as error:
@@ -110,7 +110,7 @@ def read_search(file: Path) -> dict[str, Any]:
 def different_images(first: RunRecord, run: RunRecord) -> str:
     """Describe how the evaluated images of two runs differ, for example `data: cifar10, digits`.
 
-    A value that one run does not record is not compared, for example the split of a killed run.
+    A value is not compared if one of the runs does not record it, for example the split of a killed run.
     """
     runs = (first, run)
     sources = [run.about.get("source") for run in runs]
@@ -128,7 +128,7 @@ def different_images(first: RunRecord, run: RunRecord) -> str:
 
 
 def _values(runs: list[RunRecord], name: str) -> list[str]:
-    """Return a flag and its value for each run. Of a path, only the last part is shown."""
+    """Return a text with the flag and its value for each run. Show only the last part of a path."""
     values = [run.over_starts(partial(_flag, name)).replace(", then", " then") for run in runs]
     if any(run.fold for run in runs) and name == "holdout":
         return [f"fold {value}" for value in values]
@@ -154,7 +154,7 @@ def speed_up_over(first: RunRecord, run: RunRecord, time: str) -> tuple[float | 
 
 
 def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Return the settings that differ between the runs and are not compared elsewhere: {name: values}."""
+    """Map each setting that differs between the runs, and is not compared elsewhere, to its values."""
     settings = [conditions(run) for run in runs]
     names = dict.fromkeys(name for values in settings for name in values)
     by_name = {name: [values.get(name, "unknown") for values in settings] for name in names}
@@ -162,7 +162,7 @@ def setting_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Return the sharding settings that differ between runs with the same strategy."""
+    """Map each sharding setting that differs between runs with the same strategy to its values."""
     differences = {}
     for strategy in dict.fromkeys(run.facts.get("strategy") for run in runs):
         settings = [
@@ -176,7 +176,7 @@ def _sharding(runs: list[RunRecord]) -> dict[str, list[str]]:
 
 
 def conditions(run: RunRecord) -> dict[str, str]:
-    """Return the settings of a run that a comparison lists if they differ."""
+    """Return the settings of a run that a comparison lists when they differ from another run's settings."""
     facts, settings = run.facts, run.about
     left_out = (*_result_flags(), *RESOLVED)
     recipe = {name: run.over_starts(partial(_flag, name)) for name in run.recipe if name not in left_out}
@@ -199,7 +199,7 @@ def conditions(run: RunRecord) -> dict[str, str]:
 
 
 def _result_flags() -> list[str]:
-    """Return the flags that locate a run's results. They always differ between two runs."""
+    """Return the flags that specify the location of a run's results, which differs between any two runs."""
     return [name for name, files in declared("locates").items() if files == "results"]
 
 
@@ -219,7 +219,13 @@ def _device_types(settings: dict[str, Any]) -> str:
 
 
 def comparison_page(comparison: Comparison, picture: str, pages: list[str | None]) -> str:
-    """Return the page. picture, pages: links to the picture and to the runs' pages, None without a page."""
+    """Return the page as Markdown.
+
+    Args:
+        comparison: the comparison.
+        picture: link to the picture.
+        pages: link to each run's page, or None for a run without a page.
+    """
     runs, names, groups = comparison.runs, comparison.names, comparison.groups
     columns = [_column(comparison, run, name) for run, name in zip(runs, names, strict=True)]
     return render(
@@ -249,7 +255,7 @@ def title(comparison: Comparison) -> str:
 
 
 def _doubts(columns: list[dict[str, Any]]) -> list[str]:
-    """Return reasons to doubt the times: uneven throughput, and efficiencies above 100 %."""
+    """Return reasons to doubt the times, which are uneven throughput and efficiencies above 100 %."""
     unsteady = [column for column in columns if (column["spread"] or 0) > LARGEST_SPREAD]
     doubts = [
         f"The throughput of {column['name']} varied by {column['spread']:.0%} of its median during the run."
@@ -266,12 +272,12 @@ def _doubts(columns: list[dict[str, Any]]) -> list[str]:
 
 
 def _column(comparison: Comparison, run: RunRecord, name: str) -> dict[str, Any]:
-    """Return the run's facts and the other values in its column of the table."""
+    """Return all values in a run's column of the table, including the run's facts."""
     first, facts = comparison.runs[0], run.facts
     factor, reason = speed_up_over(first, run, "train_s")
     before, after = first.facts.get("processes"), facts.get("processes")
     if run is not first and not (first.is_one_job and run.is_one_job):
-        after = None  # the facts contain only the processes of the last start
+        after = None  # the facts only cover the processes of the last start
     set_by_starts = ("processes", "batch_size", "per_device_batch_size")
     target = math.inf if comparison.target is None else comparison.target
     busy, device = run.utilisation_pct

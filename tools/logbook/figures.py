@@ -1,4 +1,4 @@
-"""Pictures of the log book: curves, telemetry, confusion matrices, mistakes and comparisons."""
+"""Pictures of the log book, such as curves, telemetry, confusion matrices, mistakes and comparisons."""
 
 import math
 from glob import escape
@@ -14,7 +14,7 @@ from tools.logbook.spent import MainProcess, main_processes
 
 
 def draw_run(run: RunRecord, folder: Path) -> list[str]:
-    """Draw all pictures of a run into the folder, which is replaced. Return the names of the files."""
+    """Replace the folder with pictures of a run. Return the names of the files."""
     scratch = folder.with_name(f".{folder.name}.tmp")
     discard(scratch)
     scratch.mkdir(parents=True)
@@ -37,12 +37,12 @@ def draw_run(run: RunRecord, folder: Path) -> list[str]:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return a readable unit for this time, and the unit's length in seconds."""
+    """Return a suitable unit for a time, and the length of this unit in seconds."""
     return ("s", 1) if seconds < 600 else ("min", 60) if seconds < 10_000 else ("h", 3600)
 
 
 def _curves(run: RunRecord) -> list[list[Panel]]:
-    """Plot loss and accuracy against steps and time, learning rate and throughput against steps."""
+    """Plot loss and accuracy against steps and time, and learning rate and throughput against steps."""
     unit, unit_s = time_unit(max((line["wall_s"] for line in run.metrics), default=0))
     time = f"time, {unit}"
     lines = [line | {time: line["wall_s"] / unit_s} for line in run.metrics]
@@ -65,7 +65,7 @@ def _curves(run: RunRecord) -> list[list[Panel]]:
 
 
 def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
-    """Plot the number of hosts against time; None if no host joined or left."""
+    """Plot the number of hosts against time. Return None if no host joined or left."""
     changes = run.changes
     if not changes:
         return None
@@ -78,17 +78,17 @@ def _hosts_over_time(run: RunRecord, time: str, unit_s: float) -> Panel | None:
 
 
 def _telemetry(run: RunRecord) -> list[list[Panel]]:
-    """Plot utilisation and memory over time, and the power of GPUs. Without GPUs the hosts are shown."""
+    """Plot utilisation, memory and power of GPUs over time. Without GPUs, plot hosts instead."""
     has_gpus = any(line.get("gpus") for lines in run.telemetry.values() for line in lines)
     labels = {"cpu_pct": "CPU utilisation, %", "memory_gib": "memory in use on the host, GiB"}
     if has_gpus:
         labels = {"utilisation_pct": "GPU utilisation, %", "memory_gib": "GPU memory in use, GiB"}
         labels |= {"power_w": "power, W"}
     first = min((line["t"] for lines in run.telemetry.values() for line in lines), default=0.0)
-    processes = main_processes(run) or [MainProcess(first, math.inf, 0.0)]  # by an earlier version
+    processes = main_processes(run) or [MainProcess(first, math.inf, 0.0)]  # a run of an earlier version
 
     def seconds_at(t: float) -> float:
-        """Return the run's age without the pauses between its main processes."""
+        """Return the run's age at a time, excluding the pauses between its main processes."""
         return sum(max(0.0, min(t, process.ended_at) - process.began_at) for process in processes)
 
     points = [
@@ -113,7 +113,7 @@ def _telemetry(run: RunRecord) -> list[list[Panel]]:
 
 
 def draw_comparison(comparison: Comparison, file: Path) -> None:
-    """Draw accuracy, loss, throughput and time of each run, or the means over seeds."""
+    """Draw the accuracy, loss, throughput and time of each run, or their means over seeds."""
     first, groups = comparison.runs[0], comparison.groups
     if groups:
         members = {f"{group.name} ({plural(len(group.runs), 'run')})": group.runs for group in groups}

@@ -1,4 +1,4 @@
-"""Starts of a run on its page: the table of starts, their changes and the settings over all starts."""
+"""Starts of a run, shown on its page with the changes that each start made and all settings."""
 
 import shlex
 import time
@@ -17,13 +17,13 @@ from tools.logbook.run_record import RunRecord, as_flag, device_summary, mixed_p
 
 Value = Callable[[dict[str, Any]], Any]  # returns a value from a line of starts.jsonl
 
-# Keys of starts.jsonl without a column in the table of starts. A row lists the keys that changed.
+# Keys of starts.jsonl that are not columns in the table of starts. Each row lists the keys that changed.
 KEYS_WITHOUT_COLUMN = ["version", "git_commit", "compile", "grad_checkpointing", "step_graph", "threads"]
 KEYS_WITHOUT_COLUMN += ["deterministic", "gradient_reduction", "half_precision"]
 
 
 def over_steps(run: RunRecord, value: Value) -> Any:
-    """Return the setting of the last start, or `a to step 60, then b` if the starts differ."""
+    """Return the setting of the last start, or text such as `a to step 60, then b` if the starts differ."""
     pairs = [(text(value(start.about)), start.last) for start in run.kept]
     runs = [(setting, list(group)[-1][1]) for setting, group in groupby(pairs, key=lambda pair: pair[0])]
     if len(runs) < 2:
@@ -36,7 +36,7 @@ def over_steps(run: RunRecord, value: Value) -> Any:
 
 
 def batch(settings: dict[str, Any]) -> str | None:
-    """Return `128 = 64 images x 2 processes x 1 accumulation`."""
+    """Return the batch as a product, for example `128 = 64 images x 2 processes x 1 accumulation`."""
     names = ("batch_size", "per_device_batch_size", "processes", "accumulation_steps")
     total, share, processes, accumulations = (settings.get(name) for name in names)
     unit = settings.get("unit", "images")
@@ -98,7 +98,7 @@ def settings(run: RunRecord) -> list[list[Any]]:
 
 
 def recipe_value(run: RunRecord, name: str) -> Any:
-    """Return the value of a flag as code."""
+    """Return the value of a flag as a code span."""
 
     def value(settings: dict[str, Any]) -> Any:
         return code_span(public_path(as_flag(settings.get("recipe", {}).get(name))))
@@ -113,7 +113,7 @@ def is_default(run: RunRecord, name: str, default: Any) -> bool:
 
 
 def commands(run: RunRecord) -> str:
-    """Return the command. If the starts used different commands, each follows a comment with its steps."""
+    """Return the run's command. If it differs between starts, a comment with the steps precedes each one."""
     pairs = [(command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept]
     if len({words for words, _ in pairs}) < 2:
         return command(run.about)
@@ -125,7 +125,7 @@ def command(settings: dict[str, Any]) -> str:
 
 
 def rows(run: RunRecord) -> list[list[Any]]:
-    """Return one row per start, if there are several."""
+    """Return one row per start, or no rows if there was only one start."""
     return [_row(run, k) for k in range(len(run.starts))] if len(run.starts) > 1 else []
 
 
@@ -142,7 +142,7 @@ def _row(run: RunRecord, k: int) -> list[Any]:
 
 
 def _setting_changes(before: Start, now: Start) -> list[str]:
-    """Return changes such as `torch was 2.11.0, now 2.15.0` for the settings without a column."""
+    """Return changes of settings that have no column, for example `torch was 2.11.0, now 2.15.0`."""
     pairs = {name: (before.about.get(name), now.about.get(name)) for name in KEYS_WITHOUT_COLUMN}
     for name in ("versions", "sharding"):
         old, new = before.about.get(name, {}), now.about.get(name, {})
@@ -155,7 +155,7 @@ def _setting_changes(before: Start, now: Start) -> list[str]:
 
 
 def resume_verdict(run: RunRecord) -> str:
-    """Say whether the starts changed the training. Empty if one start trained all steps."""
+    """State whether later starts changed the training. Return an empty text if there was only one start."""
     if len(run.kept) < 2:
         return ""
     if run.recipe_changes:

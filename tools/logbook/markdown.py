@@ -1,6 +1,6 @@
-"""Render the templates of pages. All text is escaped, so that it can't break a table or insert HTML.
+"""Render the templates of pages. All text is escaped, so that no text can break a table or insert HTML.
 
-In templates/*.md.j2, a value is plain text unless a filter of this file has converted it to Markdown.
+In templates/*.md.j2, a value is plain text unless a filter in this file has converted it to Markdown.
 """
 
 import html
@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def render(template: str, **values: Any) -> str:
-    """Return the rendered page. Empty parts of a template leave no blank lines."""
+    """Render a template as a page. Empty parts of the template leave no blank lines."""
     return re.sub(r"\n{3,}", "\n\n", _environment().get_template(template).render(values)).strip() + "\n"
 
 
@@ -28,7 +28,7 @@ def render(template: str, **values: Any) -> str:
 def _environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES, "ascii"),
-        autoescape=True,  # does not escape the Markdown that finalize returns
+        autoescape=True,  # the Markdown that finalize returns is not escaped
         finalize=text,
         undefined=StrictUndefined,
     )
@@ -39,7 +39,7 @@ def _environment() -> Environment:
 
 
 def text(value: object) -> Markup:
-    """Escape plain text as one line; None becomes `-`. Underscores inside words need no escape."""
+    """Escape plain text and join its lines. None becomes `-`. Underscores inside words are not escaped."""
     if isinstance(value, Markup):
         return value
     line = "-" if value is None else _line(value)
@@ -47,7 +47,7 @@ def text(value: object) -> Markup:
 
 
 def code_span(value: object, in_table: bool = True) -> Markup:
-    """Return an inline code span. In a table, a bar inside it needs a backslash, which is not shown."""
+    """Return an inline code span. In a table, bars need a backslash, which readers do not see."""
     line = _line(value)
     fence = _fence(line, least=1)
     pad = " " if "`" in line or not line else ""
@@ -66,21 +66,27 @@ def bullets(lines: Iterable[object]) -> Markup:
 
 
 def formatted(value: float | str | None, form: str = "{:,.1f}") -> str | None:
-    """Format a number, for example with `{:,.1f} s`. None, text and Markdown are returned unchanged."""
+    """Format a number, for example with `{:,.1f} s`. Return None, text and Markdown unchanged."""
     return value if value is None or isinstance(value, str) else form.format(value)
 
 
 def markdown_table(
     rows: Iterable[Sequence[object]], head: Sequence[object] = ("", ""), numbers: bool = True
 ) -> Markup:
-    """Return a table; empty without rows. numbers: align all columns but the first to the right."""
+    """Return the rows as a Markdown table, or an empty string if there are none.
+
+    Args:
+        rows: cells of each row.
+        head: titles of the columns.
+        numbers: True to align all columns except the first to the right.
+    """
     lines = [head, [Markup("---"), *[Markup("---:" if numbers else "---")] * (len(head) - 1)], *rows]
     texts = [f"| {' | '.join(map(text, line))} |" for line in lines]
     return Markup("\n".join(texts) if len(texts) > 2 else "")
 
 
 def known(rows: Iterable[tuple[object, str, Any]]) -> list[list[object]]:
-    """Format the values of rows, and drop rows without a value.
+    """Format the values of all rows, and drop rows without a value.
 
     Args:
         rows: (label, format, value or list of values).
@@ -98,14 +104,19 @@ def each(items: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
 
 
 def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, str]]) -> Markup:
-    """Return a table with one row per item. labels: {key: (label, format)}; keys of no item are left out."""
+    """Return a table with one row per item and one column per key that any item contains.
+
+    Args:
+        items: values by key.
+        labels: label and format of each key.
+    """
     keys = [key for key in labels if any(item.get(key) is not None for item in items)]
     rows = [[formatted(item.get(key), labels[key][1]) for key in keys] for item in items]
     return markdown_table(rows, [labels[key][0] for key in keys])
 
 
 def folded(content: str, summary: str) -> Markup:
-    """Return a folded section of Markdown. summary: its title, as plain text."""
+    """Return Markdown as a folded section with a title. The title is plain text."""
     return Markup(f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>")
 
 
@@ -122,5 +133,5 @@ def _line(value: object) -> str:
 
 
 def _fence(content: str, least: int) -> str:
-    """Return a fence with more backticks than any sequence in the content."""
+    """Return a fence that is longer than any sequence of backticks in the content."""
     return "`" * max(least, 1 + max(map(len, re.findall("`+", content)), default=0))

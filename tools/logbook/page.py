@@ -1,4 +1,4 @@
-"""Page of a run in the log book, and the index of all pages, as Markdown."""
+"""Markdown page of a run in the log book, and the index of all pages."""
 
 import shlex
 from collections.abc import Collection, Iterator
@@ -17,8 +17,8 @@ from tools.logbook.run_record import MEANING, RunRecord, as_flag, complete, host
 from tools.logbook.spent import main_processes, parts_s, paused_s
 
 SHOWN_CLASSES = 20  # rows in the table of classes
-MOST_STARTS = 20  # a longer table of starts is folded
-SHOWN_CHARACTERS = 60_000  # of an nvidia-smi dump, because GitHub shows pages up to 512 kB
+MOST_STARTS = 20  # largest number of starts for which the table is not folded
+SHOWN_CHARACTERS = 60_000  # largest part of an nvidia-smi dump, because GitHub shows pages of up to 512 kB
 PER_CLASS = ("precision", "recall", "f1", "specificity", "support")
 SET_BY_STARTS = ("strategy", "batch_size", "epochs", "processes", "device")
 INDEXED = ["script", *SET_BY_STARTS, "hosts", "status"]
@@ -26,7 +26,7 @@ INDEXED += ["best_accuracy", "final_accuracy", "test_accuracy", "val_name", "tes
 
 
 def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
-    """Return the page. stem: stem of its file name, and name of the folder with its pictures."""
+    """Return a run's page. `stem` is the page's name without suffix, and the name of the pictures' folder."""
     from onecurve.run.end_tables import early_end  # imports torch
 
     facts, about = complete(run.facts, kinds(Result)), complete(run.about, kinds(RecipeFile))
@@ -62,7 +62,7 @@ def run_page(run: RunRecord, stem: str, pictures: list[str]) -> str:
 
 
 def index_values(run: RunRecord) -> dict[str, Any]:
-    """Return the values of a run that the index shows."""
+    """Return the values that the index shows of a run."""
     values = {"model": run.model, "data": run.data, "is_rehearsal": run.is_rehearsal}
     values |= {name: run.over_starts(methodcaller("get", name)) for name in SET_BY_STARTS}
     defaults = run.about.get("defaults") or {}
@@ -74,14 +74,14 @@ def index_values(run: RunRecord) -> dict[str, Any]:
 
 
 def index(runs: dict[str, dict[str, Any]], comparisons: dict[str, str]) -> str:
-    """Return the index. runs: index_values of each page; comparisons: title of each comparison page."""
-    # Pages of earlier versions contain no flags.
+    """Return the index. `runs` maps pages to index_values, and `comparisons` maps pages to titles."""
+    # Pages of earlier versions do not contain the key `flags`.
     rows = {page: dict.fromkeys([*INDEXED, "flags"]) | values for page, values in runs.items()}
     return render("index.md.j2", runs=rows, comparisons=comparisons)
 
 
 def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return the evaluations on the test split, at the best step and at the end: {description: values}."""
+    """Map a description of each headline evaluation (test split, best step, last step) to its values."""
     facts, last = run.facts, run.evaluations[-1] if run.evaluations else {}
     best, final, test = (
         {f"val/{name}": facts.get(f"{which}_{name}") for name in METRICS}
@@ -107,7 +107,7 @@ def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, l
 
 
 def _report(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report of validate.py with one row per class, or for the classes with the lowest F1."""
+    """Return a report of validate.py with a row for each class, or for the classes with the lowest F1."""
     classes, columns = report.get("classes", []), report.get("per_class", {})
     shown = complete(report, kinds(Report)) | {"rows": [], "shown": "All classes"}
     if any(len(columns.get(name) or ()) != len(classes) for name in PER_CLASS):
@@ -127,14 +127,14 @@ def _stamps(run: RunRecord) -> list[dict[str, Any]]:
     """Return the outcomes of verify.py. An outcome is void if `changed` lists files that changed since."""
     files, outcomes = stamped_files(run.folder) if run.stamps else {}, []
     for stamp in run.stamps:
-        # Runs of earlier versions have no starts.jsonl, and their stamps no hash of it.
+        # Runs of earlier versions have no starts.jsonl, so their stamps do not contain its hash.
         changed = [name for name in files if files[name] != stamp.get("files", {}).get(name, "")]
         outcomes.append(complete(stamp, kinds(Stamp)) | {"changed": some_of(changed)})
     return outcomes
 
 
 def _dumps(run: RunRecord) -> Iterator[tuple[str, str, bool]]:
-    """Yield the host, the beginning of its `nvidia-smi -q` text, and whether the text was cut."""
+    """Yield each host, the beginning of its `nvidia-smi -q` text, and True if the text was cut."""
     for file in own_files(run.folder, "nvidia-smi-*.txt"):
         with open(file, errors="replace") as opened:
             dump = opened.read(SHOWN_CHARACTERS + 1)

@@ -1,4 +1,4 @@
-"""Read a run's folder, even if files are missing or broken."""
+"""Read a run's folder, even if some files are missing or broken."""
 
 import contextlib
 import copy
@@ -30,10 +30,10 @@ from onecurve.system.files import Kind, parse_json, read_own, sha256_of, typed_v
 from onecurve.system.paths import public_path
 from onecurve.system.text import plural
 
-PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder contains one of them
+PARTS = ("recipe.json", "result.json", "metrics.jsonl", "checkpoints")  # a run's folder contains one of these
 VERIFIED = "verified.json"  # written by verify.py
 BIT_FOR_BIT, EVALUATED_AGAIN = "bit for bit", "evaluated again"  # kinds of verification
-MEANING = {  # the meaning of a verification that found no difference
+MEANING = {  # what a verification without a difference proves
     BIT_FOR_BIT: "the replayed steps were trained again, and every value and weight is the same, bit for bit:"
     " this recipe gives these results in these steps. Other steps and the items below are not verified",
     EVALUATED_AGAIN: "the best and the last weights were evaluated again and reach these accuracies, up to"
@@ -41,9 +41,9 @@ MEANING = {  # the meaning of a verification that found no difference
     " weights. The differences of the replayed steps are reported without a verdict",
 }
 COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # compared with a replay, like checkpoints
-MOST_BYTES = 2**31  # larger files are not read; holds 14 days of telemetry of a host with 8 GPUs
-MOST_SAMPLES = 5_000  # telemetry samples per host on a page, because 64 hosts write 8 GB a day
-FEWEST_SPEEDS = 8  # fewest values for deciles
+MOST_BYTES = 2**31  # larger files are not read; 14 days of telemetry of 8 GPUs are smaller
+MOST_SAMPLES = 5_000  # telemetry samples per host on a page; 64 hosts write 8 GB of samples a day
+FEWEST_SPEEDS = 8  # fewest values from which deciles are computed
 UNFINISHED = "killed or still running"  # status of a run without a result
 STRATEGIES = {"single": "one process", "ddp": "DDP", "fsdp": "FSDP2"}
 HALF_PRECISION = {
@@ -61,11 +61,11 @@ KINDS: dict[str, dict[str, Kind]] = {
     VERIFIED: kinds(Verified),
 }
 for name in ("recipe.json", STARTS):
-    del KINDS[name]["argv"]  # `command` contains the words as they were typed
+    del KINDS[name]["argv"]  # pages show `command`, which contains the words as the user typed them
 
 
 class RunRecord:
-    """Content of a run's folder, without values of an unexpected type.
+    """Content of a run's folder. Values of an unexpected type are left out.
 
     Attributes:
         problems: a line for each missing or broken file.
@@ -76,7 +76,7 @@ class RunRecord:
         telemetry: lines of telemetry-<host>.jsonl by host.
         facts: values of result.json. A missing value is `derived` from the other files.
         starts: starts recorded in starts.jsonl, which earlier versions did not write.
-        kept: starts with steps in the result.
+        kept: starts that trained steps of the result.
         stamps: outcomes of verify.py.
         reports: reports of validate.py by name.
 
@@ -84,7 +84,7 @@ class RunRecord:
         ValueError: the folder does not belong to a run.
     """
 
-    unknown: Set[str] = frozenset()  # names of values in result.json that belong to a later start, in as_of()
+    unknown: Set[str] = frozenset()  # names of values in result.json of a later start, in as_of()
 
     def __init__(self, folder: Path):
         if not any((folder / part).exists() for part in PARTS):
@@ -126,13 +126,13 @@ class RunRecord:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl that record hosts joining or leaving."""
+        """Lines of metrics.jsonl that record that hosts joined or left."""
         needed = {"hosts", "hosts_before", "processes", "processes_before"}
         return [line for line in self.metrics if needed <= set(line)]
 
     @property
     def interruptions(self) -> list[tuple[int, str, float | None]]:
-        """Stops by a signal: step, reason, and seconds to the next step."""
+        """Step, reason, and seconds until the next step, for each stop by a signal."""
         stops: list[tuple[int, str, float | None]] = []
         for line in self.metrics:
             if "interrupted_at" in line:
@@ -144,18 +144,18 @@ class RunRecord:
 
     @property
     def fold(self) -> tuple[int, int] | None:
-        """Fold and number of folds: (2, 5) for `--fold 2/5`."""
+        """Fold and number of folds, for example (2, 5) for `--fold 2/5`."""
         holdout = self.recipe.get("holdout")
         return parse_fold(holdout) if isinstance(holdout, str) else None
 
     @property
     def unit(self) -> str:
-        """Plural name of a sample: `images`, unless recipe.json names another unit."""
+        """Plural name of a sample, which is `images` unless recipe.json names another unit."""
         return self.about.get("unit", "images")
 
     @property
     def identity(self) -> dict[str, str | None]:
-        """Folder and hash of the first line of metrics, which is unique because it contains the time."""
+        """Folder and hash of the first line of the metrics. The time in this line makes the hash unique."""
         first = json.dumps(self.metrics[0], sort_keys=True) if self.metrics else None
         return {
             "run": public_path(self.folder.resolve()),
@@ -163,14 +163,14 @@ class RunRecord:
         }
 
     def host_summaries(self) -> Sequence[Mapping[str, Any]]:
-        """Return the summaries of the telemetry, in the format of result.json."""
+        """Return a summary of each host's telemetry, in the format of result.json."""
         if "telemetry" in self.facts:
             return self.facts["telemetry"]
         from onecurve.telemetry.summary import summarize
 
         summaries = []
         for host in (host for host, lines in self.telemetry.items() if lines):
-            with contextlib.suppress(OSError, ValueError, RecursionError):  # listed in self.problems
+            with contextlib.suppress(OSError, ValueError, RecursionError):  # self.problems lists these errors
                 summaries.append(summarize(self.folder / f"telemetry-{host}.jsonl"))
         return summaries
 
@@ -210,19 +210,19 @@ class RunRecord:
 
     @property
     def last(self) -> dict[str, Any]:
-        """Settings of the last start with steps in the result, in the format of a line of starts.jsonl."""
+        """Settings of the last start that trained steps of the result, in the format of starts.jsonl."""
         if self.kept and self.kept[-1] is not self.starts[-1]:
             return self.facts | self.kept[-1].about
         hosts = self.about.get("hosts") or self.facts.get("hosts", 1)
         return self.about | self.facts | {"hosts": hosts}
 
     def over_starts(self, value: Callable[[dict[str, Any]], Any]) -> Any:
-        """Return the setting of the last start, or `a, then b` if the starts differ."""
+        """Return the setting of the last start, or text such as `a, then b` if the starts differ."""
         values = ["unknown" if (v := value(start.about)) is None else str(v) for start in self.kept]
         return in_turn(values) if len(set(values)) > 1 else value(self.last)
 
     def as_of(self, start: Start) -> "RunRecord":
-        """Return the run as if all its starts had used the settings of this start."""
+        """Return the run as if all starts had used the settings of this start."""
         run, settings = copy.copy(self), start.about
         if start is self.starts[-1]:
             run.about = settings | self.about
@@ -245,24 +245,24 @@ class RunRecord:
 
     @property
     def recipe_changes(self) -> list[str]:
-        """Changes of the recipe by starts in the result, such as `step 100: lr was 0.01, now 0.001`."""
+        """Changes of the recipe by the kept starts, for example `step 100: lr was 0.01, now 0.001`."""
         return [f"step {start.first:,}: {text}" for start in self.kept if (text := recipe_change(start))]
 
     # --- In words
 
     @property
     def where(self) -> str:
-        """Strategy and devices: `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
+        """Strategy and devices, for example `DDP on 2 x NVIDIA T4, then one process on 1 x NVIDIA T4`."""
         return self.over_starts(where)
 
     @property
     def job(self) -> str:
-        """Strategy and processes: `ddp x 2 then single x 1`. Commas would separate the parts of a name."""
+        """Strategy and processes, for example `ddp x 2 then single x 1`. Contains no comma, which splits names."""
         return str(self.over_starts(job)).replace(", then", " then")
 
     @property
     def model(self) -> str:
-        """The recipe's model, or the name of a script that has no --model."""
+        """Value of --model, or the script's name if the script has no such flag."""
         return str(self.recipe.get("model") or self.facts.get("script", "unknown script"))
 
     @property
@@ -270,14 +270,14 @@ class RunRecord:
         return Path(self.facts.get("data", "unknown data")).name
 
     def evaluated_images(self, which: str = "val") -> str:
-        """Describe the images that were evaluated during training ("val") or at the end ("test")."""
+        """Describe the images that were evaluated during training ("val") or after training ("test")."""
         name, part = self.facts.get(f"{which}_name"), self.recipe.get("max_val_images")
         whole = f"{name} split" if name else "held-out images"
         return f"{part:,} images of the {whole}" if isinstance(part, int) else whole
 
     @property
     def claim(self) -> str:
-        """The run's outcome in one line of plain text."""
+        """Outcome of the run in one line of plain text."""
         facts = self.facts
         keys = [f"{which}_{measure}" for measure in ("accuracy", "loss") for which in ("test", "final")]
         outcome, key = f"no evaluation of {self.data}", next((key for key in keys if key in facts), None)
@@ -293,15 +293,15 @@ class RunRecord:
 
     @property
     def memory_gib(self) -> float | None:
-        """Largest peak memory of any process."""
+        """Largest peak memory of any process, in GiB."""
         return max((process.get("peak") or 0 for process in self.facts.get("memory_gib", [])), default=None)
 
     @property
     def speed_spread(self) -> float | None:
         """Range of images/s from the 10th to the 90th percentile, relative to the median.
 
-        Each line of the log contributes one value, except the first, which includes the warm-up. None if
-        there are too few lines.
+        Each line of the log contributes one value, except the first line, which includes the warm-up. The
+        spread is None if there are too few lines.
         """
         speeds = [line.get("train/images_per_s", 0) for line in self.metrics]
         speeds = [speed for speed in speeds if 0 < speed < math.inf][1:]
@@ -312,7 +312,7 @@ class RunRecord:
 
     @property
     def utilisation_pct(self) -> tuple[float | None, str]:
-        """Mean utilisation over all GPUs, or over the hosts' CPUs without GPUs; and `GPU` or `CPU`."""
+        """Mean utilisation and `GPU`. Without GPUs, mean utilisation of the hosts' CPUs and `CPU`."""
         hosts = self.host_summaries()
         for name, weight, device in (("utilisation_pct", "gpus", "GPU"), ("cpu_pct", "samples", "CPU")):
             known = [(host[name], host.get(weight) or 1) for host in hosts if host.get(name) is not None]
@@ -345,12 +345,12 @@ class RunRecord:
         return kept
 
     def _read_lines(self, name: str, needed: set[str], kind: str | None = None) -> list[dict[str, Any]]:
-        """Read the complete lines of a file; a kill or a full disk may have cut others.
+        """Read the complete lines of a file. Skip lines that a kill or a full disk has cut.
 
         Args:
             name: name of the file.
             needed: keys that every line must contain.
-            kind: key of KINDS. Default: the name.
+            kind: key in KINDS. Default: the name.
         """
         kind = kind or name
         content = self._bytes(name)
@@ -374,7 +374,7 @@ class RunRecord:
         return lines
 
     def _matrix(self, name: str) -> dict[str, Any]:
-        """Read a file with a square confusion matrix or, for many classes, the most frequent mistakes."""
+        """Read a file with a square confusion matrix, or with the most frequent mistakes for many classes."""
         content = self._read(name)
         number = len(content.get("classes", []))
         mistakes = content.get("mistakes")
@@ -392,7 +392,7 @@ class RunRecord:
 
 
 def _thinned(texts: list[str]) -> list[str]:
-    """Return about MOST_SAMPLES samples of the whole time, with the first and last one of each process."""
+    """Select about MOST_SAMPLES samples. Keep the first and the last sample of each process."""
     heads = [number for number, text in enumerate(texts) if text.startswith('{"host"')]
     kept = {*heads, *(number - 1 for number in (*heads, len(texts)))}
     kept |= {*range(0, len(texts), 1 + len(texts) // MOST_SAMPLES)}
@@ -424,17 +424,17 @@ def job(settings: dict[str, Any]) -> str:
 
 
 def mixed_precision(settings: dict[str, Any]) -> str:
-    """Return the precision, such as `bf16, by autocast: weights and residual stream in fp32`."""
+    """Describe the precision, for example `bf16, by autocast: weights and residual stream in fp32`."""
     precision, half = settings.get("mixed_precision", "-"), settings.get("half_precision", "")
     return f"{precision}, {HALF_PRECISION[half]}" if half in HALF_PRECISION else precision
 
 
 def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> str:
-    """Return a start's changes to the recipe of the checkpoint that it resumed: `lr was 0.01, now 0.001`.
+    """Return how a start changed the checkpoint's recipe, for example `lr was 0.01, now 0.001`.
 
     Args:
         start: the start.
-        shown: converts a value, which may be a private path, to public text.
+        shown: function that converts a value, which may be a private path, to public text.
     """
     pairs = start.about.get("changed", {}).items()
     return "; ".join(
@@ -445,7 +445,7 @@ def recipe_change(start: Start, shown: Callable[[str], str] = public_path) -> st
 
 
 def measures_anew(start: dict[str, Any]) -> bool:
-    """Return True if a line of starts.jsonl changed the metric or the images of evaluations."""
+    """Return True if a line of starts.jsonl records a change of the metric or the evaluated images."""
     return not {CONTENT, CROPPED, *declared("measures_best")}.isdisjoint(start.get("changed", {}))
 
 
@@ -460,24 +460,24 @@ def with_totals(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_of(line: dict[str, Any], by: str) -> float:
-    """Return the score of the evaluation in a line of metrics.jsonl."""
+    """Return the score of the evaluation that a line of metrics.jsonl records."""
     return score({name: line[f"val/{name}"] for name in METRICS if f"val/{name}" in line}, by)
 
 
 def as_flag(value: Any) -> str:
-    """Return the value as it is written after a flag."""
+    """Return the value as a user writes it after a flag."""
     if isinstance(value, list):
         return ",".join(map(str, value)) or "none"
     return "unset" if value is None else str(value)
 
 
 def complete(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the values, with None for each missing name."""
+    """Add each missing name to the values, with None as its value."""
     return dict.fromkeys(names) | values
 
 
 def read_picture(file: Path) -> Image.Image:
-    """Return the pixels of a PNG in RGB. ValueError for any other file."""
+    """Read a PNG as an RGB image. Raise ValueError for any other file."""
     try:
         with Image.open(file, formats=["PNG"]) as image:
             return image.convert("RGB")
@@ -486,7 +486,7 @@ def read_picture(file: Path) -> Image.Image:
 
 
 def stamped_files(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files that verify.py compares; empty for missing and too large files."""
+    """Return the SHA-256 of each file that verify.py compares, or "" for a missing or too large file."""
 
     def hashed(file: Path) -> str:
         return sha256_of(file) if file.is_file() and file.stat().st_size <= MOST_BYTES else ""

@@ -1,8 +1,9 @@
-"""Comparison over seeds or folds: runs that differ only in these form a group with a mean and an interval.
+"""Comparison of groups of runs that differ only in their seed or fold.
 
-Two groups are compared by a t-test. With equal seeds the test is paired, because a seed decides the initial
-weights and the order of the images, which cause a part of the noise. Otherwise it is Welch's test, which does
-not assume equal variances. Both tests assume that accuracies over seeds are normally distributed.
+Each group has a mean and a confidence interval. A t-test compares two groups. If both groups used the same
+seeds, the test is paired, because a seed determines the initial weights and the order of the images, which
+cause a part of the noise. Otherwise Welch's test is used, which does not assume equal variances. Both tests
+assume that accuracies over seeds are normally distributed.
 """
 
 import json
@@ -18,21 +19,21 @@ from onecurve.system.text import natural
 from tools.logbook.run_record import RunRecord, mixed_precision
 
 ALPHA = 0.05  # significance level of the test
-TINY = 1e-12  # a smaller deviation is rounding
+TINY = 1e-12  # smaller deviations are rounding errors
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs with the same recipe and type of job. values: headline accuracies by seed or fold."""
+    """Runs with the same recipe and type of job. `values` contains headline accuracies by seed or fold."""
 
     name: str
     values: dict[Any, float]
     runs: tuple[RunRecord, ...]
-    folds: int = 0  # number of folds of the cross-validation; 0 without one
+    folds: int = 0  # number of folds, or 0 without cross-validation
 
     @property
     def over_all(self) -> float | None:
-        """Accuracy over all held-out images; None if a fold is missing."""
+        """Accuracy over all held-out images, or None if a fold is missing."""
         images = [run.facts.get("val_images") or 0 for run in self.runs]
         is_whole = len(self.runs) == self.folds * len({run.recipe.get("seed") for run in self.runs})
         right = sum(a * n for a, n in zip(self.values.values(), images, strict=True))
@@ -44,12 +45,12 @@ class Group:
 
     @property
     def deviation(self) -> float | None:
-        """Sample standard deviation; None for one run."""
+        """Sample standard deviation, or None for a single run."""
         return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the mean, by Student's t and within 0 and 1; None for one run."""
+        """95 % interval of the mean by Student's t, limited to [0, 1], or None for a single run."""
         if self.deviation is None:
             return None
         half = _critical(len(self.values) - 1) * self.deviation * self.error
@@ -57,7 +58,7 @@ class Group:
 
     @property
     def error(self) -> float:
-        """Standard error of the mean in standard deviations; for folds, by Nadeau and Bengio (2003)."""
+        """Standard error of the mean, in standard deviations. For folds, as in Nadeau and Bengio (2003)."""
         return math.sqrt(1 / len(self.values) + (1 / (self.folds - 1) if self.folds else 0))
 
 
@@ -72,10 +73,10 @@ class Difference(NamedTuple):
 
 
 def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
-    """Group finished runs by everything but the seed, in their order.
+    """Group finished runs by everything except the seed, and keep their order.
 
     Args:
-        runs: the runs; unfinished runs are left out.
+        runs: the runs. Unfinished runs are left out.
         names: names of the runs, with parts separated by commas.
 
     Raises:
@@ -88,7 +89,7 @@ def group(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Group]:
     groups = []
     for members in by_job.values():
         seeds = Counter(_seed(run) for _, run in members)
-        if len(seeds) == 1:  # the same training was run several times
+        if len(seeds) == 1:  # all runs of the group used the same seed
             groups += [_group([member]) for member in members]
             continue
         ((seed, count),) = seeds.most_common(1)
@@ -108,19 +109,19 @@ def _group(members: list[tuple[str, RunRecord]]) -> Group:
 
 
 def _seed(run: RunRecord) -> int | str:
-    """Return the run's seed, or `0 and fold 2/5`, which identifies the run in its group."""
+    """Return the seed, or text such as `0 and fold 2/5`, which identifies the run in its group."""
     seed = run.recipe.get("seed", 0)
     return f"{seed} and fold {run.recipe['holdout']}" if run.fold else seed
 
 
 def headline(run: RunRecord) -> float | None:
-    """Return the accuracy on the test split, or the final accuracy for a fold or without --holdout."""
+    """Return the accuracy on the test split. For a fold or without --holdout, return the final accuracy."""
     final = run.facts.get("final_accuracy")
     return final if run.fold else run.facts.get("test_accuracy", final)
 
 
 def _job(run: RunRecord) -> str:
-    """Return the settings that all runs of a group share, as a key."""
+    """Return a key made of the settings that all runs of a group share."""
     left_out = {"seed", *declared("locates")}
     recipe = {name: value for name, value in run.recipe.items() if name not in left_out}
     recipe |= {"holdout": ["folds", run.fold[1]]} if run.fold else {}
@@ -129,7 +130,7 @@ def _job(run: RunRecord) -> str:
 
 
 def compare_groups(first: Group, second: Group) -> Difference | None:
-    """Compare two groups by a t-test; None if a group contains one run, or all differences are equal."""
+    """Compare two groups by a t-test. Return None for a group of one run, or if all differences are equal."""
     from scipy import stats
 
     if min(len(first.values), len(second.values)) < 2:
@@ -157,7 +158,7 @@ def _critical(freedom: float) -> float:
 
 
 def seed_verdict(first: Group, second: Group) -> str:
-    """Say in one sentence whether the second group is better, worse or not distinguishable."""
+    """State in one sentence whether the second group is better than the first, worse or indistinguishable."""
     difference = compare_groups(first, second)
     if difference is None:
         is_single = min(len(first.values), len(second.values)) < 2

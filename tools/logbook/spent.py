@@ -1,4 +1,4 @@
-"""Measured time of a run by activity, over all its starts."""
+"""Measured time that a run spent on each activity, over all starts."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,7 +44,7 @@ LOST = "lost at restarts: work after the last checkpoint"
 
 @dataclass(frozen=True)
 class MainProcess:
-    """Main process of a run, found in the telemetry. before_s: the run's wall_s at its start."""
+    """Main process of a run, recorded in the telemetry. before_s is the run's wall_s when it started."""
 
     began_at: float
     ended_at: float  # time of the last sample
@@ -52,12 +52,12 @@ class MainProcess:
 
     @property
     def ended_s(self) -> float:
-        """The run's wall_s when the process ended."""
+        """Value of the run's wall_s when the process ended."""
         return self.before_s + self.ended_at - self.began_at
 
 
 def main_processes(run: RunRecord) -> list[MainProcess]:
-    """Return the main processes in order; empty without telemetry and for runs of earlier versions."""
+    """Return the main processes in order. Runs of earlier versions or without telemetry have none."""
     processes = []
     for lines in run.telemetry.values():
         headers = [i for i, line in enumerate(lines) if "host" in line]
@@ -69,7 +69,7 @@ def main_processes(run: RunRecord) -> list[MainProcess]:
 
 
 def lost_s(run: RunRecord) -> float:
-    """Return the seconds of work after the checkpoint that the next process resumed."""
+    """Return the seconds of work that were lost because the next process resumed an earlier checkpoint."""
     pairs = pairwise(main_processes(run))
     return sum(max(0.0, process.ended_s - following.before_s) for process, following in pairs)
 
@@ -81,7 +81,7 @@ def paused_s(run: RunRecord) -> float:
 
 
 def parts_s(run: RunRecord) -> dict[str, float]:
-    """Return the seconds of all main processes by activity, largest first; empty if not recorded."""
+    """Return the seconds of all main processes by activity, largest first. Empty if not recorded."""
     seconds = {PARTS.get(name, name): s for name, s in run.facts.get("spent_s", {}).items() if s is not None}
     seconds |= {LOST: lost_s(run)} if seconds else {}
     return {name: s for name, s in sorted(seconds.items(), key=lambda part: -part[1]) if s > 0}

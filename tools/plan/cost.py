@@ -1,17 +1,17 @@
-"""Estimate of an optimizer step's time from its trace and data sheets.
+"""Estimate the time of an optimizer step from a trace and data sheets.
 
-- A kernel's time is the longer of two times: its FLOPs at the device's peak, and its bytes at the memory's
-  bandwidth (the roofline model of Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785). Both
-  rates are reduced to the fraction that large matrix products and copies reach. All kernels together reach a
-  fraction of these rates (Execution). The host launches one kernel after another, and the slower of host and
-  device determines the step's time.
-- Communication overlaps with the backward pass, two thirds of the computation. In a ring of n ranks, each
-  rank sends 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or reduce-scatter's bytes
+- A kernel takes the longer of two times: the time for its FLOPs at the device's peak rate, and the time for
+  its bytes at the memory's bandwidth (the roofline model of Williams, Waterman, Patterson 2009, doi
+  10.1145/1498765.1498785). Both rates are reduced to the fraction that large matrix products and copies
+  reach. All kernels together reach a fraction of these reduced rates (Execution). The host launches one
+  kernel after another, and the slower of host and device determines the step's time.
+- Communication overlaps with the backward pass, which is two thirds of the computation. In a ring of n ranks,
+  each rank sends 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or reduce-scatter's bytes
   (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
 
 The constants of Execution were measured on one device, an H200 in a host with 16 cores (2026-11-26, commit
-f763543). docs/performance.md compares planned times with times measured there. Communication has not been
-measured on GPUs yet.
+f763543). docs/performance.md compares planned times with times measured on this device. Communication has not
+been measured on GPUs yet.
 """
 
 import json
@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 
 from onecurve.telemetry.flops import Device
 
-REACHED_FLOPS = 0.66  # of the peak, reached by large bf16 products: 675 to 740 of 990 TFLOP/s were measured
-REACHED_BANDWIDTH = 0.9  # of the memory's bandwidth, reached by copies: 4.2 of 4.8 TB/s were measured
-HIDDEN = 2 / 3  # of the computation is the backward pass, which gradients' communication overlaps with
+REACHED_FLOPS = 0.66  # fraction of the peak in large bf16 products; measured: 675 to 740 of 990 TFLOP/s
+REACHED_BANDWIDTH = 0.9  # fraction of the memory's bandwidth in copies; measured: 4.2 of 4.8 TB/s
+HIDDEN = 2 / 3  # backward pass as a fraction of the computation, which hides communication of gradients
 CONTEXT_BYTES = int(0.5 * 2**30)  # CUDA's context and libraries, which torch's allocator does not count
-QUANTUM = 8  # images per forward pass are multiples of this
-RING = {"all_reduce": 2.0}  # factor of (n-1)/n in the bytes that are sent; 1 for other collectives
-LARGE_PART = 0.1  # exposed communication above this fraction of the computation is reported as the limit
+QUANTUM = 8  # all numbers of images per forward pass are multiples of this
+RING = {"all_reduce": 2.0}  # factor of (n-1)/n in the number of bytes sent, which is 1 for other collectives
+LARGE_PART = 0.1  # fraction of the computation above which exposed communication counts as the limit
 COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
 LINK, NETWORK = "link", "network"
 
@@ -37,16 +37,16 @@ Collective = tuple[str, int, int]  # name, bytes, ranks
 
 @dataclass
 class Trace:
-    """One process's optimizer step. Memory is in bytes, by images per forward pass."""
+    """Trace of an optimizer step in one process. Memory is in bytes, by images per forward pass."""
 
     strategy: str
     mixed_precision: str
-    peaks: dict[int, dict[str, int]]  # MemTracker's categories at the peak, and `Total`
+    peaks: dict[int, dict[str, int]]  # bytes by MemTracker's category at the peak, and `Total`
     parameters: int  # bytes of the parameters that this process keeps between steps
     optimizer: int  # bytes of ZeRO's master weights, the optimizer's state and the averaged weights
     operations: list[Kernel]
     collectives: list[Collective]
-    gradients: int = 0  # bytes of the parameters' .grad after the backward pass; ZeRO keeps them in buckets
+    gradients: int = 0  # bytes of all .grad after the backward pass, or 0 under ZeRO, which uses buckets
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
@@ -57,7 +57,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Cluster of hosts with the same number of identical devices."""
+    """Hosts that all contain the same number of identical devices."""
 
     hosts: int
     gpus: int  # per host
@@ -71,11 +71,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Execution:
-    """Measured constants of a way to run steps, such as compiled or as a CUDA graph."""
+    """Measured constants of a mode of running steps, for example compiled or as a CUDA graph."""
 
     reached: float  # fraction of the roofline that kernels reach
-    forward_s: float  # the host's time for a forward and backward pass, without its operations
-    operation_s: float  # the host's time per traced operation, even if compilation fuses operations
+    forward_s: float  # host time of a forward and backward pass, excluding the operations
+    operation_s: float  # host time per traced operation, even if compilation fuses operations
 
     @classmethod
     def of(cls, compilation: str | None, is_graph: bool) -> "Execution":
@@ -85,9 +85,9 @@ class Execution:
 
 
 def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
-    """Return the most images per forward pass that fit, extrapolated from the last two sizes traced.
+    """Return how many images per forward pass fit, extrapolated from the last two traced sizes.
 
-    Returns 0 if not even QUANTUM images fit, and 64 times the larger size if memory does not grow.
+    The result is 0 if not even QUANTUM images fit, and 64 times the larger size if memory does not grow.
     """
     (small, low), (large, high) = [(size, peak["Total"]) for size, peak in peaks.items()][-2:]
     free, each = memory_bytes - CONTEXT_BYTES - high, (high - low) / (large - small)
@@ -98,12 +98,12 @@ def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
 def step_time(
     trace: Trace, cluster: Cluster, execution: Execution, least_launches: int = 0, accumulations: int = 1
 ) -> tuple[float, str]:
-    """Return the seconds of an optimizer step including communication, and what limits it.
+    """Return the seconds of an optimizer step including communication, and what limits the step.
 
     Args:
         trace: Trace of one micro-batch with the optimizer's step.
         cluster: Cluster that runs the step.
-        execution: Constants of the way in which steps run.
+        execution: Constants of the mode of running steps.
         least_launches: Minimum number of operations per forward pass.
         accumulations: Micro-batches per optimizer step.
     """
@@ -113,7 +113,7 @@ def step_time(
     computing_s = accumulations * max(kernels_s, host_s)
     limit = LAUNCHES if host_s > kernels_s else max(kernel_times, key=lambda name: kernel_times[name])
     link, network = traffic(trace, cluster, accumulations)
-    # A link's bandwidth is halved, because data sheets add both directions.
+    # Halve a link's bandwidth, because data sheets add the bandwidths of both directions.
     times = {
         LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
         NETWORK: network / (cluster.network_gb_s * 1e9),
@@ -137,7 +137,7 @@ def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
 
 
 def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
-    """Return the seconds of all kernels limited by computation, and of all limited by memory bandwidth."""
+    """Return the total seconds of kernels limited by computation, and of kernels limited by bandwidth."""
     peaks = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
     fp32_peak = device.peaks.get("tf32", device.peaks["fp32"])
     times = {COMPUTE: 0.0, MEMORY: 0.0}
@@ -149,7 +149,7 @@ def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
 
 
 def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
-    """Return the bytes that a device sends within its host, and a host to other hosts, per optimizer step."""
+    """Return the bytes per optimizer step that a device sends within its host, and a host to other hosts."""
     link = network = 0.0
     for name, moved, ranks in exchanged(trace, accumulations):
         sent = RING.get(name, 1.0) * moved * (ranks - 1) / ranks
@@ -157,7 +157,7 @@ def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[flo
             # A ring over all devices crosses each host's network once.
             link, network = link + (sent if cluster.gpus > 1 else 0.0), network + sent
         elif cluster.hosts > 1 and ranks == cluster.hosts and (name == "all_reduce" or ranks != cluster.gpus):
-            # Hybrid sharding reduces among one device per host, and gathers and scatters within a host.
+            # Hybrid sharding reduces over one device of each host, and gathers and scatters within each host.
             network += sent * cluster.gpus
         else:
             link += sent

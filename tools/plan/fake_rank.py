@@ -1,8 +1,8 @@
-"""One process as rank 0 of a planned job, without the job's GPUs, network and memory.
+"""Run one process as rank 0 of a planned job, without the job's GPUs, network and memory.
 
 Tensors are torch's fake tensors, which have shapes but no contents. The process group is torch's fake process
 group, whose collectives return immediately. Accelerate, FSDP2, DDP and DeepSpeed run unchanged, except for
-code that needs contents. onecurve/upstream/torch_fakes.py contains a function for each exception.
+code that needs contents. onecurve/upstream/torch_fakes.py contains a replacement for each such function.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Set before the imports: Accelerate imports DeepSpeed, which reads this variable.
+# Set this variable before the imports, because Accelerate imports DeepSpeed, which reads it.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch.distributed as dist
@@ -50,7 +50,7 @@ def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe)
 
 
 def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for rank 0. Empty for a job with one process."""
+    """Return the variables that `accelerate launch` sets for rank 0. A job with one process needs none."""
     from accelerate.utils import launch
 
     words = ["--config_file", str(config_file), "--num_processes", str(processes), "--num_machines", "1"]
@@ -68,14 +68,14 @@ def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict
     else:
         return {}
     changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
-    rank_0: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # nobody connects
+    rank_0: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # no process connects
     rank_0 |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
     return changed | {name: str(value) for name, value in rank_0.items()}
 
 
 @contextlib.contextmanager
 def without_contents() -> Iterator[None]:
-    """Make all tensors of a block fake, and let engines wrap models there."""
+    """Make all tensors created in a block fake, and allow engines to wrap models in the block."""
     torch_fakes.skip_ddp_checks()
     torch_fakes.read_ranks_of_meshes()
     torch_fakes.hide_whole_shapes()
@@ -84,13 +84,13 @@ def without_contents() -> Iterator[None]:
 
 
 def materialize(model: nn.Module) -> nn.Module:
-    """Move a model from the meta device to the fake CPU, and make later moves do nothing.
+    """Move a model from the meta device to the fake CPU. Later moves of the model have no effect.
 
-    A module moves by swapping its tensors, and torch can't swap a fake tensor that other tensors refer to.
+    A module moves by swapping tensors, and torch can't swap a fake tensor that other tensors refer to.
     """
     model = model.to_empty(device="cpu")
     for number, parameter in enumerate(model.parameters(), 1):
-        # Accelerate finds a parameter's shard by its address, and fake tensors have none.
+        # Accelerate identifies the shard of a parameter by its address, and fake tensors have no address.
         parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
 
     def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
@@ -117,11 +117,11 @@ def materialize(model: nn.Module) -> nn.Module:
 
 
 def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
-    """Replace the all-reduce of DDP's reducer, which reads contents in C++, by a hook that only records it.
+    """Replace the all-reduce in DDP's reducer, whose C++ code reads contents, with a hook that records it.
 
     Args:
         model: The wrapped model. Nothing happens unless DDP wraps it.
-        exchanged: List to which the hook appends an all-reduce for each bucket.
+        exchanged: List to which the hook appends one all-reduce for each bucket.
     """
     if not isinstance(model, DistributedDataParallel):
         return

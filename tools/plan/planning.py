@@ -1,4 +1,4 @@
-"""Plan of a training on a cluster: the lines of plan.py's table and the recommendation."""
+"""Plan of training on a cluster, with the lines of plan.py's table and the recommendation."""
 
 import os
 import re
@@ -22,10 +22,10 @@ from onecurve.telemetry.flops import Device, find_device, known_devices
 from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, Trace
 
-MOST_AT_ONCE = 4  # parallel traces, which need about 1 GiB each
+MOST_AT_ONCE = 4  # number of parallel traces, each of which needs about 1 GiB
 STRATEGIES = ("single", "ddp", "fsdp", "hybrid", "zero1", "zero2", "zero3", "offload")
 CONFIGS = {"single": "single_gpu", "hybrid": "fsdp_2x4gpu", "offload": "zero3_offload_4gpu"}
-ALIKE = 1.05  # ratio of two times below which the estimates can't tell them apart
+ALIKE = 1.05  # ratio of two times below which the estimates can't distinguish them
 SIZES = ("strategy", "GiB", "images", "largest", "link MB", "net MB")
 HEAD = (*SIZES, "step ms", "images/s", "eff.", "hours", "limited by")
 ROW = "{:<9}{:>7}{:>8}{:>9}{:>9}{:>8}{:>10}{:>10}{:>6}{:>9}  {}"
@@ -37,20 +37,20 @@ Candidate = tuple[str, Trace, int, int]
 
 @dataclass(frozen=True)
 class Line:
-    """One strategy in the plan. Numbers refer to one device unless stated otherwise."""
+    """Line of the plan for one strategy. Numbers refer to one device unless stated otherwise."""
 
     strategy: str
     config_file: str
-    memory: dict[str, int]  # bytes by part
-    images: int  # per forward pass; 0 if no batch fits
+    memory: dict[str, int]  # bytes by part of the memory
+    images: int  # images per forward pass, or 0 if no batch fits
     largest: int  # most images per forward pass that fit
     limit: str
     link_bytes: float = 0
     network_bytes: float = 0  # per host
-    step_s: float | None = None  # time of an optimizer step with all micro-batches; None if not estimated
+    step_s: float | None = None  # time of an optimizer step with all micro-batches, or None if not estimated
     images_per_s: float | None = None  # of all devices
     efficiency: float | None = None  # images/s per device, relative to a single device
-    hours: float | None = None  # time of the whole recipe; None if the number of images is unknown
+    hours: float | None = None  # time of the whole recipe, or None if the number of images is unknown
 
     def __str__(self) -> str:
         total = sum(self.memory.values()) / 2**30
@@ -80,14 +80,14 @@ def cluster_of(hosts: int, gpus: int, name: str, network_gb_s: float | None) -> 
         hosts: Number of hosts.
         gpus: Devices per host.
         name: Name of the device.
-        network_gb_s: Bandwidth of a host's network. None takes the device's value from devices.yaml.
+        network_gb_s: Bandwidth of a host's network in GB/s, or None for the device's value in devices.yaml.
     """
     device = named_device(name)
     return Cluster(hosts, gpus, device, network_gb_s or device.network_gb_s)
 
 
 def named_device(name: str) -> Device:
-    """Return the device with this name in torch, otherwise the first whose name contains all of its words.
+    """Return the device with this name in torch, or else the first whose name contains all words of `name`.
 
     Raises:
         ValueError: No device matches.
@@ -105,7 +105,7 @@ def named_device(name: str) -> Device:
 
 
 def _training_images(data: str, holdout: float | str | None) -> int | None:
-    """Return the number of training images, or None if only a read of remote data could tell."""
+    """Return the number of training images, or None if remote data would have to be read."""
     manifest = Path(data) / MANIFEST
     if manifest.is_file():
         count = sum(s.images for s in parse_manifest(manifest.read_bytes(), data).splits["train"].shards)
@@ -133,13 +133,13 @@ class Planning:
             remark = "--freeze is ignored. The plan is for training all layers"
             print(f"{remark}, which needs more memory, traffic and time.")
         self.images = _training_images(self.recipe.data, self.recipe.holdout)
-        # Raises ValueError for a batch that a training would refuse.
+        # Raises ValueError for a batch that a train script would refuse.
         share_out(self.recipe.batch_size, self.recipe.per_device_batch_size, cluster.processes)
         dtypes = [dtype for dtype in ("bf16", "fp16") if dtype in cluster.device.peaks]
         self.precision = self.recipe.mixed_precision or [*dtypes, "no"][0]
         self.strategies = possible(cluster.hosts, cluster.gpus, self.recipe.grad_compression)
         self.first_speed = 0.0  # images/s per device of the first strategy
-        self.least_launches = 0  # kernels of the first strategy; no engine launches fewer
+        self.least_launches = 0  # kernels of the first strategy, the minimum of any engine
 
     @property
     def summary(self) -> str:
@@ -150,14 +150,14 @@ class Planning:
 
     @property
     def links(self) -> str:
-        """The links that carry the traffic in columns `link MB` and `net MB`."""
+        """Description of the links that carry the traffic in columns `link MB` and `net MB`."""
         cluster = self.cluster
         link = f"{cluster.device.link} {cluster.device.link_gb_s / 2:g} GB/s"
         return f"link: {link}; network: {cluster.network_gb_s:g} GB/s of a host"
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The script, the recipe's size and the cluster, for the JSON file of the plan."""
+        """Facts about the script, the recipe and the cluster, for the plan's JSON file."""
         return {
             "about": self.summary,
             "script": Path(self.script[0]).stem,
@@ -173,12 +173,12 @@ class Planning:
         }
 
     def candidates(self, report: Callable[[str], None]) -> Iterator[Candidate]:
-        """Trace each strategy. Calls report() with a description of the current task."""
+        """Trace each strategy. Call report() with a description of each new task."""
         with ThreadPoolExecutor(min(MOST_AT_ONCE, allowed_cores())) as pool:
             yield from pool.map(partial(self.traced, report=report), self.strategies)
 
     def traced(self, strategy: str, report: Callable[[str], None] = lambda _: None) -> Candidate:
-        """Trace a strategy at the recipe's batch, or at a smaller one with accumulation."""
+        """Trace a strategy with the recipe's batch, or with smaller micro-batches and accumulation."""
         report(f"tracing {strategy}")
         processes, batch_size = self._processes(strategy), self.recipe.batch_size
         share = self.recipe.per_device_batch_size or batch_size // processes
@@ -189,7 +189,7 @@ class Planning:
         return strategy, compressed(trace, self.recipe.grad_compression), share, largest
 
     def _trace(self, strategy: str, size: int) -> Trace:
-        """Trace a micro-batch of `size` images and one of twice as many, without this machine's GPUs."""
+        """Trace micro-batches of `size` and 2 * `size` images, without this machine's GPUs."""
         hosts = 1 if strategy == "single" else self.cluster.hosts
         numbers = [self._processes(strategy), hosts, f"{size},{2 * size}"]
         script = [*self.script, f"--mixed_precision={self.precision}"]
@@ -212,7 +212,7 @@ class Planning:
         Args:
             strategy: Name of the strategy.
             trace: Trace of the strategy.
-            share: Images per forward pass. 0 if no batch fits.
+            share: Images per forward pass, or 0 if no batch fits.
             largest: Most images per forward pass that fit.
         """
         processes, memory = self._processes(strategy), memory_of(strategy, trace)
@@ -241,7 +241,7 @@ class Planning:
         )
 
     def execution(self, strategy: str) -> Execution:
-        """Return how a step runs. onecurve/distributed/step_graph.py decides if it is one CUDA graph."""
+        """Return how steps run. onecurve/distributed/step_graph.py decides if a step is one CUDA graph."""
         recipe = self.recipe
         is_graph = strategy in ("single", "ddp", "fsdp") and recipe.step_graph is not False
         is_graph &= self.precision != "fp16" and recipe.compile in (None, "no", "default")
@@ -256,10 +256,10 @@ class Planning:
         if not (fitting := [line for line in candidates if line.images]):
             return "No strategy fits. Use more GPUs, --grad_checkpointing or a smaller model."
         fastest = max(line.images_per_s or 0 for line in fitting)
-        # Lines are sorted by how much they shard, so the first of several equally fast lines is the simplest.
+        # Later lines shard more, so the first of several equally fast lines is the simplest.
         best = next(line for line in fitting if (line.images_per_s or 0) >= fastest / ALIKE)
         reason = f"the simplest strategy within {(ALIKE - 1) * 100:.0f} % of the fastest"
-        if best.limit == cost.LAUNCHES:  # the estimate does not model differences between engines' launches
+        if best.limit == cost.LAUNCHES:  # the estimate does not model how engines differ in their launches
             best = next(line for line in fitting if line.limit == cost.LAUNCHES)
             reason = "the simplest of the strategies that launch overhead limits"
         has_hosts, gpus = self.cluster.hosts > 1, ["--num_processes", str(self.cluster.gpus)]
@@ -280,7 +280,7 @@ def possible(hosts: int, gpus: int, grad_compression: str) -> list[str]:
     """Return the strategies for a cluster with `gpus` devices on each host."""
     if hosts * gpus == 1:
         return ["single", "offload"]
-    if grad_compression != "no":  # other strategies refuse it
+    if grad_compression != "no":  # other strategies refuse compression
         return ["single", "ddp"]
     return [name for name in STRATEGIES if name != "hybrid" or (hosts > 1 and gpus > 1)]
 
@@ -296,8 +296,8 @@ def compressed(trace: Trace, grad_compression: str) -> Trace:
 def memory_of(strategy: str, trace: Trace) -> dict[str, int]:
     """Return the parts of a device's memory at the peak of a step, in bytes.
 
-    MemTracker does not recognise DDP's gradients, which are views of its buckets. They are counted as
-    gradients.
+    MemTracker does not recognise DDP's gradients, because they are views of buckets. This function counts the
+    buckets as gradients.
     """
     peak = next(iter(trace.peaks.values()))  # peak of the planned size
     optimizer = min(trace.optimizer, peak["Total"] - trace.parameters)

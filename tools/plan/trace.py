@@ -1,18 +1,19 @@
-"""Trace of a script's training step in one process, without a device.
+"""Trace a script's training step in one process, without a GPU.
 
     python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES DEVICE SCRIPT [SCRIPT_FLAGS ...]
 
-This command runs the script's model and optimizer as rank 0. The engines themselves run, on fake tensors. It
-prints the memory that torch's MemTracker saw, and the operations that the dispatcher saw, as JSON. SIZES are
-images per forward pass, for example 8,16. DEVICE is a GPU in devices.yaml, or `cpu`.
+This command runs the script's model and optimizer as rank 0, with the real engines on fake tensors. The
+command prints the memory that torch's MemTracker observed, and the operations that the dispatcher observed,
+as JSON. SIZES are numbers of images per forward pass, for example 8,16. DEVICE is a GPU in devices.yaml, or
+`cpu`.
 
-For a GPU, sizes near the largest that fits its memory are traced as well, because with few images the
-optimizer's step is the peak. Attention for few tokens uses the kernel of onecurve.models.attention if the GPU
-supports it. For `cpu`, only SIZES are traced, with a CPU's attention. benchmarks/plan_memory.py compares the
-sum of live tensors with real trainings.
+For a GPU, the command also traces sizes near the largest that fits its memory, because the optimizer's step
+is the peak when there are few images. Attention for few tokens uses the kernel of onecurve.models.attention
+if the GPU supports it. For `cpu`, only SIZES are traced, with attention as on a CPU.
+benchmarks/plan_memory.py compares the sum of live tensors with real training runs.
 
-All other kernels are the CPU's, so the trace lacks the workspaces of CUDA's and cuDNN's kernels. For ViT-B/32
-at batch 512 the trace contains 10.08 GiB, and torch allocated 10.80 GiB on an H200.
+All other kernels are CPU kernels, so the trace lacks the workspaces of CUDA's and cuDNN's kernels. For
+ViT-B/32 at batch 512, the traced peak is 10.08 GiB, and torch allocated 10.80 GiB on an H200.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ from onecurve.upstream.torch_fakes import leaves
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
-# Collective of each of torch's operators, and the index of the argument that contains all of its bytes
+# Collective of each torch operator, and the index of the argument that contains all bytes of the collective
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -57,15 +58,15 @@ COLLECTIVES = {
     "reduce_": ("reduce", 0),
 }
 DispatchMode: Any = torch_fakes.dispatch_mode()
-# Memory grows with the images in a few linear pieces, each steeper than the piece before it. At most this
-# many extrapolations, each from two sizes, search for the largest size that fits.
+# Memory grows with the images in a few linear pieces, each steeper than the piece before it. The search for
+# the largest size that fits makes at most this many extrapolations, each from two sizes.
 LINES = 6
-WITH_KERNELS = ("aten", "onecurve")  # operators' namespaces: torch's and onecurve.models.attention_kernels'
+WITH_KERNELS = ("aten", "onecurve")  # namespaces of operators in torch and onecurve.models.attention_kernels
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
 class _Operations(DispatchMode):
-    """Records kernels and collectives. Views launch none."""
+    """Recorder of kernels and collectives. Views launch no kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class _Operations(DispatchMode):
 
 
 class Training:
-    """A script's model and optimizer in this process as rank 0, under an engine."""
+    """Model and optimizer of a script under an engine, with this process as rank 0."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Training:
             hosts: Hosts of the job.
             size: Images per forward pass.
             words: The script and its flags.
-            device: The job's GPU. None is this CPU.
+            device: The job's GPU, or None for this CPU.
         """
         self.script = script = load_script(Path(words[0]))
         recipe = recipe_of(script, words[1:])
@@ -143,7 +144,7 @@ class Training:
         return size, 3, edge, edge
 
     def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
-        """Run an optimizer step of one micro-batch. Calls at_gradients() after the backward pass."""
+        """Run an optimizer step of one micro-batch. Call at_gradients() after the backward pass."""
         reseed(self.recipe.seed, 0, 0)
         with self.accelerator.accumulate(self.model):
             loss = F.cross_entropy(self.model(images).float(), labels)
@@ -158,7 +159,7 @@ class Training:
 
 
 def _has_kernel(device: Device, accelerator: JobAccelerator) -> bool:
-    """Return onecurve.models.attention.has_kernel() for a GPU. GPUs since capability 8.0 have bf16 units."""
+    """Return has_kernel() of onecurve.models.attention for a GPU. bf16 needs compute capability 8.0."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 
@@ -179,7 +180,7 @@ def trace(
         training.model = materialize(training.model)
         training.wrap()
         model, averages = training.model, training.averaged.averages if training.averaged else ()
-        exchanged: list[Collective] = []  # collectives of DDP's reducer
+        exchanged: list[Collective] = []  # collectives of DDP's reducer, which the dispatcher does not see
         fake_reducer(model, exchanged)
         layout = layout_of(model, training.optimizer)
         tracker = torch_fakes.memory_tracker()
@@ -245,7 +246,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     print(json.dumps(dataclasses.asdict(result)), flush=True)
-    os._exit(0)  # gloo's threads sometimes abort in their destructors (pytorch #179291)
+    os._exit(0)  # gloo's threads sometimes abort in destructors (pytorch #179291)
 
 
 if __name__ == "__main__":
