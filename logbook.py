@@ -5,10 +5,10 @@
     python logbook.py index --folder logbook
 
 add      writes the page <script>/<strategy>/<run>.md for each run. The page's name is the name of the run's
-        folder without the strategy, for example 128_10_1_1-2. A number is appended if another run already
-        uses this name. Adding a run again replaces its page.
+         folder without the strategy, for example 128_10_1_1-2. A number is appended if another run already
+         uses this name. Adding a run again replaces its page.
 compare  writes a page in compare/ that compares the time, accuracy and settings of several runs. The command
-        refuses runs that were evaluated on different images.
+         refuses runs that were evaluated on different images.
 index    writes README.md. The commands add and compare also update this file.
 
 Each page lists missing and broken files. The same run folders always produce identical pages.

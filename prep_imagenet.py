@@ -14,8 +14,8 @@ the image names. A line contains the class's WordNet id (n01440764) or index, op
 image.
 
 --format shards  writes tar files of about 256 MiB that `tar`, WebDataset and `datasets` can read. The images
-                are shuffled by --seed. Next to the tar files are an index and a manifest, which is written
-                last. To train on the shards, use --data OUT.
+                 are shuffled by --seed. Next to the tar files are an index and a manifest, which is written
+                 last. To train on the shards, use --data OUT.
 
 Images are copied byte for byte, with two exceptions: CMYK images and the PNG named .JPEG are converted to RGB
 JPEGs of quality 95, and listed. --resize 256 scales larger images to a shorter side of 256 pixels, using all

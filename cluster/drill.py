@@ -1,11 +1,11 @@
-"""Fire drill that runs a training on virtual hosts, once undisturbed and once with each fault.
+"""Run a training job on virtual hosts, once undisturbed and once with each fault.
 
-The training's command runs on an extra host, and the training runs on the hosts in /etc/hostfile. The drill
-appends `--output_dir` to the command. When the job ends before its training is finished, the drill starts the
-same command again, as a user would. The table shows the cost of each fault.
+The drill runs the job's command on an extra host, and the job trains on the hosts in /etc/hostfile. The drill
+appends `--output_dir` to the command. When a job ends before training is finished, the drill starts the same
+command again, as a user would. The table shows the cost of each fault.
 
-For a command with --s3, the drill starts moto's S3 server on the command's host. Pass its variables to
-launch.py with `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
+For a command with --s3, the drill starts moto's S3 server on the command's host. Pass the server's variables
+to launch.py with `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from onecurve.system.files import read_lines
 from onecurve.system.processes import kill
 
 VICTIM = "node2"
-ON = 0.2  # fraction of the steps to train during the fault, which shows that the job continues
-PAUSE_S = 25  # minimum duration of the fault, longer than the detection of a lost host takes
-PATIENCE_S = 120  # a job hangs if it makes no progress for this long plus the undisturbed run's time
-STARTS = 4  # starts of the same command after which the training counts as lost
+ON = 0.2  # fraction of the steps to train during a fault, which shows that the job continues
+PAUSE_S = 25  # minimum duration of a fault, longer than the time to detect a lost host
+PATIENCE_S = 120  # a job without progress for this long plus the undisturbed run's time hangs
+STARTS = 4  # number of starts of the same command after which training counts as failed
 AFTER = 0.3  # fraction of the steps before the fault
 DISK_MIB = 512
 STORE_S = 30  # timeout for the start of the S3 server
@@ -41,20 +41,20 @@ STORE_S = 30  # timeout for the start of the S3 server
 
 @dataclass
 class Outcome:
-    """Result of a training with one fault."""
+    """Result of a training job with one fault."""
 
     fault: str
     survived: bool = False
     starts: int = 1
     lost_steps: int = 0
-    pause_s: float = 0.0  # longest time without a new step after the fault; 0 if no step followed
+    pause_s: float = 0.0  # longest time without a new step after the fault, or 0 if no step followed
     difference: float = math.nan  # largest relative difference of a loss
     notes: str = ""
 
 
 @dataclass
 class Training:
-    """A run of the command in a folder."""
+    """Run of the command in a folder."""
 
     words: list[str]  # the user's command
     folder: Path
@@ -63,7 +63,7 @@ class Training:
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        urls = re.findall(r"s3://\S+", " ".join(self.words))  # each run needs its own prefix
+        urls = re.findall(r"s3://\S+", " ".join(self.words))  # each run needs a different prefix
         prefix = ["--s3", f"{urls[0].rstrip('/')}/{self.folder.name}"] if urls else []
         words = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder), *prefix])
         with open(self.folder.with_suffix(".log"), "ab") as log:
@@ -106,14 +106,14 @@ class Training:
 
 
 class StepWatch:
-    """Newest logged step of a training, and the longest time between two steps."""
+    """Monitor of a training job's newest logged step, and of the longest time between two steps."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.reached, self.at, self.longest_s = training.step(), time.monotonic(), 0.0
 
     def watch(self, until: float) -> None:
-        """Watch until the command ends or time.monotonic() reaches `until`."""
+        """Watch the job until the command ends or time.monotonic() reaches `until`."""
         is_over = False
         while not is_over:
             time.sleep(0.1)
@@ -123,7 +123,7 @@ class StepWatch:
                 self.reached, self.at = step, time.monotonic()
 
 
-# --- Faults. Each is a context manager that repairs the fault at its end, after the job continued or ended.
+# --- Faults. Each fault is a context manager, which repairs the fault after the job continued or ended.
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ def kill_a_rank(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kill_an_agent(_: Training) -> Iterator[None]:
-    """Kill the parent of the ranks, which is the agent of torchrun or accelerate."""
+    """Kill the parent process of the ranks, which is the agent of torchrun or accelerate."""
     ranks_on(VICTIM)[-1].parent().kill()
     yield
 
@@ -155,7 +155,7 @@ def power_off(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_a_rank(_: Training) -> Iterator[None]:
-    """Suspend a rank, so that it neither answers nor ends."""
+    """Suspend a rank, so that the rank neither answers nor ends."""
     victim = ranks_on(VICTIM)[-1]
     victim.suspend()
     yield
@@ -175,7 +175,7 @@ def fill_the_disk(training: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preempt(_: Training) -> Iterator[None]:
-    """Send SIGTERM to the host's ranks, as when a spot machine is reclaimed."""
+    """Send SIGTERM to the host's ranks, as a cloud provider does when it reclaims a spot machine."""
     for rank in ranks_on(VICTIM):
         rank.terminate()
     yield
@@ -183,7 +183,7 @@ def preempt(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence_s3(training: Training) -> Iterator[None]:
-    """Suspend the S3 server, so that it accepts connections but does not answer."""
+    """Suspend the S3 server, which then accepts connections but does not answer."""
     store = [p for p in _processes(training.control) if "moto.server" in (p.info["cmdline"] or ())]
     for process in store:
         process.suspend()
@@ -212,7 +212,7 @@ S3_ENV = {
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Run the drill with the flags of cluster/virtual_cluster.py. Return 0 if each training survived."""
+    """Run the drill with the flags of cluster/virtual_cluster.py. Return 0 if each job survived."""
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     has_store = any("s3://" in word for word in command)
     default = [fault for fault in FAULTS if has_store or fault != "silence-s3"]

@@ -62,7 +62,7 @@ def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
 
     Args:
         part: Arguments of the `start` request, which are job, words, env, first and master (the master's
-           address and port, or None in a job on one host).
+            address and port, or None in a job on one host).
     """
     part["env"] |= {EVENTS_FILE: str(events.file)} | ({JOB: part["job"]} if part["job"] else {})
     try:

@@ -59,7 +59,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
     Raises:
         ValueError: The file contains a mistake, even one that DeepSpeed would ignore. The message names the
-           line.
+            line.
     """
     try:
         content = path.read_bytes()

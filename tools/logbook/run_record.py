@@ -257,7 +257,7 @@ class RunRecord:
 
     @property
     def job(self) -> str:
-        """Strategy and processes, for example `ddp x 2 then single x 1`. Contains no comma, which splits names."""
+        """Strategy and processes, for example `ddp x 2 then single x 1`. Commas would split names."""
         return str(self.over_starts(job)).replace(", then", " then")
 
     @property

@@ -1,1 +1,1 @@
-"""Conversion of archives, folders and tables to shards, for prep_imagenet.py. Start with preparation.py."""
+"""Convert archives, folders and tables to shards, for prep_imagenet.py. Start with preparation.py."""

@@ -1,7 +1,7 @@
 """Read tar archives as streams from a disk or S3, member by member, without extracting them.
 
-tarfile parses the headers. Only regular files with plain relative names are accepted. An archive inside an
-archive is read in place, so offsets always refer to the outermost archive.
+The module tarfile parses the headers. Only regular files with plain relative names are accepted. An archive
+inside an archive is read in place, so offsets always refer to the outermost archive.
 """
 
 import hashlib
@@ -15,23 +15,23 @@ from typing import NamedTuple
 
 from onecurve.system.s3 import ObjectStore
 
-CHUNK_BYTES = 2**20  # per read; fits into the CPU cache
-HEADER_BYTES = 4096  # per read, if only headers are read
+CHUNK_BYTES = 2**20  # bytes per read, which fit into the CPU cache
+HEADER_BYTES = 4096  # bytes per read, if only headers are read
 LARGEST_IMAGE_BYTES = 2**26
-LARGEST_HEADER_BYTES = 2**20  # for a long name or PAX records
+LARGEST_HEADER_BYTES = 2**20  # limit of a header with a long name or PAX records
 GET_AGAIN = "download it again"
 
 
 class Stream:
-    """Sequential stream of bytes; a context manager.
+    """Sequential stream of bytes. The stream is a context manager.
 
     Attributes:
         where: name of the stream in messages.
         size: length in bytes.
-        version: changes when the source is replaced; None if unknown.
+        version: text that changes when the source is replaced, or None if unknown.
 
     Raises:
-        ValueError: on a read, if the stream ends early.
+        ValueError: raised by a read if the stream ends early.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Stream:
             where: name of the stream in messages.
             size: length in bytes.
             version: see the class.
-            chunks_from: yields the content that starts at a position.
+            chunks_from: function that yields the content from a position on.
             hash_name: "md5" or "sha256" to hash all bytes, or None.
         """
         self.where, self.size, self.version = where, size, version
@@ -62,19 +62,19 @@ class Stream:
         return self
 
     def __exit__(self, *_) -> None:
-        self._chunks = iter(())  # closes pending requests
+        self._chunks = iter(())  # this closes pending requests
         self._hasher.shutdown()
 
     @property
     def archive(self) -> "Member":
-        """The whole stream as an archive, for members()."""
+        """Whole stream as an archive, for members()."""
         return Member(self, self.where, "", 0, self.size)
 
     def tell(self) -> int:
         return self._start + self._at
 
     def read(self, count: int) -> bytes:
-        """Read `count` bytes; fewer only at the end."""
+        """Read `count` bytes. At the end of the stream, return the remaining bytes."""
         pieces = []
         while count and (self._at < len(self._chunk) or self._next_chunk()):
             pieces.append(self._chunk[self._at : self._at + count])
@@ -83,7 +83,7 @@ class Stream:
         return b"".join(pieces)
 
     def seek(self, position: int) -> None:
-        """Move forward to a position. A far position starts a new request, unless all bytes are hashed."""
+        """Move forward to a position. A long distance starts a new request, unless all bytes are hashed."""
         if self._hash is None and position > self._start + 2 * len(self._chunk):
             self._chunks = self._chunks_from(position)
             self._chunk, self._start, self._at = b"", position, 0
@@ -91,7 +91,7 @@ class Stream:
             pass
 
     def digest(self) -> str:
-        """Read the rest and return the hash of the whole stream as hex digits."""
+        """Read the rest of the stream, and return the hash of the whole stream as hex digits."""
         self.seek(self.size)
         assert self._hash is not None
         if self._hashing is not None:
@@ -121,9 +121,9 @@ def open_stream(
 
     Args:
         where: path or URL.
-        hash_name: "md5" or "sha256" to hash all bytes.
-        store: client of the bucket, to share between many objects, because creating one takes 0.2 s.
-        headers: only the headers of the archive will be read.
+        hash_name: "md5" or "sha256" to hash all bytes, or None.
+        store: client of the bucket, shared between many objects because creating a client takes 0.2 s.
+        headers: True if only the headers of the archive will be read.
 
     Raises:
         ValueError: the file or object is missing, or access is denied.
@@ -150,10 +150,10 @@ def _file_chunks(path: Path, chunk_bytes: int, position: int) -> Iterator[bytes]
 
 
 class Member(NamedTuple):
-    """Regular file in an archive, or an archive. Its content must be read before the next member's."""
+    """Regular file or archive in an archive. Read its content before reading the next member's content."""
 
     stream: Stream
-    where: str  # names of archive and member, for messages
+    where: str  # names of the archive and the member, for messages
     name: str
     offset: int  # position of the content in the outermost archive
     size: int
@@ -164,11 +164,11 @@ class Member(NamedTuple):
 
 
 class _Headers:
-    """File object for tarfile, which reads only headers. It ends at the end of the archive."""
+    """File object that tarfile reads headers from. The file ends at the end of the archive."""
 
     def __init__(self, archive: Member):
         self.stream, self.tell, self.end = archive.stream, archive.stream.tell, archive.offset + archive.size
-        self.last = b""  # bytes of the last read
+        self.last = b""  # bytes returned by the last read
 
     def seek(self, position: int) -> None:
         self.stream.seek(min(position, self.end))
@@ -181,13 +181,13 @@ class _Headers:
 
 
 def members(archive: Member) -> Iterator[Member]:
-    """Yield the regular files of an archive, in order, and skip folders.
+    """Yield the regular files in an archive in order, and skip folders.
 
-    Members named *.tar are archives, which members() can read.
+    Members named *.tar are archives, which can be passed to members() again.
 
     Raises:
-        ValueError: with the names of archive and member, for links, devices, absolute names, names with ..,
-            members larger than LARGEST_IMAGE_BYTES, and truncated or damaged archives.
+        ValueError: the archive is truncated or damaged, or contains a link, a device, an absolute name, a
+        name with .., or a member larger than LARGEST_IMAGE_BYTES. The message names archive and member.
     """
     archive.stream.seek(archive.offset)
     headers = _Headers(archive)
@@ -198,7 +198,7 @@ def members(archive: Member) -> Iterator[Member]:
                 yield _checked(archive, header, headers.end)
     except tarfile.TarError as error:
         raise ValueError(f"{archive.where} is truncated or damaged ({error}). Fix: {GET_AGAIN}") from None
-    if headers.last != bytes(tarfile.BLOCKSIZE):  # tarfile stops without an error at an invalid header
+    if headers.last != bytes(tarfile.BLOCKSIZE):  # tarfile stops at an invalid header without an error
         cause = f"it is truncated or damaged at byte {headers.tell():,}"
         raise ValueError(f"{archive.where} has no end mark: {cause}. Fix: {GET_AGAIN}")
     while rest := headers.read(LARGEST_HEADER_BYTES):

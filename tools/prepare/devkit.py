@@ -1,4 +1,4 @@
-"""The three archives of ILSVRC2012: names, MD5 sums, and the labels of the validation images."""
+"""Names and MD5 sums of the three archives of ILSVRC2012, and readers of the validation labels."""
 
 import gzip
 import io
@@ -25,22 +25,22 @@ VAL_PER_CLASS = 50
 META = "data/meta.mat"
 TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(\.JPEG)?")
-LARGEST_DEVKIT_BYTES = 2**28  # limit for a wrong archive, which may not fit into memory
+LARGEST_DEVKIT_BYTES = 2**28  # larger archives can't be the development kit, and may not fit into memory
 
 
 def read_devkit(stream: Stream, subset: bool = False) -> tuple[dict[str, str], np.ndarray]:
-    """Read DEVKIT.
+    """Read the development kit.
 
     Args:
         stream: the archive.
-        subset: accept counts other than CLASSES with VAL_PER_CLASS images each.
+        subset: True to accept counts other than CLASSES with VAL_PER_CLASS images each.
 
     Returns:
         The words of each class by WordNet id, in label order; and the labels of the validation images, int64
         [images], in the order of the image names.
 
     Raises:
-        ValueError: names the archive if a file is missing, damaged or inconsistent.
+        ValueError: a file is missing, damaged or inconsistent. The message names the archive.
     """
     files = _unpacked(stream)
     if missing := [name for name in (META, TRUTH) if name not in files]:
@@ -68,14 +68,14 @@ def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) 
         The labels, int64 [images], in the order of the image names.
 
     Raises:
-        ValueError: names the line that is wrong.
+        ValueError: a line is wrong. The message names the line.
     """
     label_of = {str(label): label for label in range(len(wnids))}
     label_of |= {wnid: label for label, wnid in enumerate(wnids)}
-    labels: dict[int, int] = {}  # by image number, which starts at 1
+    labels: dict[int, int] = {}  # labels by image number, which starts at 1
     text = stream.read(LARGEST_DEVKIT_BYTES).decode(errors="replace")
     rows = [re.split(r"[,\s]+", line) for line in text.splitlines()]
-    rows = [row for row in rows if row[0] and row[0] != "ImageId"]  # skips the header of Kaggle's file
+    rows = [row for row in rows if row[0] and row[0] != "ImageId"]  # skip the header of Kaggle's file
     classes = [row[1] if len(row) > 1 and VAL_NAME.fullmatch(row[0]) else row[0] for row in rows]
     if not rows:
         raise ValueError(f"{stream.where} contains no labels")
@@ -99,12 +99,12 @@ def read_val_labels(stream: Stream, wnids: Sequence[str], subset: bool = False) 
 
 
 def check_classes(where: str, count: int) -> None:
-    """Raise ValueError unless the number of classes is ILSVRC2012's."""
+    """Raise ValueError unless the number of classes is the same as in ILSVRC2012."""
     _check(f"{where} has {{}} classes", count, CLASSES)
 
 
 def _check_counts(where: str, labels: np.ndarray) -> None:
-    """Raise ValueError unless the numbers of validation images are ILSVRC2012's."""
+    """Raise ValueError unless the numbers of validation images are the same as in ILSVRC2012."""
     counts = np.bincount(labels, minlength=CLASSES)
     _check(f"{where} has {{}} lines", len(labels), CLASSES * VAL_PER_CLASS)
     _check(f"{where} has {{}} images of class {counts.argmax()}", int(counts.max()), VAL_PER_CLASS)
@@ -117,12 +117,12 @@ def _check(template: str, count: int, published: int) -> None:
 
 
 def _unpacked(stream: Stream) -> dict[str, bytes]:
-    """Read META and TRUTH, if the archive contains them."""
+    """Read the files META and TRUTH, if the archive contains them."""
     files = {}
     try:
         content = gzip.decompress(
             stream.read(LARGEST_DEVKIT_BYTES)
-        )  # completely, so that its checksum is verified
+        )  # read the file completely, so that its checksum is verified
         with tarfile.open(fileobj=io.BytesIO(content)) as kit:
             for member in kit:
                 name = member.name.partition("/")[2]  # all files are in one folder
@@ -136,12 +136,12 @@ def _unpacked(stream: Stream) -> dict[str, bytes]:
 
 
 def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]:
-    """Read the classes, which are the synsets without children in meta.mat.
+    """Read the classes from meta.mat. Classes are the synsets without children.
 
-    Nothing in the file is executed, because MATLAB's functions and objects are read as data.
+    Reading the file executes no code, because MATLAB's functions and objects are read as data.
 
     Returns:
-        WordNet ids by ILSVRC2012 id; and words by WordNet id, sorted.
+        The WordNet id of each ILSVRC2012 id; and the words of each WordNet id, sorted by WordNet id.
     """
     from scipy.io import loadmat
 
@@ -150,7 +150,7 @@ def _leaves(where: str, content: bytes) -> tuple[dict[int, str], dict[str, str]]
         fields = ("ILSVRC2012_ID", "WNID", "words", "num_children")
         rows = zip(*(np.atleast_1d(synsets)[field] for field in fields), strict=True)
         leaves = [(int(i), str(wnid), str(words)) for i, wnid, words, children in rows if children == 0]
-    except Exception as error:  # loadmat's errors have no common class
+    except Exception as error:  # errors of loadmat have no common base class
         raise ValueError(
             f"{where} can't be read as a list of synsets ({type(error).__name__}). Fix: {GET_AGAIN}"
         ) from None

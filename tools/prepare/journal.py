@@ -1,4 +1,4 @@
-"""Journal of a preparation: records finished work, so that the same command resumes after an interruption."""
+"""Journal of a preparation, which records finished splits so that the same command can resume."""
 
 import contextlib
 import json
@@ -18,19 +18,19 @@ WRITTEN = re.compile(r"(train|val)(-\d{5,}\.tar|_index\.npy|_names\.txt)")  # fi
 
 
 class Journal:
-    """Journal and manifest of one --out. A preparation owns them while it is locked().
+    """Journal and manifest of one --out. A preparation may change these files while they are locked().
 
-    The journal is in the local folder to which shards are written. In a store, an object of the same name
-    marks that a preparation has started there. The manifest is written last, then the journal is removed. The
-    journal contains an entry for each finished split, with the split's part of the manifest as "finished". An
-    interrupted split starts again.
+    The journal is in the local folder to which shards are written. In a store, an object with the journal's
+    name shows that a preparation has started there. The manifest is written after all splits, and then the
+    journal is removed. The journal contains an entry for each finished split. Key "finished" of an entry is
+    the split's part of the manifest. An interrupted split is repeated.
     """
 
     def __init__(self, folder: Path, store: ObjectStore | None, settings: dict[str, Any], dataset: Originals):
-        """Open the journal of a folder. settings: must not change when a preparation resumes."""
+        """Open the journal of a folder. A preparation can only resume with the same `settings`."""
         self.folder, self.store, self.settings, self.dataset = folder, store, settings, dataset
         self.out = str(folder) if store is None else store.url
-        self.left: dict[str, Any] | None = None  # journal of an earlier start
+        self.left: dict[str, Any] | None = None  # the journal that an earlier start left
         self.content: dict[str, Any] = {"splits": {}}
 
     @contextlib.contextmanager
@@ -38,7 +38,7 @@ class Journal:
         """Lock the folder and read its journal. The kernel releases the lock when the process ends.
 
         Raises:
-            ValueError: the journal belongs to another --out, which may already contain uploads.
+            ValueError: the journal belongs to a different --out, which may already contain uploads.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.folder, os.O_RDONLY)
@@ -65,7 +65,7 @@ class Journal:
         """Return the manifest's splits if the preparation is complete, else None.
 
         Raises:
-            ValueError: the settings differ, an index or shard is missing, or a local shard has another size.
+            ValueError: the settings differ, an index or shard is missing, or a local shard has a wrong size.
         """
         if self.store is not None:
             content = self.store.read(MANIFEST, MANIFEST_LIMIT)
@@ -92,7 +92,7 @@ class Journal:
                     f"{self.out} was complete, but {file} is missing or has another size."
                     f" Empty {self.out} and start again."
                 )
-        if (self.folder / JOURNAL).exists():  # left by a kill at the very end
+        if (self.folder / JOURNAL).exists():  # the process was killed before it removed the journal
             self._remove()
         return splits
 
@@ -110,8 +110,8 @@ class Journal:
         """Open the journal, keep finished splits and remove the files of an interrupted split.
 
         Raises:
-            ValueError: the settings or an input of a finished split changed, or a new folder or prefix
-                contains other files.
+            ValueError: the settings or an input of a finished split changed, or a new folder or prefix is
+            not empty.
         """
         left = self.left
         header = {
@@ -147,7 +147,7 @@ class Journal:
             raise ValueError(f"{self.folder} contains other files, such as {others[0]}. Give a new folder.")
         if self.store is not None:
             self.store.probe()
-            # Accepted are hidden objects, for example of a killed probe, and shards whose --work_dir was
+            # Accept hidden objects, for example from a killed probe, and shards whose --work_dir was
             # lost.
             has_started = self.store.read(JOURNAL) is not None
             keys = [key for key in self.store.list() if key[0] != "."]
@@ -163,7 +163,7 @@ class Journal:
         for part in sorted(left["settings"]["inputs"].keys() | self.dataset.parts.keys()):
             earlier = left["settings"]["inputs"].get(part), left["versions"].get(part)
             change = f"{part} changed"
-            if left["classes"] != self.dataset.classes:  # which changes the labels
+            if left["classes"] != self.dataset.classes:  # other classes change the labels
                 change = "the list of classes changed"
             elif earlier == (self.dataset.bytes.get(part), self.dataset.versions.get(part)):
                 continue
@@ -175,7 +175,7 @@ class Journal:
     # --- Progress
 
     def entry(self, split: str) -> dict[str, Any]:
-        """Return the entry of a finished split, or {}."""
+        """Return the entry of a finished split, or an empty dict for any other split."""
         return self.content["splits"].get(split, {})
 
     def record(self, split: str, entry: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class Journal:
             stored = set(filter(WRITTEN.fullmatch, self.store.list()))
             if lost := written - stored:
                 raise ValueError(f"{min(lost)} is neither in {self.folder} nor in {self.out}. Start again.")
-            # An earlier start may have uploaded more shards, which readers of train-*.tar would also read.
+            # An earlier start may have uploaded more shards, and readers of train-*.tar would read them.
             self.store.delete(sorted(stored - written - {*map(names_file, splits)}))
             self.store.write(MANIFEST, content)
         self._remove()

@@ -31,23 +31,23 @@ from tools.prepare.archives import Member, Stream, members, open_stream
 from tools.prepare.devkit import MD5, VAL_NAME, check_classes, read_devkit, read_val_labels
 
 WNID = re.compile(r"n\d{8}")
-# Files that list the classes of images outside class folders
+# Files that list the classes of images that are not in class folders
 KAGGLE, TINY = "LOC_val_solution.csv", "val_annotations.txt"
 BATCH_IMAGES, BATCH_BYTES = 32, 2**23
 BEGINS = {b"\x89PNG": ".png", b"RIFF": ".webp", b"BM": ".bmp"}
 
-Label = Callable[[str | None, str], int]  # maps a class name and a file name to a label
+Label = Callable[[str | None, str], int]  # function that maps a class name and a file name to a label
 
 
 class ImageFile(NamedTuple):
-    """Image outside an archive."""
+    """Image that is not in an archive."""
 
     name: str
     read: Callable[[], bytes]
 
 
 class ImageGroup(NamedTuple):
-    """Class tar or class folder, or a flat tar or table, whose class_name is None."""
+    """Class tar or class folder. For a flat tar or a table, class_name is None."""
 
     class_name: str | None
     where: str
@@ -56,7 +56,7 @@ class ImageGroup(NamedTuple):
 
 class RawImage(NamedTuple):
     name: str
-    key: str  # unique in the split, without extension, and without dots in its last part
+    key: str  # unique name in the split, without extension and without dots in its last part
     label: int
     data: bytes
 
@@ -75,16 +75,16 @@ class ImageBatch(NamedTuple):
 
     where: str
     images: list[RawImage]
-    bytes: int  # size of the images as read
+    bytes: int  # size of the original images
     group: int  # number of the group
-    odd: list[dict[str, str]]  # {"key", "why"} of re-encoded images
+    odd: list[dict[str, str]]  # keys "key" and "why" for each re-encoded image
 
 
 # --- Reading
 
 
 def class_tars(archive: Member) -> Iterator[ImageGroup]:
-    """Yield the class tars, `<class>.tar`, of a tar, in order."""
+    """Yield the class tars in a tar, `<class>.tar`, in order."""
     for outer in members(archive):
         name = outer.name.rpartition("/")[2]
         if is_hidden(name):
@@ -97,7 +97,7 @@ def class_tars(archive: Member) -> Iterator[ImageGroup]:
 
 
 def class_folders(root: Path) -> Iterator[ImageGroup]:
-    """Yield the classes of a folder, sorted. The image `<class>/a/1.jpg` gets the name a_1.jpg."""
+    """Yield the classes in a folder, sorted. The name of image `<class>/a/1.jpg` is a_1.jpg."""
     for name, paths in list_folders(root).items():
         files = (
             ImageFile(p.removeprefix(f"{name}/").replace("/", "_"), (root / p).read_bytes) for p in paths
@@ -106,9 +106,9 @@ def class_folders(root: Path) -> Iterator[ImageGroup]:
 
 
 def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[str]]:
-    """List the classes of a folder, `<class>/`, sorted, with the relative paths of their images.
+    """List the class folders in a folder, sorted, with the relative paths of their images.
 
-    The val images of Kaggle and Tiny ImageNet are outside class folders, and a file lists their classes.
+    The val images of Kaggle and Tiny ImageNet are not in class folders. A file lists their classes instead.
     Class folders without images are left out.
 
     Raises:
@@ -136,13 +136,13 @@ def list_folders(root: Path, left_out: LeftOut | None = None) -> dict[str, list[
 
 
 def _list_of_classes(root: Path) -> Path | None:
-    """Find the file that lists the classes of a folder's images, in the folder or up to four levels above."""
+    """Find the list of the images' classes in the folder or at most four levels above the folder."""
     files = (root / TINY, *(parent / KAGGLE for parent in (root, *root.absolute().parents[:4])))
     return next(filter(Path.is_file, files), None)
 
 
 def _by_file(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
-    """Group images by class, sorted. Each line of the file starts with an image and its class."""
+    """Group images by class, sorted. Each line of the file starts with the name of an image and its class."""
     rows = [re.split("[,\t ]", line)[:2] for line in file.read_text().splitlines()]
     class_of = {row[0].removesuffix(".JPEG"): row[-1] for row in rows}
     by_name = defaultdict(list)
@@ -154,7 +154,7 @@ def _by_file(root: Path, paths: list[str], file: Path) -> dict[str, list[str]]:
 
 
 def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]:
-    """Yield the images of the groups. Hidden files and other extensions are skipped.
+    """Yield the images of the groups. Skip hidden files and files that are not images.
 
     Raises:
         ValueError: a name or class occurs twice, or a group contains no images.
@@ -164,7 +164,7 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
         if class_name in classes:
             raise ValueError(f"{where}: a second class with this name. Put its images into one class.")
         classes.add(class_name)
-        names: dict[str, str] = {}  # by key
+        names: dict[str, str] = {}  # file name of each key
         for file in files:
             if not is_image(name := file.name.rpartition("/")[2]):
                 continue
@@ -172,13 +172,13 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
                 class_number = label(class_name, name)
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-            # File names of ILSVRC2012 contain the WordNet id and are unique in a split. Others are unique in
-            # a class.
+            # ILSVRC2012's file names contain the WordNet id and are unique in a split. Other file names are
+            # unique in a class.
             key = os.path.splitext(name)[0].replace(".", "_")
             has_wnid = WNID.fullmatch(class_name or "") and key.startswith(f"{class_name}_")
             if class_name is not None and not has_wnid:
                 key = f"{class_name}/{key}"
-            if names.get(key, name) != name:  # the second of 1.jpg and 1.png gets its extension
+            if names.get(key, name) != name:  # if 1.jpg exists, the key of 1.png is 1_png
                 key = f"{key}_{name.rpartition('.')[2]}"
             if key in names:
                 raise ValueError(
@@ -187,12 +187,12 @@ def labeled(groups: Iterable[ImageGroup], label: Label) -> Iterator[LabeledFile]
                 )
             names[key] = name
             yield LabeledFile(number, where, name, key, class_number, file)
-        if not names:  # an empty tar
+        if not names:  # the tar is empty
             raise ValueError(f"{where} contains no images ({' '.join(EXTENSIONS)})")
 
 
 def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
-    """Yield all images in batches. A batch contains images of one group."""
+    """Yield all images in batches. A batch contains images from only one group."""
     images, size, last = list[RawImage](), 0, None
     for file in labeled(groups, label):
         is_full = len(images) == BATCH_IMAGES or size >= BATCH_BYTES
@@ -211,22 +211,22 @@ def batches(groups: Iterable[ImageGroup], label: Label) -> Iterator[ImageBatch]:
 
 
 class Originals:
-    """Class tars or class folders of train and val: `<class>.tar` or `<class>/`."""
+    """Class tars (`<class>.tar`) or class folders (`<class>/`) of train and val."""
 
-    hashed = False  # whether to compare MD5 sums with the published ones
+    hashed = False  # True to compare MD5 sums with the published sums
 
     def __init__(self, parts: dict[str, str]):
-        """Find the parts. parts: path or URL of train, val, and ILSVRC2012's devkit or val_labels."""
+        """Find the parts. `parts` contains the paths or URLs of train, val, and devkit or val_labels."""
         self.parts = parts
-        self.bytes: dict[str, int] = {}  # size of an archive or of a folder's images
-        self.versions: dict[str, str | None] = {}  # changes with the content; None if unknown
-        self.listings: dict[str, str] = {}  # hash of the classes, names and sizes in a folder
+        self.bytes: dict[str, int] = {}  # size of each archive, or of the images in each folder
+        self.versions: dict[str, str | None] = {}  # text that changes with the content, or None if unknown
+        self.listings: dict[str, str] = {}  # hash of all classes, names and sizes in each folder
         self.classes: list[dict[str, str]] = []  # "wnid" and "name", in label order
         self.labels: dict[str, Label] = {}
         self.find()
 
     def find(self) -> None:
-        """Find the sizes and versions of the parts. ValueError for a folder that can't be used."""
+        """Find the sizes and versions of the parts. Raise ValueError for a folder that can't be used."""
         listed = {}
         for part, where in self.parts.items():
             if Path(where).is_dir():
@@ -245,9 +245,9 @@ class Originals:
             check_known(self.parts["val"], "val", listed["val"], listed["train"])
 
     def read_classes(self) -> None:
-        """Read the classes from the names of class tars or folders."""
+        """Read the classes from the names of the class tars or class folders."""
         split = "train" if "train" in self.parts else "val"
-        if "://" in self.parts[split]:  # takes one or more requests per class
+        if "://" in self.parts[split]:  # reading the names takes one or more requests per class
             print(f"looking for the classes in {self.parts[split]}", flush=True)
         with self.open(split, hashed=False) as (groups, _):
             names = sorted(group.class_name or "" for group in groups)
@@ -256,7 +256,7 @@ class Originals:
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        """Open a split. Yield its groups and their stream, which is None for class folders."""
+        """Open a split. Yield the split's groups, and their stream or None for class folders."""
         if Path(self.parts[split]).is_dir():
             yield class_folders(Path(self.parts[split])), None
             return
@@ -267,7 +267,7 @@ class Originals:
         return class_tars(archive)
 
     def check(self, split: str, groups: int, images: int, stream: Stream | None) -> None:
-        """Raise ValueError if a split's content is not the published one. The stream is read to its end."""
+        """Read the stream to its end. Raise ValueError if the content differs from the published content."""
         if self.hashed and stream is not None:
             self.check_md5(split, stream)
 
@@ -279,14 +279,14 @@ class Originals:
             )
 
     def name_classes(self, largest: int) -> None:
-        """Check that each label has a name. largest: the largest label."""
+        """Check that each label up to `largest` has a name."""
 
 
 class Ilsvrc(Originals):
     """Archives of ILSVRC2012. Without the development kit, the training archive names the classes."""
 
     def __init__(self, parts: dict[str, str], hashed: bool, subset: bool):
-        """Find the parts. subset: accept counts that differ from ILSVRC2012's."""
+        """Find the parts. With `subset`, accept counts that differ from the counts of ILSVRC2012."""
         super().__init__(parts)
         self.hashed, self.subset = hashed, subset
 
@@ -351,7 +351,7 @@ class ParquetFolder(Originals):
 
     @contextlib.contextmanager
     def open(self, split: str, hashed: bool) -> Iterator[tuple[Iterator[ImageGroup], Stream | None]]:
-        def image(row: int, content: bytes) -> ImageFile:  # the decoder refuses unknown formats
+        def image(row: int, content: bytes) -> ImageFile:  # the decoder later refuses unknown formats
             extension = next((end for begin, end in BEGINS.items() if content.startswith(begin)), ".jpg")
             return ImageFile(f"{row:09d}{extension}", partial(bytes, content))
 
@@ -361,7 +361,7 @@ class ParquetFolder(Originals):
 
 
 def measured(folder: Path, paths: list[str]) -> tuple[int, str]:
-    """Return the size of files in bytes, and a version that changes with them."""
+    """Return the total size of files in bytes, and a version that changes when any file changes."""
     stats = [os.stat(folder / path) for path in paths]
     rows = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
     return sum(size for _, size, _ in rows), digest(rows)
@@ -387,7 +387,7 @@ def by_class(names: Sequence[str]) -> Label:
 
 
 def by_number(labels: np.ndarray) -> Label:
-    """Return a function that gives ILSVRC2012_val_00000001.JPEG the first label, and so on."""
+    """Return a function that maps ILSVRC2012_val_00000001.JPEG to the first label, and so on."""
 
     def label(_: str | None, name: str) -> int:
         match = VAL_NAME.fullmatch(name)

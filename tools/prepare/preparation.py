@@ -1,4 +1,4 @@
-"""Prepare one --out: read, write and upload the splits, and record the progress."""
+"""Read, write and upload all splits of one --out, and record the progress."""
 
 import argparse
 import contextlib
@@ -37,7 +37,7 @@ WITHOUT = {"train": "Training needs it.", "val": "--holdout 0.1 evaluates on a t
 
 
 class Preparation:
-    """Preparation of one --out. Splits that an earlier start finished are kept."""
+    """Preparation of one --out. It keeps splits that an earlier start has finished."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags = flags
@@ -113,7 +113,7 @@ class Preparation:
     # --- One split
 
     def _index(self, split: str) -> None:
-        """Write the index of shards, which are not copied."""
+        """Write the index of existing shards without copying the shards."""
         dataset, began = self.dataset, time.perf_counter()
         assert isinstance(dataset, WebDataset)
         rows, names, shards = array("q"), CollectedNames(), list[dict[str, Any]]()
@@ -142,10 +142,10 @@ class Preparation:
         flags, dataset = self.flags, self.dataset
         with contextlib.ExitStack() as stack:
             groups, stream = stack.enter_context(dataset.open(split, dataset.hashed))
-            # MD5 sums verify ImageNet's archives. Other inputs have none.
+            # Check each JPEG unless MD5 sums already verify the archive, which is possible only for ImageNet.
             strict = not flags.no_verify and not (dataset.hashed and stream)
             images = recoded(batches(groups, dataset.labels[split]), flags.resize, flags.quality, strict)
-            stack.callback(images.close)  # stops its threads
+            stack.callback(images.close)  # stops the threads that re-encode images
             first = list(islice(images, SAMPLED))
             writer = ShardWriter(self.folder, split, self._shards(split, first), flags.seed)
             stack.callback(writer.close)
@@ -166,7 +166,7 @@ class Preparation:
         """Estimate the number of shards from the first batches.
 
         Raises:
-            ValueError: there are no images, or the disk has too little space.
+            ValueError: there are no images, or the disk has too little free space.
         """
         before = sum(batch.bytes for batch in first)
         after = sum(len(image.data) for batch in first for image in batch.images)
@@ -186,7 +186,7 @@ class Preparation:
         sizes, done = {shard["file"]: shard["bytes"] for shard in shards}, 0
         with ReadingProgress(split, sum(sizes.values()), "uploaded") as progress:
             for file in (*sizes, names_file(split), index_name(split)):
-                if (self.folder / file).exists():  # otherwise an earlier start uploaded it
+                if (self.folder / file).exists():  # a missing file was uploaded by an earlier start
                     store.upload(self.folder / file, file)
                     (self.folder / file).unlink()
                 done += sizes.get(file, 0)
@@ -213,7 +213,7 @@ def find_dataset(flags: argparse.Namespace) -> Originals:
         names = names | {part: name for part, name in used.items() if name}
     parts = _find_parts(base, names) | by_flags
     is_ilsvrc = flags.source == "imagenet" or "val_labels" in by_flags
-    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # try the names of ILSVRC2012
+    if flags.source == "tar" and not {"train", "val"} & parts.keys():  # try the file names of ILSVRC2012
         parts |= _find_parts(base, NAMES["imagenet"])
         is_ilsvrc = True
     if not {"train", "val"} & parts.keys():
@@ -230,7 +230,7 @@ def _find_parts(base: str, names: dict[str, str]) -> dict[str, str]:
 
 
 def _check_labels(parts: dict[str, str], base: str) -> None:
-    """Raise ValueError unless there is exactly one source of the classes and of the val labels."""
+    """Raise ValueError unless the classes and the val labels have exactly one source each."""
     if "devkit" in parts:
         if "val_labels" in parts:
             raise ValueError(f"{parts['devkit']} contains the labels of val. Remove --val_labels.")

@@ -1,4 +1,4 @@
-"""Re-encode images to JPEG or to a smaller size, if needed. Other images stay unchanged."""
+"""Re-encode images that need a smaller size or another format. Other images stay unchanged."""
 
 import os
 from collections import deque
@@ -17,21 +17,21 @@ QUALITY = 95  # JPEG quality of images that keep their size
 def recoded(
     source: Iterable[ImageBatch], short_side: int | None, quality: int, strict: bool = False
 ) -> Generator[ImageBatch, None, None]:
-    """Yield the batches in order. CMYK images and PNGs with another extension become RGB JPEGs of QUALITY.
+    """Yield the batches in order. Convert CMYK images and misnamed PNGs to RGB JPEGs of QUALITY.
 
     Args:
         source: the batches.
-        short_side: images with a longer shorter side are resized to it, on all cores. None keeps all sizes.
+        short_side: shorter side to which larger images are resized, on all cores. None keeps all sizes.
         quality: JPEG quality of resized images.
-        strict: also refuse JPEGs with a missing part.
+        strict: True to also refuse JPEGs with a missing part.
 
     Raises:
-        ValueError: names the image that can't be decoded.
+        ValueError: an image can't be decoded. The message names the image.
     """
     if short_side is None and not strict:
         yield from (_recode(batch, None, quality, False) for batch in source)
         return
-    # PIL releases the GIL, so threads work. On two cores they were 1.06 times as fast as processes.
+    # PIL releases the GIL, so threads suffice. On two cores, threads were 1.06 times as fast as processes.
     cores = allowed_cores()
     pool = ThreadPoolExecutor(cores)
     pending: deque[Future[ImageBatch]] = deque()
@@ -56,7 +56,7 @@ def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: boo
             if strict and (problem := damage(image.data)):
                 remedy = ", or keep it unchanged with --no_verify"
                 raise ValueError(problem)
-        except (ValueError, OSError) as error:  # the encoder raises OSError
+        except (ValueError, OSError) as error:  # OSError comes from the encoder
             raise ValueError(
                 f"{batch.where}: {image.name} can't be decoded: {error}. Remove it from its archive{remedy}"
             ) from None
@@ -70,7 +70,7 @@ def _recode(batch: ImageBatch, short_side: int | None, quality: int, strict: boo
 
 
 def odd_format(image: RawImage) -> str | None:
-    """Return the format that fast decoders refuse, PNG (misnamed) or CMYK; None for other images."""
+    """Return the format of an image that fast decoders refuse, "PNG" (misnamed) or "CMYK", or None."""
     if image.data[:4] == PNG and not image.name.lower().endswith(".png"):
         return "PNG"
     frame = jpeg_frame(image.data)
@@ -78,7 +78,7 @@ def odd_format(image: RawImage) -> str | None:
 
 
 def _upright(data: bytes):
-    """Decode to an RGB or L image of PIL, rotated by its EXIF tag. ValueError with the reason if it fails."""
+    """Decode to an RGB or L image of PIL, and apply the EXIF rotation. Raise ValueError with the reason."""
     from PIL import Image, ImageOps
 
     if data[:2] != JPEG:
@@ -87,15 +87,15 @@ def _upright(data: bytes):
     try:
         picture = ImageOps.exif_transpose(picture)
         picture.load()
-    except Exception as error:  # PIL's errors on a broken file have no common class
+    except Exception as error:  # PIL's errors about broken files have no common base class
         raise ValueError(str(error) or type(error).__name__) from None
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
 def smaller(data: bytes, short_side: int, quality: int) -> bytes | None:
-    """Resize to this shorter side, rotated by EXIF, with the filter of onecurve.data.decode.
+    """Resize an image to this shorter side, with the filter of onecurve.data.decode and the EXIF rotation.
 
-    Return None for a small image.
+    Return None for an image that is already small enough.
     """
     from PIL import Image
 

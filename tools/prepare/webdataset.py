@@ -1,9 +1,9 @@
-"""Index existing WebDataset shards, which are tars of samples, in place on this host or in S3.
+"""Index existing WebDataset shards on this host or in S3, without copying them.
 
-Consecutive members with the same key form a sample. The key is a member's path up to the first dot of its
-last part, and the rest is the field, as in `n01440764/a.jpg` and `n01440764/a.cls`. A sample contains one
-image (jpg, png, ...) and its class, as digits (cls) or in JSON (json: "label" or "cls"). Other fields are
-ignored. https://github.com/webdataset/webdataset
+A shard is a tar (https://github.com/webdataset/webdataset). Consecutive members with the same key form a
+sample. The key is the path of a member up to the first dot in its last part, and the rest is the field. For
+example, `n01440764/a.jpg` and `n01440764/a.cls` are two fields of one sample. A sample contains one image
+(jpg, png, ...) and the class, as digits (cls) or in JSON (json: "label" or "cls"). Other fields are ignored.
 """
 
 import fnmatch
@@ -22,14 +22,14 @@ from onecurve.system.s3 import ObjectStore
 from tools.prepare.archives import Member, members, open_stream
 from tools.prepare.originals import Originals, digest
 
-NAMES = {"train": ("train",), "val": ("val", "test")}  # words in the names of shards or their folders
+NAMES = {"train": ("train",), "val": ("val", "test")}  # words in the names of shards or folders
 WILDCARD = re.compile(r"[*?[]")
-BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # of WebDataset patterns such as train-{0000..1023}.tar
+BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")  # braces in WebDataset patterns such as train-{0000..1023}.tar
 IMAGES = tuple(extension.removeprefix(".") for extension in EXTENSIONS)
 CLASSES, JSON_NAMES = ("cls", "json"), ("label", "cls")
 LARGEST_FIELD_BYTES = 2**20
 LARGEST_CLASS = 2**20
-THREADS = 8  # threads that read shards; each mostly waits for S3
+THREADS = 8  # number of threads that read shards, which mostly wait for S3
 
 
 class Tar(NamedTuple):
@@ -42,24 +42,24 @@ class Row(NamedTuple):
     offset: int
     length: int
     label: int
-    name: str  # name of the image's member
+    name: str  # name of the member that contains the image
 
 
 def bucket_of(url: str) -> ObjectStore | None:
-    """Return the bucket of an s3:// URL; None for a path."""
+    """Return the bucket of an s3:// URL, or None for a path."""
     return ObjectStore("/".join(url.split("/")[:3])) if url.startswith("s3://") else None
 
 
 class WebDataset(Originals):
-    """Shards of train and val, named by shell patterns or patterns with braces."""
+    """Shards of train and val, specified by shell patterns or patterns with braces."""
 
     def __init__(self, patterns: dict[str, str], class_file: str | None):
-        """Find the shards. class_file: path or URL of the class names, one per line; None: use numbers."""
+        """Find the shards. `class_file` lists the class names, one per line. Without it, use numbers."""
         self.class_file = class_file
         super().__init__(patterns)
 
     def find(self) -> None:
-        self.store, *others = map(bucket_of, self.parts.values())  # shared by all shards
+        self.store, *others = map(bucket_of, self.parts.values())  # client that all shards share
         if any((store and store.url) != (self.store and self.store.url) for store in others):
             raise ValueError("the shards of train and val must be on this host or in one bucket")
         self.shards = {split: find_shards(pattern, self.store) for split, pattern in self.parts.items()}
@@ -71,7 +71,7 @@ class WebDataset(Originals):
             self.versions[split] = digest([*map(tuple, shards)])
 
     def read_classes(self) -> None:
-        """Read the class names. Without a file, name_classes derives them from the labels."""
+        """Read the class names. If there is no file, name_classes derives the names from the labels."""
         if self.class_file is None:
             return
         with open_stream(self.class_file) as stream:
@@ -79,7 +79,7 @@ class WebDataset(Originals):
         self.classes = [{"wnid": str(label), "name": name.strip()} for label, name in enumerate(names)]
 
     def name_classes(self, largest: int) -> None:
-        """Name the classes by their numbers, or check that each label has a name. largest: largest label."""
+        """Name the classes by their numbers, or check that each label up to `largest` has a name."""
         if self.class_file is None:
             self.classes = [{"wnid": str(label), "name": str(label)} for label in range(largest + 1)]
         elif largest >= len(self.classes):
@@ -92,10 +92,10 @@ class WebDataset(Originals):
         """Index one shard.
 
         Returns:
-            A row per image, and the SHA-256 of a shard in S3, which is read completely.
+            One row per image; and the SHA-256 of a shard in S3, which is read completely, or None.
 
         Raises:
-            ValueError: names the sample that has no image, two images or no class.
+            ValueError: a sample has no image, several images or no class. The message names the sample.
         """
         with open_stream(tar.url, "sha256" if self.store else None, self.store, headers=True) as stream:
             rows = list(_rows(stream.archive))
@@ -108,7 +108,7 @@ class WebDataset(Originals):
 
 
 def find_patterns(base: str) -> dict[str, str]:
-    """Find the patterns of the splits in a folder or prefix by the names of shards or their folders."""
+    """Find the pattern of each split in a folder or prefix, from the names of shards or their folders."""
     base, store, patterns = glob.escape(base.rstrip("/")), bucket_of(base), {}
     for split in SPLITS:
         forms = (form for word in NAMES[split] for form in (f"*{word}*.tar", f"*{word}*/*.tar"))
@@ -118,7 +118,7 @@ def find_patterns(base: str) -> dict[str, str]:
 
 
 def match(pattern: str, store: ObjectStore | None) -> list[str]:
-    """Return the paths or URLs that match a shell pattern, sorted; without wildcards the pattern itself."""
+    """Return the paths or URLs that match a shell pattern, sorted. Return other text unchanged."""
     if store is None:
         pattern = os.path.abspath(os.path.expanduser(pattern))
         return sorted(glob.glob(pattern)) if WILDCARD.search(pattern) else [pattern]
@@ -126,12 +126,12 @@ def match(pattern: str, store: ObjectStore | None) -> list[str]:
         return [pattern]
     bucket = f"{store.url}/"
     urls = [bucket + name for name in store.list(WILDCARD.split(pattern.removeprefix(bucket))[0])]
-    parts = re.findall("/[.]?", pattern)  # as on a disk, wildcards match no slash and no leading dot
+    parts = re.findall("/[.]?", pattern)  # as on a disk, wildcards match neither a slash nor a leading dot
     return [url for url in fnmatch.filter(urls, pattern) if re.findall("/[.]?", url) == parts]
 
 
 def find_shards(pattern: str, store: ObjectStore | None) -> list[Tar]:
-    """Return the shards that a pattern names, in order. ValueError if there are none or one is missing."""
+    """Return the shards that a pattern names, in order. Raise ValueError if any or all are missing."""
 
     def tar(name: str) -> Tar:
         with open_stream(name, store=store) as stream:
@@ -143,12 +143,12 @@ def find_shards(pattern: str, store: ObjectStore | None) -> list[Tar]:
             f"{pattern} matches no shards. Give paths or s3:// URLs with *, ? or braces, for example"
             " 'FOLDER/train-{0000..1023}.tar'."
         )
-    with ThreadPoolExecutor(THREADS) as pool:  # each object in S3 takes a request
+    with ThreadPoolExecutor(THREADS) as pool:  # S3 needs one request per object
         return list(pool.map(tar, dict.fromkeys(names)))
 
 
 def _without_braces(pattern: str) -> list[str]:
-    """Expand the braces of a pattern."""
+    """Expand the braces in a pattern."""
     if (braces := BRACES.search(pattern)) is None:
         return [pattern]
     first, last = braces.groups()
@@ -185,7 +185,7 @@ def _key(member: Member) -> str:
 
 
 def _label(classes: dict[str, bytes], where: str) -> int:
-    """Return the label of a sample, an int or digits. ValueError for anything else."""
+    """Return the label of a sample, which is an int or digits. Raise ValueError for anything else."""
     value: object = None
     if "cls" in classes:
         value = classes["cls"].decode(errors="replace").strip()

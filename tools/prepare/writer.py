@@ -1,4 +1,4 @@
-"""Write a split as shards, shuffled in one pass, and their index."""
+"""Write a split as shuffled shards in one pass, and write their index."""
 
 import hashlib
 import os
@@ -20,11 +20,11 @@ from onecurve.system.files import allow_open_files, write_bytes
 from tools.prepare.originals import RawImage
 
 WAITING = 8  # largest number of batches waiting for the thread that writes and hashes
-OTHER_FILES = 64  # reserve of open files for everything but shards
-DRAWN = 4096  # number of images whose shards are drawn at once
+OTHER_FILES = 64  # number of open files reserved for other purposes than shards
+DRAWN = 4096  # number of images for which shards are drawn at once
 BLOCK = 512  # block size of a tar file in bytes
 END = bytes(2 * BLOCK)  # end mark of a tar file
-EXTENSIONS = {".jpeg": ".jpg"}  # because readers of shards use the extension as field name
+EXTENSIONS = {".jpeg": ".jpg"}  # readers of shards use the extension as the field's name
 
 
 def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNames) -> tuple[str, int]:
@@ -33,7 +33,7 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
     Args:
         folder: folder of the split.
         split: name of the split.
-        rows: shard, offset, length and label of each image, flattened.
+        rows: shard, offset, length and label of each image, in one flat array.
         names: names of the images.
 
     Returns:
@@ -48,16 +48,17 @@ def write_shard_index(folder: Path, split: str, rows: array, names: CollectedNam
 
 
 class ShardWriter:
-    """Writer that spreads one split over its shards, which are all open at once.
+    """Writer that distributes the images of a split over shards, which are all open at once.
 
-    Image i is appended to a shard drawn from (seed, split, i), so a source sorted by class is spread over all
-    shards in one pass. Each shard stays sorted by class, so readers must shuffle at least a shard's images.
+    Image i is appended to a shard that is drawn from (seed, split, i), so each class of a sorted source is
+    spread over all shards in one pass. Each shard stays sorted by class, so readers must shuffle at least the
+    images of a whole shard.
 
-    Each image takes two members: `<key>.jpg` (or .png, ...), and `<key>.cls` with the label as digits.
+    Each image is stored as two members, `<key>.jpg` (or .png, ...) and `<key>.cls` with the label as digits.
     """
 
     def __init__(self, folder: Path, split: str, shards: int, seed: int):
-        """Open the shards. ValueError if the process may not open so many files."""
+        """Open the shards. Raise ValueError if the process may not open so many files."""
         count = shards + OTHER_FILES
         if (limit := allow_open_files(count)) < count:
             raise ValueError(
@@ -70,7 +71,7 @@ class ShardWriter:
         self.shards = [_Shard(folder / f"{split}-{i:05d}.tar") for i in range(shards)]
 
     def write(self, images: Sequence[RawImage]) -> None:
-        """Queue images for writing. Raise the error of an earlier write."""
+        """Queue images for writing. If an earlier write failed, raise its error."""
         batch: list[tuple[_Shard, bytes]] = []
         for image in images:
             number = int(_draws(*self.key, self.count // DRAWN, len(self.shards))[self.count % DRAWN])
@@ -114,7 +115,7 @@ class ShardWriter:
             os.close(shard.file)
 
     def _drain(self, most: int) -> None:
-        """Wait until at most this many batches are queued. Raise the error of an earlier write."""
+        """Wait until at most `most` batches are queued. If an earlier write failed, raise its error."""
         while len(self.pending) > most:
             self.pending.popleft().result()
 
@@ -125,7 +126,7 @@ class _Shard:
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def append(self, content: bytes) -> None:
-        """Append bytes. On a full disk, a call may write fewer bytes, and the next call raises OSError."""
+        """Append all bytes. On a full disk, a write may be incomplete, and the next write raises OSError."""
         self.sha256.update(content)
         try:
             while content:
@@ -141,16 +142,16 @@ def _append_all(batch: list[tuple[_Shard, bytes]]) -> None:
 
 @lru_cache(4)
 def _draws(*key_block_count: int) -> np.ndarray:
-    """Draw the shards of DRAWN images. RandomState is used because its stream is frozen (NEP 19)."""
+    """Draw the shards of DRAWN images. RandomState guarantees a stream that never changes (NEP 19)."""
     *key, count = key_block_count
     return np.random.RandomState(key).randint(count, size=DRAWN)
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Return the header of a member, 512 bytes.
+    """Return the header of a tar member, which usually has 512 bytes.
 
-    PAX records take 1,536 bytes for a class longer than 155 bytes or a name longer than 100. The time is 0
-    and there is no owner, so that the same images produce the same bytes.
+    A class longer than 155 bytes or a name longer than 100 bytes needs 1,536 bytes of PAX records. The time
+    is 0 and the owner is empty, so that the same images produce identical shards.
     """
     member = tarfile.TarInfo(name)
     member.size = size

@@ -1,8 +1,8 @@
 """Compare a finished run with replays of some of its steps, for verify.py.
 
-There are two kinds of verification. If --deterministic makes the run and its replay bitwise equal, no value
-may differ. Otherwise rounding differs and training amplifies it without a bound. In that case only
-evaluations of kept weights are judged, and the differences of trained steps are reported.
+There are two kinds of verification. If --deterministic makes a replay bitwise identical to the run, no value
+may differ. Otherwise rounding differs, and training amplifies the differences without a bound. In this case
+only evaluations of kept weights are judged, and the differences of trained steps are only reported.
 """
 
 from collections import defaultdict
@@ -20,27 +20,28 @@ from onecurve.system.files import read_json
 from onecurve.system.text import plural, some_of
 from tools.logbook.run_record import COMPARED, RunRecord
 
-# Largest change of a metric's sum over the classes when one image gets another predicted class, in units of
-# 1 / (images of a class). It changes the recall of one class, or the F1 of two classes by 2 / images at most.
+# Largest change of a metric's sum over the classes when the predicted class of one image changes, in units of
+# 1 / (images of a class). The change affects the recall of one class, and the F1 of two classes by at most
+# 2 / images each.
 BY_CLASS = {"balanced_accuracy": 1, "macro_f1": 4}
-# Largest changes in a repeated evaluation of the same weights: the number of images per 10,000, because the
-# two largest logits of an image may differ only by rounding, and the loss, as a fraction. Measured on a CPU
-# with CNN-B on CIFAR-10: other micro-batches, thread counts and memory layouts changed none of 1,000 images
-# and no loss, in bf16 and fp32. fp32 instead of bf16 changed the predicted class of 3 images, with no change
-# in the number of correct ones, and changed the loss by 0.08 %. Not yet measured on a GPU.
+# Largest changes when the same weights are evaluated again: predictions per 10,000 images, because the two
+# largest logits of an image may differ only by rounding, and the loss as a fraction. Measurements used a CPU
+# and CNN-B on CIFAR-10. Different micro-batches, thread counts and memory layouts changed none of 1,000
+# predictions and no loss, in bf16 and fp32. Evaluating in fp32 instead of bf16 changed 3 predictions, but not
+# the number of correct predictions, and changed the loss by 0.08 %. GPUs have not been measured yet.
 CHANGED_PER_10_000 = {"no": 1, "bf16": 10, "fp16": 10}
 CHANGED_LOSS = {"no": 1e-3, "bf16": 1e-2, "fp16": 1e-2}
-LISTED = 5  # findings listed per comparison of an interval
-# Keys of metrics.jsonl that are compared elsewhere or can't be compared
+LISTED = 5  # number of findings listed per comparison of an interval
+# Keys of metrics.jsonl that are compared by other code or can't be compared
 NOT_REPLAYED = {"step", "epoch", "wall_s", "train/images_per_s", "train/mfu_pct"}
 NOT_REPLAYED |= {"interrupted_at", "resumed_at", "why"}
 NOT_REPLAYED |= {"hosts", "hosts_before", "processes", "processes_before"}
-EXACT = ("lr", "images", "logged_step")  # last parts of keys whose values do not depend on rounding
-# Keys of result.json: START_KEYS must match the last start in starts.jsonl, REPEATED_KEYS the replay
+EXACT = ("lr", "images", "logged_step")  # last parts of keys whose values are independent of rounding
+# Keys of result.json. START_KEYS must match the last start in starts.jsonl, and REPEATED_KEYS the replay.
 START_KEYS = ("data", "batch_size", "epochs", "seed", "deterministic", "per_device_batch_size")
 REPEATED_KEYS = ["script", "data", "batch_size", "epochs", "seed", "deterministic"]
 REPEATED_KEYS += ["val_name", "val_images", "test_name", "test_images"]
-# In recipe.json or result.json
+# Keys of recipe.json or result.json that are compared only if the run recorded them
 SAME_WHERE_KNOWN = ("source", "unit", "val_chosen", "parameters", "total_steps")
 SAME_BITS = ("mixed_precision", "half_precision", "compile", "versions", "threads")
 
@@ -49,7 +50,7 @@ Numbers = dict[tuple[int, str], list[float]]  # logged values by step and key
 
 @dataclass(frozen=True)
 class Interval:
-    """Steps start + 1 to end, and the evaluation at start.
+    """Range of steps from start + 1 to end, with the evaluation at step start.
 
     Attributes:
         checkpoints: steps of the kept checkpoints in the interval.
@@ -76,11 +77,11 @@ class Outcome:
     interval: Interval
     findings: list[str] = field(default_factory=list)
     is_replayed: bool = False
-    is_exact: bool = False  # no value may differ
-    why_not: list[str] = field(default_factory=list)  # reasons why values may differ
-    # Largest absolute difference by name: loss, accuracy, ..., weights, optimizer's state
+    is_exact: bool = False  # True if no value may differ
+    why_not: list[str] = field(default_factory=list)  # reasons why values are allowed to differ
+    # Largest absolute difference of each quantity (loss, accuracy, ..., weights, optimizer's state)
     differences: dict[str, float] = field(default_factory=dict)
-    # Steps with evaluations in the run's log: those that were compared, and those missing from the replay
+    # Steps with evaluations in the run's log that were compared, and that are missing from the replay
     evaluated: set[int] = field(default_factory=set)
     not_repeated: set[int] = field(default_factory=set)
 
@@ -91,7 +92,7 @@ class Outcome:
 def recorded_steps_per_epoch(run: RunRecord) -> int:
     """Return the recorded number of steps per epoch, or derive it from the first line of the log.
 
-    contradictions() checks the other lines. ValueError if the log is empty.
+    contradictions() checks the remaining lines. Raise ValueError if the log is empty.
     """
     if "steps_per_epoch" in run.about:
         return run.about["steps_per_epoch"]
@@ -102,7 +103,7 @@ def recorded_steps_per_epoch(run: RunRecord) -> int:
 
 
 def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
-    """List where the run's files contradict one another. kept: steps of the run's checkpoints."""
+    """List contradictions between the run's files. `kept` contains the steps of the run's checkpoints."""
     starts = [start for start in run.kept if "steps_per_epoch" in start.about]
     facts, per_epoch = run.facts, recorded_steps_per_epoch(run.as_of(starts[-1]) if starts else run)
     findings = [line for line in run.problems if line.startswith(COMPARED)]
@@ -143,18 +144,18 @@ def contradictions(run: RunRecord, kept: list[int]) -> list[str]:
 
 
 def compare_facts(run: RunRecord, replay: RunRecord, is_moved: bool) -> list[str]:
-    """List differences in the facts that the page shows. is_moved: the data is in another location now."""
+    """List differences in the facts on the run's page. `is_moved` means that the data was moved."""
     names = [name for name in REPEATED_KEYS if name not in run.unknown and not (is_moved and name == "data")]
     pairs = {name: (run.facts.get(name), replay.facts.get(name)) for name in names}
     recorded, repeated = run.about | run.facts, replay.about | replay.facts
-    # Older versions did not record all of these.
+    # Older versions did not record all of these keys.
     pairs |= {name: (recorded[name], repeated.get(name)) for name in SAME_WHERE_KNOWN if name in recorded}
     pairs["steps in an epoch"] = recorded_steps_per_epoch(run), recorded_steps_per_epoch(replay)
     return [f"{name}: {old}, in the replay {new}" for name, (old, new) in pairs.items() if old != new]
 
 
 def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: Outcome) -> list[str]:
-    """List the findings of one interval. All differences are added to the outcome."""
+    """List the findings of one interval, and add all differences to the outcome."""
     findings = _listed(_compare_numbers(run, replay, outcome))
     for step in outcome.interval.checkpoints:
         findings += _listed(_compare_checkpoint(run, replay, step, outcome))
@@ -162,7 +163,7 @@ def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: Outcome) -> 
 
 
 def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
-    """Return the reasons why the replay may differ. Without a reason it must be bitwise equal."""
+    """Return the reasons why a replay may differ. If there are none, it must be bitwise identical."""
     if not run.facts.get("deterministic"):
         return ["the run was trained without --deterministic"]
     pairs = {name: (run.about.get(name), replay.about.get(name)) for name in SAME_BITS}
@@ -175,7 +176,7 @@ def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
 
 
 def changed_images(images: int, precision: str) -> int:
-    """Return how many predictions a repeated evaluation of the same weights may change."""
+    """Return how many predictions may change when the same weights are evaluated again."""
     return 1 + images * CHANGED_PER_10_000[precision] // 10_000
 
 
@@ -183,9 +184,9 @@ def changed_mean(name: str, sizes: list[int], images: int) -> float:
     """Return the largest change of a mean over classes if `images` predictions change.
 
     Args:
-        name: metric in BY_CLASS.
+        name: name of a metric in BY_CLASS.
         sizes: number of images of each class. The smallest classes change most, each by at most 1.
-        images: number of changed predictions.
+        images: number of predictions that change.
     """
     left, total = BY_CLASS[name] * images, 0.0
     for size in sorted(max(1, size) for size in sizes):
@@ -197,7 +198,7 @@ def changed_mean(name: str, sizes: list[int], images: int) -> float:
 def class_sizes(replay: RunRecord, split: str) -> list[int]:
     """Return the number of evaluated images of each class.
 
-    With more classes than confusion.json stores, assume one image per class.
+    If there are more classes than confusion.json stores, one image per class is assumed.
     """
     matrix = replay.confusion
     if split == "val" and "val_images" in matrix:
@@ -207,20 +208,20 @@ def class_sizes(replay: RunRecord, split: str) -> list[int]:
 
 
 def _listed(findings: Iterator[str]) -> list[str]:
-    """Return the first LISTED findings, and a line that counts the rest."""
+    """Return the first LISTED findings, and a line with the number of remaining findings."""
     lines = list(findings)
     more = len(lines) - LISTED
     return [*lines[:LISTED], *([f"and {more:,} more differences like these"] if more > 0 else [])]
 
 
 def _compare_numbers(run: RunRecord, replay: RunRecord, outcome: Outcome) -> Iterator[str]:
-    """Compare the values in both logs."""
+    """Compare the values in the logs of the run and the replay."""
     logged, replayed = (_numbers(record, outcome, run) for record in (run, replay))
     per_epoch, last = recorded_steps_per_epoch(run), run.facts["steps"]
     for step, key in sorted(logged.keys() | replayed.keys()):
         claims, values = logged.get((step, key), []), replayed.get((step, key), [])
         if key.startswith("val/"):
-            # The run and the replay are also evaluated where they end; a resumed run has several ends.
+            # The run and the replay are also evaluated where they end. A resumed run ends several times.
             is_due = outcome.interval.is_evaluation or step % per_epoch == 0 or step == last
             if not is_due and not (claims and values):
                 outcome.not_repeated |= {step} if claims else set()
@@ -247,12 +248,12 @@ def _compare_evaluation(
 ) -> Iterator[str]:
     """Compare a metric in two evaluations of the same weights.
 
-    A metric by class is compared only if it selected the best checkpoint.
+    Metrics by class are compared only if they selected the best checkpoint.
 
     Args:
-        subject: both values, for the finding.
+        subject: text with both values, for the finding.
         key: key in metrics.jsonl.
-        difference: absolute difference of the values.
+        difference: absolute difference between the values.
         value: value in the replay.
         replay: record of the replay.
     """
@@ -280,8 +281,8 @@ def _compare_evaluation(
 def _numbers(record: RunRecord, outcome: Outcome, run: RunRecord) -> Numbers:
     """Return the logged values of an interval.
 
-    They include the loss that the checkpoints' state.json stores since the last line of the log. Values on
-    the test split belong to the step of the best weights, which were tested.
+    The values include the loss since the last line of the log, which the checkpoints' state.json stores.
+    Values on the test split belong to the step of the best weights, because these weights were tested.
     """
     interval, last = outcome.interval, run.facts["steps"]
     has_test = interval.is_evaluation and interval.start == run.facts.get("best_step", last)
@@ -323,7 +324,7 @@ def _compare_checkpoint(run: RunRecord, replay: RunRecord, step: int, outcome: O
     if not (match := match_classes(*classes)).is_identity:
         order = ", the same classes in another order" if match.is_permutation else ""
         yield f"classes in {name}: {some_of(classes[0])}, in the replay {some_of(classes[1])}{order}"
-        return  # the rows of the heads do not correspond
+        return  # the rows of the two heads do not correspond
     pairs = {"optimizer": (old.get("optimizer"), new.get("optimizer"))}
     for key, (claim, value) in {**pairs, "the optimizer's part of state.json": scalars}.items():
         if claim != value:

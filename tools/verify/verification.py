@@ -1,4 +1,4 @@
-"""Choose the intervals of a finished run to verify, replay them and record the outcome."""
+"""Choose intervals of a finished run, replay their steps and record the outcome."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ from tools.logbook.run_record import (
 from tools.verify import replay
 from tools.verify.replay import Interval, Outcome
 
-SHOWN = 15  # number of last output lines printed when a replay fails
+SHOWN = 15  # number of last output lines to print when a replay fails
 NOT_VERIFIED = (
     "devices, hosts, strategy, model FLOPs, times, speeds and memory",
     "commit, versions and command",
@@ -49,7 +49,7 @@ NOT_VERIFIED = (
 
 @dataclass(frozen=True)
 class StepRange:
-    """Steps first + 1 to last, trained with the same settings.
+    """Range of steps from first + 1 to last, all trained with the same settings.
 
     Attributes:
         record: the run as if all its starts had used these settings.
@@ -66,7 +66,7 @@ class StepRange:
 
 
 class Verification:
-    """A run and its intervals to replay, chosen by verify.py's flags. ValueError if it can't be replayed."""
+    """Run and the intervals to replay according to the flags. ValueError if no replay is possible."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags, self.folder, self.files = flags, flags.run, stamped_files(flags.run)
@@ -106,11 +106,11 @@ class Verification:
         return parts or [StepRange(0, self.last, self.record)]
 
     def _repeated_flags(self) -> list[str]:
-        """Return the flags that a replay takes from the run."""
+        """Return the names of the flags whose values a replay takes from the run."""
         return [*flags_where(self.recipe_type, "part_of_recipe"), *flags_where(self.recipe_type, "replayed")]
 
     def _trained_by(self, record: RunRecord) -> list[Any]:
-        """Return the settings that a replay takes from the run or that its bits depend on."""
+        """Return the settings that a replay takes from the run, or that bitwise equality depends on."""
         names = self._repeated_flags()
         facts = (record.facts.get(name) for name in ("per_device_batch_size", "device", "step_graph"))
         about = (record.about.get(name) for name in ("source", *replay.SAME_BITS))
@@ -123,8 +123,8 @@ class Verification:
     def _part_of(self, interval: Interval) -> "StepRange":
         """Return the part whose recipe the interval's replay uses.
 
-        An evaluation belongs to the part that trained its step, unless the next start repeated it on other
-        images.
+        An evaluation belongs to the part that trained its step, unless the next start repeated the
+        evaluation on different images.
         """
         if not interval.is_evaluation:
             return self._part(interval.start + 1)
@@ -136,7 +136,7 @@ class Verification:
         )
 
     def recipe_changes(self) -> Iterator[str]:
-        """Yield changes between the recipes of the parts, such as `step 100: lr was 0.003, now 0.001`."""
+        """Yield changes between the recipes of parts, for example `step 100: lr was 0.003, now 0.001`."""
         for before, part in pairwise(self.parts):
             names = flags_where(self.recipe_type, "part_of_recipe")
             old, new = before.record.recipe, part.record.recipe
@@ -151,7 +151,7 @@ class Verification:
                 yield f"step {part.first:,}: {'; '.join(changed)}"
 
     def _beginning(self, resumed_from: str | None) -> dict[int, Path | None]:
-        """Return the run's first step and the checkpoint that it resumed, None for fresh weights.
+        """Map the run's first step to the checkpoint that it resumed, or to None for fresh weights.
 
         The result is empty if the checkpoint no longer exists.
         """
@@ -176,7 +176,7 @@ class Verification:
             )
 
     def _all_intervals(self) -> list[Interval]:
-        """Return the intervals that start at the beginning or a kept checkpoint, without overlaps.
+        """Return all intervals that start at the beginning or at a kept checkpoint, without overlaps.
 
         Each interval ends at a line of the log.
         """
@@ -191,7 +191,7 @@ class Verification:
             )
             logged = [n for n in range(start + 1, part.last + 1) if not n % every or not n % per_epoch]
             logged += [self.last] if part.last == self.last else []
-            if not logged:  # the recipe changes before the next line of the log
+            if not logged:  # the recipe changed before the next line of the log
                 continue
             end = next((n for n in logged if n >= start + self.flags.steps), logged[-1])
             intervals.append(Interval(start, end, tuple(step for step in self.kept if start < step <= end)))
@@ -205,10 +205,10 @@ class Verification:
         return sorted(random.Random(seed).sample(intervals, self.flags.sample), key=lambda i: i.start)
 
     def _evaluations(self) -> list[Interval]:
-        """Return the evaluations to repeat.
+        """Return the evaluations to repeat, as intervals.
 
-        They belong to the best checkpoint (also on the test split), to the last checkpoint, and to kept
-        checkpoints inside an epoch, where a replay of the epoch does not evaluate.
+        These are the evaluations of the best checkpoint (also on the test split), of the last checkpoint, and
+        of kept checkpoints inside an epoch, because a replay only evaluates at the end of the epoch.
         """
         inside = {line["step"] for line in self.record.evaluations if line["step"] % self.per_epoch}
         steps = {*self.headline, *(inside & {*self.kept})}
@@ -217,7 +217,7 @@ class Verification:
     # --- One interval
 
     def replay(self, interval: Interval) -> Outcome:
-        """Train the interval's steps and compare them with the run."""
+        """Train the steps of an interval again and compare the result with the run."""
         outcome = Outcome(interval)
         steps = {step for step in (interval.start, *interval.checkpoints) if step in self.kept}
         outcome.findings = [finding for step in sorted(steps) for finding in self._check_checkpoint(step)]
@@ -226,12 +226,12 @@ class Verification:
         try:
             with tempfile.TemporaryDirectory(prefix="verify-", ignore_cleanup_errors=True) as scratch:
                 self._replay(outcome, Path(scratch))
-        except Exception as error:  # raised by the script or a library that reads a damaged file
+        except Exception as error:  # the script or a library may raise any error for a damaged file
             outcome.findings.append(f"the replay failed: {printable(error)}")
         return outcome
 
     def _check_checkpoint(self, step: int) -> Iterator[str]:
-        """Yield a finding if the checkpoint is damaged or was trained with another recipe."""
+        """Yield a finding if the checkpoint is damaged or belongs to another recipe."""
         try:
             manifest = verify(self.checkpoints / step_name(step)).manifest
         except ValueError as error:
@@ -253,7 +253,7 @@ class Verification:
         outcome.findings += replay.compare_with_replay(run, repeated, outcome)
 
     def _train(self, interval: Interval, run: RunRecord, folder: Path) -> Path:
-        """Run the train script and return the folder of its run. ValueError with the reason if it fails."""
+        """Run the train script and return its run folder. Raise ValueError with the reason if it fails."""
         every = math.gcd(*interval.checkpoints) or 10**9
         launcher = ["-m", "accelerate.commands.launch", "--config_file", self.flags.config_file]
         words = [sys.executable, *(launcher if self.flags.config_file else ()), self.script]
@@ -275,11 +275,11 @@ class Verification:
         return folder
 
     def _config(self, run: RunRecord, folder: Path) -> Path:
-        """Write a --config file with the run's recipe and the settings that its numbers depend on."""
+        """Write a --config file with the run's recipe and all settings that affect the results."""
         names = self._repeated_flags()
         values = {name: run.recipe[name] for name in names if run.recipe.get(name) is not None}
         size = self.flags.per_device_batch_size or run.facts.get("per_device_batch_size")
-        flags = [name for name in FLAGS if name in names]  # earlier versions recorded no preprocessing
+        flags = [name for name in FLAGS if name in names]  # earlier versions did not record the preprocessing
         prepared = run.about.get("preprocessing", {"interpolation": LEGACY})
         values |= {name: prepared[name] for name in flags if name in prepared}
         changed = [*run.recipe.get("allow_changed", []), "data", *flags]
@@ -292,7 +292,7 @@ class Verification:
     # --- Output
 
     def describe(self, outcome: Outcome) -> str:
-        """Describe the outcome in one line per finding."""
+        """Describe the outcome of an interval, with one line per finding."""
         interval, lines = f"{outcome.interval} of {self.last:,}", outcome.findings
         if outcome.is_exact and not lines:
             return f"{interval}: equal bit for bit; log, data, recipe and weights match the page"
@@ -346,7 +346,7 @@ class Verification:
         return 1 if findings else 0
 
     def _not_evaluated(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yield the headline evaluations that no replay repeated, for example without a checkpoint."""
+        """Yield the headline evaluations that no replay repeated, for example if a checkpoint is missing."""
         evaluated = {outcome.interval.start for outcome in replayed if outcome.interval.is_evaluation}
         for step in sorted({*self.headline} - evaluated):
             yield f"the evaluation at step {step:,}, which the headline reports, could not be repeated"
@@ -357,7 +357,7 @@ class Verification:
         return missing - {step for outcome in replayed for step in outcome.evaluated}
 
     def _unexplained(self, replayed: list[Outcome]) -> Iterator[str]:
-        """Yield logged evaluations at steps where neither an epoch nor, by --max_steps, a start ended."""
+        """Yield logged evaluations at steps where no epoch and no start (--max_steps) ended."""
         kept = self.record.kept
         if kept and all(start.is_recorded for start in kept):
             ends = {start.about.get("recipe", {}).get("max_steps") for start in self.record.starts}
@@ -389,7 +389,7 @@ class Verification:
 
 
 def run_replay(words: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run a replay with additional environment variables. Return its exit status and output."""
+    """Run a replay with additional environment variables. Return the exit status and the output."""
     process = subprocess.run(
         words,
         env=os.environ | env,
