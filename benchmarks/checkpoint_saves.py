@@ -4,14 +4,14 @@
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves --resume
 
-The model is ViT-B/32 with AdamW by default. onecurve blocks a step while each process copies its state.
-save_state blocks it for the whole save, although it does not wait for the disk. A barrier precedes and
-follows each save, so the slowest process determines the time.
+The model is ViT-B/32 with AdamW by default. A save by onecurve blocks a step while each process copies its
+state. save_state blocks a step for the whole save, although save_state does not wait for the disk. A barrier
+precedes and follows each save, so the slowest process determines the time.
 
-During the ten steps after a save, the checkpoint is gathered and written. They are compared with ten steps
-before the save. Memory is the peak resident set during these steps, of the main process and of the largest
-other process. --resume needs an earlier run without it, and measures the time from the start of the process
-to the first step after that run's checkpoint. Results are in docs/resuming.md.
+onecurve gathers and writes the checkpoint during the ten steps after a save. The benchmark compares these
+steps with ten steps before the save. It also reports the peak resident memory during these steps for the main
+process and for the largest other process. --resume measures the time from the start of the process to the
+first step after the checkpoint of an earlier run without --resume. Results are in docs/resuming.md.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from onecurve.numerics.order import reseed
 from onecurve.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
 
-STEPS = 10  # steps after a save
+STEPS = 10  # number of steps measured after a save
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class Benchmark:
-    """A model in training, whose saves or resume are timed."""
+    """Training of a model, with timed saves or a timed resume."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags, size = flags, flags.per_device_batch_size
@@ -93,7 +93,7 @@ class Benchmark:
         self.steps += 1
 
     def timed(self, work: Callable[[], None]) -> float:
-        """Return the seconds of `work`, from when all processes are ready until all are done."""
+        """Return the seconds that `work` takes, from a barrier before it to a barrier after it."""
         self.wait()
         began = time.perf_counter()
         work()
@@ -147,7 +147,7 @@ class Benchmark:
 
         self.step()
         arms = {"save_state": save_state, "ours": ours}
-        rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # the first is a warm-up
+        rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # the first round is a warm-up
         if self.is_main:
             processes = f"{strategy(self.accelerator)} x {self.accelerator.num_processes}"
             report(
@@ -165,8 +165,8 @@ class Benchmark:
             self.step()
 
     def ten_steps(self, saver: Saver | None = None) -> tuple[float, list[float]]:
-        """Return the seconds of ten steps, and each process's peak memory in GB until the save is over."""
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        """Return the seconds of ten steps, and the peak memory of each process in GB until the save ends."""
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         seconds = self.timed(self.take_steps)
         if saver:
             saver.wait()
@@ -182,7 +182,7 @@ class Benchmark:
                     f"--folder {self.flags.folder} contains no checkpoint. Run without --resume first."
                 )
             self.training.check(checkpoint)
-        # The state contains the optimizer's scalars, but nothing about a run.
+        # The state contains the optimizer's scalars, but no information about a run.
         scalars = json.loads((checkpoint.folder / STATE_FILE).read_text()) if checkpoint else None
         self.training.restore(checkpoint, broadcast_object_list([scalars])[0])
         self.step()

@@ -1,14 +1,14 @@
-"""Compare decoding and cropping of photographs with PIL and torchvision, on one thread.
+"""Compare the speed of decoding and cropping photographs with PIL and torchvision, on one thread.
 
     python -m benchmarks.decoding --images FOLDER
     python -m benchmarks.decoding --images FOLDER --size 160 --limit 100
 
-PIL    Image.open, RandomResizedCrop, ToTensor, Normalize. Returns float32 [3, S, S].
-ours   onecurve/data/decode.py and crops.py, as in a worker of a training. Returns uint8 [S, S, 3]. Flips and
-       normalisation follow on the device, for whole batches.
+PIL    Image.open, RandomResizedCrop, ToTensor and Normalize. The result is float32 [3, S, S].
+ours   onecurve/data/decode.py and crops.py, as in a worker of a training run. The result is uint8 [S, S, 3].
+       Training then flips and normalises whole batches on the device.
 
-Both arms read the same files from memory: the originals, and files resized like prep_imagenet.py --resize
-256. The unit is images per second of processor time. Results are in benchmarks/README.md.
+Both arms read the same files from memory, first the originals, then files resized as by prep_imagenet.py
+--resize 256. The unit is images per second of processor time. Results are in benchmarks/README.md.
 """
 
 import io

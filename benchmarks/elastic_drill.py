@@ -1,22 +1,22 @@
-"""Check that an elastic training stays the same while hosts leave and join four virtual hosts at random.
+"""Check that random changes of four virtual hosts do not change the result of an elastic training run.
 
     python -m benchmarks.elastic_drill --minutes 20
     python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp rounded --lr 3e-3 --draw drill.png
 
-Hosts are cut off, killed or told to leave (SIGTERM, after which the machine disappears), and join again.
---seed determines the order of these changes, and each further training uses the next seed. launch.py runs
-on a fifth host. The drill checks, in fp32:
+Hosts are disconnected, killed or told to leave (with SIGTERM, after which the machine disappears), and join
+again later. --seed determines the order of these changes, and each further training run uses the next seed.
+launch.py runs on a fifth host. In fp32, the drill checks four properties:
 
-ids, lr   The sample ids and learning rates of all steps equal the ids and rates of an uninterrupted process.
-whole     With --deterministic (DDP, FSDP2), each loss and the final weights equal the uninterrupted process's
-          bit for bit. Without it (ZeRO-2, and DDP as `rounded`), losses differ by at most twice as much as
-          the losses of an uninterrupted run on four processes.
-replay    Under ZeRO-2, the losses of the 50 steps after each change are within 1e-5 of a single process that
-          starts from that change's checkpoint.
-lost      No step is repeated after a leave or a join. At most a checkpoint interval is repeated after a cut
-          or a kill.
+ids, lr   All sample ids and learning rates are the same as in an uninterrupted run on one process.
+whole     With --deterministic (DDP, FSDP2), each loss and the final weights are bitwise identical to the
+          uninterrupted run. Without --deterministic (ZeRO-2, and DDP as `rounded`), losses differ by at most
+          twice as much as the losses of an uninterrupted run on four processes.
+replay    Under ZeRO-2, the losses of the 50 steps after each change are within 1e-5 of the losses of a single
+          process that starts from the checkpoint of this change.
+lost      No step is repeated after a host leaves or joins. At most one checkpoint interval is repeated after
+          a host is disconnected or killed.
 
-The drill needs root, and the packages of cluster/virtual_cluster.py.
+The drill needs root permissions and the packages that cluster/virtual_cluster.py needs.
 """
 
 import argparse
@@ -47,10 +47,10 @@ from onecurve.system.files import read_lines
 from onecurve.system.paths import ROOT
 from tools.logbook.markdown import markdown_table
 
-HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches per step divide among 1, 2, 3 and 4 hosts
+HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches per step can be divided among 1, 2, 3 or 4 hosts
 CHECKPOINT_EVERY = 64
-REPLAYED = 50  # steps after each change
-GAP = (60, 160)  # steps between two changes
+REPLAYED = 50  # number of steps replayed after each change
+GAP = (60, 160)  # minimum and maximum number of steps between two changes
 PATIENCE_S = 240  # timeout for a new step, including after a change
 REPLAY_BOUND = 1e-5
 DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
@@ -58,14 +58,14 @@ SCRIPTS = {
     "cnn_a": ["train_cnn_a.py"],
     "vit": ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", *DROPOUT],
 }
-# Without --deterministic, rounding occasionally changes the sign of an activation before one of CNN-A's
-# ReLUs. Losses then differ in proportion to the learning rate: at 1e-5, one of 33 replays exceeded
-# REPLAY_BOUND. The ViT's GELU is smooth.
+# Without --deterministic, rounding occasionally changes the sign of an activation before a ReLU of CNN-A.
+# Losses then differ in proportion to the learning rate. At 1e-5, one of 33 replays exceeded REPLAY_BOUND. The
+# ViT is less sensitive, because GELU is smooth.
 LR = {"cnn_a": 3e-6, "vit": 1e-5}
 EXACT_LR = 3e-3
 STRATEGIES = {"ddp": "ddp_4gpu", "fsdp": "fsdp_4gpu", "zero2": "zero2_4gpu", "rounded": "ddp_4gpu"}
-EXACT = {"ddp", "fsdp"}  # trained with --deterministic
-MEAN_OF = 20  # steps, in the plot
+EXACT = {"ddp", "fsdp"}  # strategies trained with --deterministic
+MEAN_OF = 20  # number of steps averaged in the plot
 RECIPE = ["--batch_size", str(BATCH), "--per_device_batch_size", str(PER_DEVICE), "--mixed_precision", "no"]
 RECIPE += ["--warmup", "0.01", "--log_every", "1", "--log_samples", "--trackers", "none"]
 RECIPE += ["--max_val_images", "500"]
@@ -85,15 +85,15 @@ LOSSES = {"cut": cluster.cut, "kill": cluster.kill, "leave": leave}
 
 @dataclass(frozen=True)
 class Change:
-    """A planned change of a host."""
+    """Planned change of a host."""
 
     kind: str  # cut, kill, leave or join
     host: str
-    gap: int  # steps after the first step of the previous change
+    gap: int  # number of steps since the first step after the previous change
 
 
 def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
-    """Yield random changes of the hosts without end. At least one host is present at any time."""
+    """Yield an infinite sequence of random changes. At least one host is present at any time."""
     draw = random.Random(seed)
     present, away = list(hosts), []
     while True:
@@ -108,21 +108,21 @@ def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
 
 @dataclass
 class Event:
-    """A change that took place."""
+    """Change of a host that took place."""
 
     kind: str
     host: str
-    processes: int  # after the change
+    processes: int  # number of processes after the change
     step: int  # newest step before the change
     seconds: float  # time until the first step with the new number of processes
-    lost: int = 0  # repeated steps
+    lost: int = 0  # number of repeated steps
 
 
 # --- Jobs
 
 
 class Job:
-    """A job of launch.py --min_hosts on the last host. Copies the checkpoint that each round resumes from."""
+    """Job of launch.py --min_hosts on the last host. It copies the checkpoint that each round resumes."""
 
     def __init__(self, folder: Path, words: list[str], config: str):
         self.folder, self.log = folder, folder.with_suffix(".log")
@@ -139,7 +139,7 @@ class Job:
         return self.process.poll() is None
 
     def wait(self, processes: int | None, steps: int) -> int:
-        """Wait for a number of new steps with a number of processes (None is any). Return the newest step."""
+        """Wait for new steps with a number of processes, or any number (None). Return the newest step."""
         deadline, newest, first = time.monotonic() + PATIENCE_S, (0, 0), None
         while self.is_running() and time.monotonic() < deadline:
             if (current := self.newest()) != newest:
@@ -154,7 +154,7 @@ class Job:
         raise RuntimeError(f"the job {state}. See {self.log}.")
 
     def newest(self) -> tuple[int, int]:
-        """Return the number of processes, and the step of the newest line with a loss or 0."""
+        """Return the number of processes, and the step of the newest line with a loss, or 0 without one."""
         self._copy_checkpoints()
         lines, processes = read_lines(self.folder / "metrics.jsonl"), HOSTS
         changes = [i for i, line in enumerate(lines) if "processes" in line]
@@ -170,11 +170,11 @@ class Job:
             self.resumed.append((int(number.replace(",", "")), copy / Path(name).name))
 
     def change(self, change: Change, away: dict[str, str], present: int) -> Event:
-        """Make a change to a host, and wait for the first step afterwards.
+        """Apply a change to a host, and wait for the first step afterwards.
 
         Args:
             change: The change.
-            away: Kind of each absent host's loss. Updated by the change.
+            away: Kind of change by which each absent host was lost. The change updates this dict.
             present: Number of hosts after the change.
         """
         log_size = self.log.stat().st_size
@@ -192,7 +192,7 @@ class Job:
         return event
 
     def _repeated(self, log_size: int) -> list[int]:
-        """Return the numbers of repeated steps that launch.py logged after the first log_size bytes."""
+        """Return all numbers of repeated steps that launch.py logged after the first `log_size` bytes."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             text = self.log.read_bytes()[log_size:].decode(errors="replace")
@@ -202,14 +202,14 @@ class Job:
         raise RuntimeError(f"launch.py did not report a change. See {self.log}.")
 
     def stop(self) -> None:
-        """Make the job save and end."""
+        """Stop the job, which saves a checkpoint and ends."""
         for launcher in psutil.Process(self.process.pid).children():  # children of nsenter
             launcher.terminate()
         self.process.wait()
 
 
 def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
-    """Apply changes to the job until the time is over and a host has joined, then stop the job."""
+    """Apply changes to the job until the time has passed and a host has joined. Then stop the job."""
     changes, events = plan(seed, cluster.names()[:HOSTS]), []
     away: dict[str, str] = {}
     deadline = time.monotonic() + 60 * minutes
@@ -231,7 +231,7 @@ def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
 
 
 def uninterrupted(folder: Path, words: list[str]) -> dict[int, dict[str, Any]]:
-    """Train on this machine and return the run's lines by step."""
+    """Train on this machine, and return the lines of the run's log by step."""
     say(f"uninterrupted: {folder}")
     command = [sys.executable, *words, "--output_dir", str(folder)]
     with open(folder.with_suffix(".log"), "wb") as log:
@@ -240,12 +240,12 @@ def uninterrupted(folder: Path, words: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def trained(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines of a run that contain a training loss, by step."""
+    """Return the lines of a run's log that contain a training loss, by step."""
     return {line["step"]: line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line}
 
 
 def difference(lines: dict[int, dict], expected: dict[int, dict], steps: range) -> float:
-    """Return the largest absolute difference of a training loss."""
+    """Return the largest absolute difference between corresponding training losses."""
     return max(abs(lines[step]["train/loss"] - expected[step]["train/loss"]) for step in steps)
 
 
@@ -260,13 +260,13 @@ def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> d
     ends = [step for step, _ in job.resumed[1:]] + [last]
 
     def replay(number: int) -> float:
-        """Train up to REPLAYED steps after a change in one process, and return the largest difference."""
+        """Replay up to REPLAYED steps after a change in one process. Return the largest loss difference."""
         (step, checkpoint), end = job.resumed[number], min(ends[number], job.resumed[number][0] + REPLAYED)
         alone = [*words, *RECIPE, "--resume", str(checkpoint), "--max_steps", str(end)]
         replayed_lines = uninterrupted(folder / f"replay{number}", alone)
         return difference(lines, replayed_lines, range(step + 1, end + 1))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each training uses one thread
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each replay uses one thread
         straight_one = pool.submit(uninterrupted, folder / "one", straight)
         replayed = [number for number, (step, _) in enumerate(job.resumed) if ends[number] > step]
         replays = list(pool.map(replay, replayed)) if strategy == "zero2" else []
@@ -294,7 +294,7 @@ def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> d
 
 
 def seconds(events: list[Event]) -> dict[str, float]:
-    """Return the median seconds from a loss, a leave and a join to the first step afterwards."""
+    """Return the median seconds until the first step after the loss, leave and join of a host."""
     groups = {"loss_s": ("cut", "kill"), "leave_s": ("leave",), "join_s": ("join",)}
     times = {
         name: [event.seconds for event in events if event.kind in kinds] for name, kinds in groups.items()
@@ -303,7 +303,7 @@ def seconds(events: list[Event]) -> dict[str, float]:
 
 
 def holds(row: dict[str, Any]) -> bool:
-    """Return True if the training was disturbed and no bound is exceeded."""
+    """Return True if the training run was disturbed and exceeds no bound."""
     is_same = row["ids"] and row["lr"] and row["replay"] <= REPLAY_BOUND and row["whole"] <= row["bound"]
     is_same &= row["weights"] or row["bound"] > 0
     is_lost = row["lost_signalled"] > 0 or row["lost_killed"] > CHECKPOINT_EVERY
@@ -314,10 +314,10 @@ def holds(row: dict[str, Any]) -> bool:
 
 
 def draw(file: Path, folder: Path) -> None:
-    """Plot losses of the disturbed CNN-A and, if the folder contains one, of a plain script.
+    """Plot the losses of the disturbed CNN-A and, if the folder contains one, of a plain script's run.
 
-    A second panel shows each run's distance from its uninterrupted run, and the distance between two
-    uninterrupted runs, on one and on four processes.
+    A second panel shows how much each run differs from the corresponding uninterrupted run, and how much two
+    uninterrupted runs, on one and on four processes, differ from each other.
     """
     exact, rounded, plain = (folder / name for name in ("cnn_a-ddp", "cnn_a-rounded", "plain"))
     pairs = {
@@ -338,13 +338,13 @@ def draw(file: Path, folder: Path) -> None:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the losses in the order of the steps. For repeated steps, return the last loss."""
+    """Return the losses in the order of the steps. For a repeated step, return its last loss."""
     lines = trained(folder)
     return [lines[step]["train/loss"] for step in sorted(lines)]
 
 
 def means(values: list[float]) -> tuple[range, list[float]]:
-    """Return steps, and for each step the mean of the last MEAN_OF values."""
+    """Return steps, and the mean of the last MEAN_OF values for each step."""
     steps = range(MEAN_OF, len(values) + 1)
     return steps, [statistics.fmean(values[step - MEAN_OF : step]) for step in steps]
 
@@ -400,7 +400,7 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
     rows = []
-    flags.minutes /= len(flags.scripts) * len(flags.strategies)  # per training
+    flags.minutes /= len(flags.scripts) * len(flags.strategies)  # minutes per training run
     for number, (script, strategy) in enumerate(itertools.product(flags.scripts, flags.strategies)):
         rows.append(drill_training(script, strategy, flags.seed + number, flags))
         show(rows)
@@ -410,7 +410,7 @@ def main() -> int:
 
 
 def drill_training(script: str, strategy: str, seed: int, flags: argparse.Namespace) -> dict[str, Any]:
-    """Disturb one training, check it, and return the table's row."""
+    """Disturb and check one training run. Return its row of the table."""
     folder = flags.folder.resolve() / f"{script}-{strategy}"
     words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs)]
     is_exact = strategy in EXACT
@@ -429,7 +429,7 @@ def drill_training(script: str, strategy: str, seed: int, flags: argparse.Namesp
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print a Markdown table with a row for each training."""
+    """Print a Markdown table with one row per training run."""
     names = list(dict.fromkeys(itertools.chain(*rows)))
     values = [[*map(row.get, names), holds(row)] for row in rows]
     cells = [[f"{v:.2g}" if isinstance(v, float) else v for v in row] for row in values]

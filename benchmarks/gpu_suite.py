@@ -1,19 +1,19 @@
-"""Check the project's claims about GPUs on this machine's GPUs, and write a table in ten minutes.
+"""Check the project's claims about GPUs on this machine's GPUs, and write a table. Takes ten minutes.
 
     python -m benchmarks.gpu_suite --out gpu --data /data/cifar10
     python -m benchmarks.gpu_suite --out gpu --only strategies,throughput
     python -m benchmarks.gpu_suite --out gpu --only thorough --budget_s 1200
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
-The sections of benchmarks/gpu/ run one after another until a deadline, the most informative first. They share
---budget_s by weight, and time that a section does not use goes to the sections after it. The suite begins
-with a smoke test and ends if that fails. Each measurement or training runs in a separate process with all
-variants of its case. Checks that measure no time run in parallel if cores and memory permit. Section
-`thorough` repeats checks that have passed before and runs only with --only.
+The sections in benchmarks/gpu/ run one after another until a deadline, the most informative section first.
+Each section may use a share of --budget_s according to its weight, and later sections share the time that it
+does not use. The suite begins with a smoke test and ends if this test fails. All variants of a case run in
+one process, and each case uses a separate process. Checks that do not measure time run in parallel if cores
+and memory permit. Section `thorough` repeats checks that have passed before, and only runs with --only.
 
-After each row, the suite rewrites table.md and rows.json in --out. failures.log contains the whole output of
-each failed row. A failed row does not end the other rows. --dry_run runs small versions of all rows on the
-CPU, except rows that would only repeat another row there.
+After each row, the suite rewrites table.md and rows.json in --out. failures.log contains the complete output
+of each failed row. A failed row does not end the other rows. --dry_run runs small versions of all rows on the
+CPU, except rows that would only repeat another row on a CPU.
 """
 
 import argparse
@@ -41,8 +41,8 @@ from onecurve.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
 # Function that returns a section's rows, and the section's weight in the budget. Sections are sorted by how
-# much they tell for their time. Weights are seconds, measured on one H200. They are estimates for ceilings,
-# attention, scripts, strategies, determinism, snapshots, memory and inputs.
+# informative they are for the time they take. Weights are seconds measured on one H200, except for estimates
+# for ceilings, attention, scripts, strategies, determinism, snapshots, memory and inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
@@ -60,16 +60,16 @@ SECTIONS = {
     "thorough": (lambda: speed.thorough() | checks.thorough() | device.thorough(), 600),
 }
 SEVERAL_GPUS = ("scaling", "several")
-AT_ONCE = ("scripts", "strategies", "determinism", "several")  # sections that measure no time
+AT_ONCE = ("scripts", "strategies", "determinism", "several")  # sections that do not measure time
 BUDGET_S = 560
 COMMAND_S = 150  # timeout of a command with the default budget
 DRY_RUN_S = 900  # timeout of a section on a CPU
-CHECK_CORES, CHECK_GIB = 2, 16  # processor cores and GPU memory per parallel check
+CHECK_CORES, CHECK_GIB = 2, 16  # number of processor cores and GiB of GPU memory per parallel check
 
 
 def main() -> int:
     flags = parse(sys.argv[1:])
-    if flags.dry_run:  # with more than one thread, one process would round differently than several processes
+    if flags.dry_run:  # with several threads, one process would round differently from several processes
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     elif not torch.cuda.is_available():
         raise ValueError("torch can't use a GPU on this machine. Pass --dry_run for small rows on the CPU.")
@@ -127,7 +127,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Suite:
-    """Runner of the sections, with the table of their rows."""
+    """Runner of the sections, which writes the table of all rows."""
 
     def __init__(self, flags: argparse.Namespace, scratch: Path):
         self.flags, self.scratch = flags, scratch
@@ -143,7 +143,7 @@ class Suite:
         for i, name in enumerate(names):
             share = SECTIONS[name][1] / sum(SECTIONS[other][1] for other in names[i:])
             limit_s = DRY_RUN_S if self.flags.dry_run else share * (ends_at - time.time())
-            limit_s = max(limit_s, COMMAND_S) if name == "smoke" else limit_s  # imports from a cold disk
+            limit_s = max(limit_s, COMMAND_S) if name == "smoke" else limit_s  # a cold disk slows imports
             if limit_s < 5:
                 self.add(name, {"row": "", "verdict": SKIPPED, "note": "did not fit into --budget_s"})
             else:
@@ -187,7 +187,7 @@ class Suite:
         write_text(out / "rows.json", json.dumps(self.rows, indent=1) + "\n")
         columns = ("section", "row", "value", "unit", "expected", "verdict", "note", "seconds")
         parts = [table(columns, [[row.get(column) for column in columns] for row in self.rows])]
-        for row in self.rows:  # the most expensive kernels of each case
+        for row in self.rows:  # list the most expensive kernels of each case
             if cells := [(name, f"{ms:.3f}", f"{n:g}") for name, ms, n in row.get("kernels", ())]:
                 parts += [row["row"] + ":", table(("kernel", "ms a step", "a step"), cells)]
         write_text(out / "table.md", "\n\n".join([*parts, *([remark] if remark else [])]) + "\n")
@@ -199,7 +199,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def checks_at_once(dry_run: bool) -> int:
-    """Return the number of rows without time measurements that may run in parallel."""
+    """Return how many rows that do not measure time may run in parallel."""
     cores = len(os.sched_getaffinity(0))
     if dry_run:
         return min(2, cores)

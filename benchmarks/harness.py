@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: arms that take turns, medians and ratios of their rounds, and a table."""
+"""Run the arms of a benchmark in turn, compute medians and ratios over rounds, and print a table."""
 
 import argparse
 import contextlib
@@ -22,15 +22,15 @@ from torch import Tensor
 from onecurve.system.cli import command_parser
 from onecurve.system.env import rank
 
-if TYPE_CHECKING:  # only train_watched imports the code that trains
+if TYPE_CHECKING:  # at run time, only train_watched imports the code that trains
     from onecurve.numerics.order import Steps
     from onecurve.run.run import Run
 
-Rounds = list[dict[str, float]]  # one dict per round, with each arm's number
+Rounds = list[dict[str, float]]  # one dict per round, with the result of each arm
 
 
 def benchmark_parser(doc: str | None, rounds: int, usage: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the flags that all benchmarks share. `rounds` is the default number of rounds."""
+    """Return a parser with the flags of all benchmarks. `rounds` is the default number of rounds."""
     parser = command_parser(doc, usage)
     parser.add_argument(
         "--rounds", type=positive, default=rounds, metavar="N", help="number of rounds (default: %(default)s)"
@@ -40,7 +40,7 @@ def benchmark_parser(doc: str | None, rounds: int, usage: str | None = None) -> 
 
 
 def positive(text: str) -> int:
-    """Return a flag's value as an integer of at least 1."""
+    """Convert the value of a flag to an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -48,7 +48,7 @@ def positive(text: str) -> int:
 
 
 def in_turn(arms: dict[str, Callable[[], float]], rounds: int) -> Rounds:
-    """Run all arms in each round. Every second round reverses the order, so that no arm is always first."""
+    """Run all arms in each round. Reverse the order in every second round, so that no arm is always first."""
     results = []
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
@@ -61,15 +61,15 @@ def in_turn(arms: dict[str, Callable[[], float]], rounds: int) -> Rounds:
 
 
 def ratios(rounds: Rounds, base: str) -> dict[str, list[float]]:
-    """Return each arm's number relative to the base's number of the same round.
+    """Return each arm's result relative to the base's result in the same round.
 
-    Other work on the machine disturbs all arms of a round alike, so ratios vary less than numbers.
+    Other work on the machine affects all arms of a round alike, so ratios vary less than absolute results.
     """
     return {name: [numbers[name] / numbers[base] for numbers in rounds] for name in rounds[0]}
 
 
 def report(rounds: Rounds, unit: str, base: str, file: Path | None = None, **facts: Any) -> None:
-    """Print medians and ratios to the base, and write them with all rounds to a file."""
+    """Print each arm's median, and its ratio to the base. Write the same and all rounds to a file."""
     table = Table("arm", title=f"Medians of {len(rounds)} rounds", title_justify="left")
     for column in (unit, f"of {base}", "least", "most"):
         table.add_column(column, justify="right")
@@ -92,7 +92,7 @@ def wait_for_device() -> None:
 
 
 class Enough(Exception):
-    """Exception that on_step of train_watched raises to end the training. Another training may follow."""
+    """Exception that train_watched's on_step raises to end a training run. Another run may follow."""
 
 
 def train_watched(
@@ -101,13 +101,13 @@ def train_watched(
     on_step: "Callable[[Run], None]",
     is_resident: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run a script's main() without evaluations and with its output discarded, until on_step raises Enough.
+    """Run a script's main() until on_step raises Enough, without evaluations and without output.
 
     Args:
         script: The script's module.
         words: The script's flags.
-        on_step: Called after each optimizer step.
-        is_resident: While it returns True, the script trains on the same batch without augmentation.
+        on_step: Function to call after each optimizer step.
+        is_resident: While this function returns True, the script trains on one batch without augmentation.
     """
 
     from accelerate.state import AcceleratorState, GradientState

@@ -1,14 +1,14 @@
-"""Compare training throughput with other projects on the same data and device.
+"""Compare the training throughput with other projects, on the same data and device.
 
     git clone https://github.com/huggingface/pytorch-image-models
     python -m benchmarks.peers --timm pytorch-image-models --data /data/cifar10 --workers 14
 
-train_vit.py is compared with timm's train.py from the clone, with the same model, batch, mixup, cutmix, drop
-path and bf16, with and without compilation. timm reads the images from PNG files and enlarges them in its
-workers. train_cnn_a.py is compared with the loop of the Accelerate tutorial (`tutorial` in
+The benchmark compares train_vit.py with timm's train.py from the clone, with the same model, batch, mixup,
+cutmix, drop path and bf16, with and without compilation. Workers of timm read the images from PNG files and
+enlarge them. The benchmark compares train_cnn_a.py with the loop of the Accelerate tutorial (`tutorial` in
 benchmarks/train_speed.py). Each arm runs in a separate process. Results are in docs/gpu.md.
 
-On a CPU, this takes some minutes:
+The following command takes a few minutes on a CPU:
 
     python -m benchmarks.peers --timm pytorch-image-models --data digits --steps 4 \\
         --vit "--model test_vit --image_size 64 --batch_size 32" --cnn "--batch_size 64"
@@ -41,9 +41,9 @@ from onecurve.system.cli import command_parser, run_command
 from onecurve.system.paths import ROOT
 from onecurve.system.processes import kill
 
-SKIPPED = 16  # first updates of timm's train.py, which start workers and compile and are not measured
+SKIPPED = 16  # number of unmeasured first updates of timm's train.py, which start workers and compile
 QUIET = "--trackers none --telemetry_s 0 --log_every 1000000000 --epochs 100000 --checkpoint_every 1000000000"
-# Update, and mean rate of all updates until then
+# Number of an update, and the mean rate of all updates so far
 LINE = re.compile(r"Train: 0 \[ *(\d+)/.*\(\d+\.\d+s, +([\d.]+)/s\)")
 COMPILED = {"": [], ", compiled": ["--torchcompile", "inductor"]}
 
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def script_speeds(script: str, words: list[str]) -> list[float]:
-    """Return the images/s that benchmarks.gpu.probe measures, for train_vit.py also when compiled."""
+    """Return the images/s that benchmarks.gpu.probe measures, for train_vit.py also with compilation."""
     watches = ["--watch", "fed", *(["--watch", "fed --compile default"] if script == "train_vit.py" else [])]
     command = [sys.executable, "-m", "benchmarks.gpu.probe", *watches, script, *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
@@ -109,7 +109,7 @@ def script_speeds(script: str, words: list[str]) -> list[float]:
 
 
 def timm_flags(words: list[str], folder: Path) -> list[str]:
-    """Translate train_vit.py's flags into flags of timm's train.py, and write the images to files for it."""
+    """Translate train_vit.py's flags into flags of timm's train.py, and write the images to PNG files."""
     recipe = recipe_of(load_script(ROOT / "train_vit.py"), words)
     images = open_images(prepare_data(recipe.data, Path(recipe.cache_dir).expanduser()))
     if not isinstance(images.train, ArraySplit):
@@ -130,7 +130,7 @@ def timm_flags(words: list[str], folder: Path) -> list[str]:
 
 
 def timms(words: list[str], steps: int) -> float:
-    """Return the images/s of timm's train.py according to its log, measured from update SKIPPED on."""
+    """Return the images/s in the log of timm's train.py, measured from update SKIPPED on."""
     seconds: dict[int, float] = {}
     words = [sys.executable, *words, f"--log-interval={math.gcd(SKIPPED, steps)}"]
     with psutil.Popen(words, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
@@ -139,7 +139,7 @@ def timms(words: list[str], steps: int) -> float:
             last = line.strip() or last
             if match := LINE.search(line):
                 update = int(match[1])
-                seconds[update] = (update + 1) / float(match[2])  # divided by the batch size
+                seconds[update] = (update + 1) / float(match[2])  # seconds divided by the batch size
                 if update >= SKIPPED + steps:
                     break
         with contextlib.suppress(psutil.NoSuchProcess):  # the process has already ended

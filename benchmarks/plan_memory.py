@@ -1,13 +1,13 @@
-"""Compare the memory of a training step that plan.py traces with the memory that torch's allocator measures.
+"""Compare the memory of a training step in plan.py's trace with measurements by torch's allocator.
 
     python -m benchmarks.plan_memory
     python -m benchmarks.plan_memory --models vit_s --configs fsdp_2gpu,zero2_2gpu
 
 Each model trains four steps on two CPU processes under each config, and rank 0 records torch's allocator. A
-step's peak of live tensors (`live`) is the largest sum after an operator. The smallest peak of the last three
-steps is used. The table also contains the largest sum at any time, which includes temporary memory of
-kernels, and the resident memory, which includes Python and torch's code. The exit status is 1 if traced and
-live memory differ by more than 3 percent. docs/performance.md contains the table.
+step's peak of live tensors (`live`) is the largest sum of allocated bytes after any operator. The table
+contains the smallest peak of the last three steps, the largest sum at any time, which includes temporary
+memory of kernels, and the resident memory, which includes Python and torch's code. The exit status is 1 if
+traced and live memory differ by more than 3 percent. docs/performance.md contains the table.
 """
 
 import bisect
@@ -81,13 +81,13 @@ def _traced(config_file: str, processes: int, words: list[str]) -> int:
 
 
 def trace_over_gloo() -> None:
-    """Make collectives allocate the same temporary tensors as gloo's. NCCL's collectives allocate none."""
+    """Make traced collectives allocate the temporary tensors that gloo allocates and NCCL does not."""
     from tools.plan import trace
 
     gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
     def all_gather_into_tensor(output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        torch.empty_like(output_tensor)  # gloo gathers into this buffer and copies it
+        torch.empty_like(output_tensor)  # gloo gathers into this buffer and then copies it
         return gather(output_tensor, *args, **kwargs)
 
     def reduce_scatter_tensor(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -117,12 +117,12 @@ def _output(words: list[Any]) -> str:
 
 
 def measure(file: Path, words: list[str]) -> None:
-    """Train in this process of a job. The main process writes the smallest peak of a step, in bytes."""
+    """Train in this process of a job. The main process writes the smallest peak of a step to a file."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.run.run import Run
 
     count_all_threads()
-    # A checkpoint's buffers are host memory, even if a GPU trains.
+    # Buffers of a checkpoint are always host memory, so they do not count as memory of a device.
     TrainingState.allocate = lambda *_: None  # type: ignore[method-assign]
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     marks_ns: list[int] = []  # end of each step
@@ -139,7 +139,7 @@ def measure(file: Path, words: list[str]) -> None:
             write_json(file, peaks)
         while not file.exists():
             time.sleep(0.05)
-        os._exit(0)  # skips the evaluation, the checkpoint and the report
+        os._exit(0)  # skip the evaluation, the checkpoint and the report
 
     if rank() == 0:
         recorded.start()
@@ -149,23 +149,23 @@ def measure(file: Path, words: list[str]) -> None:
 def count_all_threads() -> None:
     """Make torch's CPU allocator count the memory of all threads.
 
-    The profiler enables this only in its own thread. Without the other threads, a tensor that gloo's thread
-    releases last would count as live.
+    The profiler only counts the memory of the thread that started it. Without this function, tensors that one
+    of gloo's threads releases last would count as live.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def least_peaks(roots: list[Any], marks_ns: list[int]) -> dict[str, int]:
-    """Return the smallest peak of a step, in bytes: after an operator (`live`) and at any time (`allocated`).
+    """Return the smallest peak of a step in bytes, after an operator (`live`) or any time (`allocated`).
 
-    Peaks differ between steps because gloo's threads release sent tensors shortly after the wait for them.
+    Peaks differ between steps because gloo's threads release sent tensors shortly after a wait has returned.
 
     Args:
         roots: The profiler's events.
-        marks_ns: Start of the first step, and end of each step.
+        marks_ns: Start of the first step and end of each step, in nanoseconds.
     """
-    sums: list[tuple[int, bool, int]] = []  # time; True at an operator's end; otherwise the allocator's sum
+    sums: list[tuple[int, bool, int]] = []  # time; True at an operator's end; the allocator's sum
     waiting = [(root, False) for root in roots]
     while waiting:
         event, is_inside = waiting.pop()

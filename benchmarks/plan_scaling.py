@@ -3,8 +3,8 @@
     python -m benchmarks.plan_scaling
     python -m benchmarks.plan_scaling --scripts train_cnn_a.py --gpu "NVIDIA A100-SXM4-40GB"
 
-Nothing is measured. Each number is an estimate by plan.py. The batch is 512 images in total, or 512 per GPU.
-docs/performance.md contains the table.
+The numbers are estimates by plan.py, not measurements. The batch is 512 images in total, or 512 images per
+GPU. docs/performance.md contains the table.
 """
 
 import itertools
@@ -42,12 +42,12 @@ def line(cells: Iterable[str]) -> str:
 
 
 def speeds(script: str, is_total: bool, gpu: str) -> Iterator[tuple[float, float]]:
-    """Yield images/s without and with a graph, for the GPUs in HEAD."""
+    """Yield images/s without and with a CUDA graph, for each number of GPUs in HEAD."""
     for gpus in ON_ONE_HOST:
         plan = planning(script, BATCH if is_total else BATCH * gpus, 1, gpus, gpu)
         candidate = plan.traced("ddp" if gpus > 1 else "single")
         yield speed(plan, candidate)
-    hosts = cluster_of(2, 4, gpu, None)  # the trace of 8 GPUs in one host is also valid here
+    hosts = cluster_of(2, 4, gpu, None)  # a trace of 8 GPUs in one host is also valid for this cluster
     for gb_s in NETWORKS_GB_S.values():
         plan.cluster = replace(hosts, network_gb_s=gb_s)
         yield speed(plan, candidate)
@@ -59,7 +59,7 @@ def planning(script: str, batch_size: int, hosts: int, gpus: int, gpu: str) -> P
 
 
 def speed(plan: Planning, candidate: Candidate) -> tuple[float, float]:
-    """Return images/s without and with a graph."""
+    """Return images/s without and with a CUDA graph."""
     speeds = []
     for graph in (False, None):
         plan.recipe = replace(plan.recipe, step_graph=graph)

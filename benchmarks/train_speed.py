@@ -1,4 +1,4 @@
-"""Compare a script's training speed with a tutorial's loop, with a resident batch, or with other flags.
+"""Compare a script's training speed with a tutorial's loop, a resident batch, or different flags.
 
     python -m benchmarks.train_speed train_cnn_a.py --batch_size 512
     python -m benchmarks.train_speed train_cnn_b.py
@@ -6,16 +6,16 @@
     python -m benchmarks.train_speed --arms ready --vary "--telemetry_s 0.02" train_cnn_a.py
     python -m benchmarks.train_speed --processes 2 --arms ready --vary=--deterministic train_cnn_b.py
 
-In each round, the arms run one after another. Each arm is one new process, or --processes processes under
-DDP. It trains a block of --steps after some steps that are not measured. Flags after the script apply to all
-arms.
+In each round, the arms run one after another, each in a new process, or in --processes processes under DDP.
+An arm trains a few steps that are not measured, and then a block of --steps. Flags after the script apply to
+all arms.
 
-tutorial  Accelerate's basic loop for train_cnn_*.py: PIL images, torchvision's transforms in the --workers of
-a
-          DataLoader, float32, contiguous, and `.item()` in each step. Everything else is the script's.
+tutorial  Accelerate's basic loop for train_cnn_*.py, with PIL images, torchvision's transforms in the
+          --workers of a DataLoader, contiguous float32 tensors, and `.item()` in each step. Everything else
+          is the same as in the script.
 ours      The script's main(), without evaluations and telemetry.
-ready     The same on one batch that stays on the device, without data and augmentation.
---vary    Another arm like `ready`, with additional flags.
+ready     The same as `ours`, but on one batch that stays on the device, without data or augmentation.
+--vary    A further arm like `ready`, with additional flags.
 
 On a GPU, benchmarks/peers.py measures two of these arms. Results and machines are in benchmarks/README.md.
 """
@@ -52,16 +52,16 @@ from onecurve.system.env import rank, world_size
 from onecurve.system.processes import kill, running_descendants
 
 ARMS = ("tutorial", "ours", "ready")
-STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # steps of a block, which takes some seconds on a CPU
-LEAD_IN = 5  # unmeasured steps before each block; the tutorial's workers prefetch 4 batches
+STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # number of steps in a block, some seconds on a CPU
+LEAD_IN = 5  # number of unmeasured steps before each block, because workers prefetch 4 batches
 
-Stopwatch = Generator[None, tuple[int, str], None]  # receives the images and facts of each step
+Stopwatch = Generator[None, tuple[int, str], None]  # receives the number of images and the facts of each step
 
 
 def stopwatch(steps: int) -> Stopwatch:
-    """Time a number of steps after LEAD_IN, print the result as JSON, and end the process.
+    """Time a number of steps after LEAD_IN steps, print the result as JSON, and end the process.
 
-    With several processes, the first one prints, and its CPU time counts for each process.
+    With several processes, only the first process prints. Its CPU time is used for all processes.
     """
     output = sys.stdout
     for _ in range(LEAD_IN):
@@ -76,17 +76,17 @@ def stopwatch(steps: int) -> Stopwatch:
     block["cpu_s"] = (used_s() - used) * world_size()
     if rank() == 0:
         print(json.dumps(block), file=output, flush=True)
-    kill(running_descendants())  # DataLoader's workers
+    kill(running_descendants())  # workers of the DataLoader
     os._exit(0)
 
 
 def used_s() -> float:
-    """Return the CPU seconds that this process and its workers have used."""
+    """Return the CPU seconds that this process and all its workers have used."""
     return sum(sum(process.cpu_times()[:2]) for process in (psutil.Process(), *running_descendants()))
 
 
 class TutorialImages(Dataset):
-    """Images like torchvision's CIFAR10: arrays in memory that become PIL images for the transforms."""
+    """Images in memory as in torchvision's CIFAR10, converted to PIL images for the transforms."""
 
     def __init__(self, split: ArraySplit, transform: Callable):
         self.data, self.targets, self.transform = np.array(split.images), split.labels.tolist(), transform
@@ -113,7 +113,7 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
     train: Any = DataLoader(TutorialImages(images.train, augment), recipe.batch_size, shuffle=True, **fork)
     torch.manual_seed(recipe.seed)
     net = script.build_model(recipe, len(images.classes))
-    for block in getattr(net, "blocks", ()):  # a tutorial's order of layers, which computes the same
+    for block in getattr(net, "blocks", ()):  # the order of layers that tutorials use, with the same result
         block[1], block[2] = block[2], block[1]
     accelerator = Accelerator()
     net, optimizer, train = accelerator.prepare(net, script.build_optimizer(net, recipe), train)
@@ -132,7 +132,7 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
 
 
 def work(arm: str, steps: int, file: str, words: list[str]) -> int:
-    """Run an arm in this process for one block of steps."""
+    """Run one block of an arm in this process."""
     script, watch = load_script(Path(file).resolve()), stopwatch(steps)
     next(watch)
 
@@ -144,11 +144,11 @@ def work(arm: str, steps: int, file: str, words: list[str]) -> int:
         tutorial(script, words, watch)
     else:
         train_watched(script, words, step, lambda: arm != "ours")
-    return 1  # the training ended before the block
+    return 1  # the training run ended before the end of the block
 
 
 class Arm:
-    """An arm, which runs each block in new processes.
+    """Arm of the benchmark, which runs each block in new processes.
 
     Attributes:
         cpu_s: CPU seconds of all blocks.
@@ -175,7 +175,7 @@ class Arm:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--as"]:  # a process of an arm
+    if sys.argv[1:2] == ["--as"]:  # this is a process of an arm
         return work(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
     usage = "python -m benchmarks.train_speed [flags] SCRIPT [SCRIPT_FLAGS ...]"
     parser = benchmark_parser(__doc__, rounds=5, usage=usage)
@@ -201,7 +201,7 @@ def main() -> int:
     if not words:
         parser.error("the script is missing. Name one, for example train_cnn_a.py.")
     file, *words = words
-    parse(recipe_class(load_script(Path(file).resolve())), words)  # exits if a flag of the script is wrong
+    parse(recipe_class(load_script(Path(file).resolve())), words)  # exit if a flag of the script is wrong
     if flags.processes > 1 and "tutorial" in flags.arms:
         parser.error("--processes: the tutorial runs in one process. Pass --arms ready.")
     if unknown := set(names := flags.arms.split(",")) - {*ARMS}:

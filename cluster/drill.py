@@ -239,7 +239,7 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
         words: Command of the training.
         hosts: Hosts of the training.
         slots: Slots per host.
-        folder: Folder for the runs. During the drill it is a small in-memory disk that a fault can fill.
+        folder: Folder for the runs, on which a small in-memory disk is mounted during the drill.
         faults: Names of the faults.
 
     Raises:
@@ -274,7 +274,7 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
 def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
     """Start moto's S3 server with the bucket on a host, and return the environment of its clients.
 
-    The server needs requirements-dev.txt. It ends with the host.
+    The server needs the packages in requirements-dev.txt. It ends when the host ends.
     """
     address = f"10.77.0.{host.removeprefix('node')}"
     clients = S3_ENV | {"AWS_ENDPOINT_URL": f"http://{address}:5000", "NO_PROXY": address}
@@ -294,7 +294,7 @@ def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
 
 
 def _try(fault: str, training: Training, reference: Training, duration_s: float) -> Outcome:
-    """Run the training with one fault. duration_s is the time of the undisturbed run."""
+    """Run the job with one fault. `duration_s` is the time that the undisturbed run took."""
     say(fault)
     outcome = Outcome(fault)
     training.start()
@@ -330,9 +330,10 @@ def _try(fault: str, training: Training, reference: Training, duration_s: float)
 
 
 def _repeated(log: str) -> int:
-    """Return the number of repeated steps: the last step before the job resumed, minus its first step then.
+    """Return the number of steps that the job repeated after it resumed.
 
-    The log is more precise than metrics.jsonl, where a line stands for many steps.
+    This is the last step before the job resumed, minus the first step afterwards. Both are read from the log,
+    because a line of metrics.jsonl covers many steps.
     """
     reached = max(_numbers(r"\bstep ([\d,]+)", log.partition("continuing at")[0]), default=0)
     return max(0, reached - min(_numbers(r"continuing at step ([\d,]+)(?: with|;)", log), default=reached))
@@ -343,8 +344,8 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 
 def ranks_on(host: str) -> list[psutil.Process]:
-    """Return the training's ranks on a host."""
-    # A rank's workers inherit its environment. The oldest process is the rank itself.
+    """Return the processes of the job's ranks on a host."""
+    # Workers inherit the environment of their rank, so the oldest process with a rank number is the rank.
     oldest: dict[int, psutil.Process] = {}
     for process in _job_processes(host):
         if "RANK" in process.info["environ"]:
@@ -357,13 +358,13 @@ def _job_processes(host: str) -> list[psutil.Process]:
 
 
 def _processes(host: str) -> list[psutil.Process]:
-    """Return a host's processes, the oldest first, with `cmdline` and `environ` in their `info`."""
+    """Return a host's processes, the oldest first. Their `info` contains `cmdline` and `environ`."""
     pids = cluster.processes(host)
     return [process for process in psutil.process_iter(["cmdline", "environ"]) if process.pid in pids]
 
 
 def _keep(folder: Path) -> None:
-    """Copy the runs from the in-memory disk to its mount point, and unmount the disk."""
+    """Unmount the in-memory disk, and keep the runs in the folder where it was mounted."""
     kept = folder.with_name(f".{folder.name}.kept")
     shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("checkpoints", "filler"))
     subprocess.run(["umount", "--lazy", folder], check=True)
@@ -376,7 +377,7 @@ def say(text: str) -> None:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with a row for each fault."""
+    """Return a Markdown table with one row per fault."""
     head = "| fault | survived | starts | steps repeated | seconds without a new step | losses differ by |"
     rows = [head, "|---|---|---|---|---|---|"]
     for outcome in outcomes:

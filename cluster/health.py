@@ -1,12 +1,12 @@
-"""Check if the training in this container is alive. Prints one line and exits with status 0 or 1.
+"""Check if training in this container is alive. Prints one line and exits with status 0 or 1.
 
     python cluster/health.py
     python cluster/health.py --within_s 600
 
-A training is alive if processes of a train script run and none of them is stopped. If the main process is
-among them, its log must also have received a line within --within_s seconds. The log receives a line every
---log_every steps and at each evaluation. Before the first line (start, preparation of data), running
-processes are sufficient.
+Training is alive if processes of a train script run and none of these processes is suspended. In the
+container of the main process, the log must also have received a line within the last --within_s seconds. The
+main process logs a line every --log_every steps and at each evaluation. Before the first line, while the job
+starts and prepares data, running processes are sufficient.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def health(within_s: float) -> tuple[bool, str]:
-    """Return True if the training is alive, and a line that says why."""
+    """Return True if training is alive, and a line with the reason."""
     candidates = psutil.process_iter(["pid", "cmdline", "status", "open_files"])
     processes = [process.info for process in candidates if trains(process.info["cmdline"] or [""])]
     if not processes:
@@ -60,7 +60,7 @@ def health(within_s: float) -> tuple[bool, str]:
 
 
 def trains(words: list[str]) -> bool:
-    """Return True for a rank's or worker's command line: Python with a script train_*.py, not a launcher."""
+    """Return True for the command line of a rank or worker, which is Python with a script train_*.py."""
     script = next((word for word in words[1:] if not word.startswith("-")), "")
     return bool(re.match(r"python[\d.]*$", Path(words[0]).name) and SCRIPT.fullmatch(script))
 

@@ -10,16 +10,16 @@
     python cluster/virtual_cluster.py down
     python cluster/virtual_cluster.py drill -- python launch.py --hostfile /etc/hostfile train_hello.py
 
-Each host (node1, node2, ...) is a set of Linux namespaces. It has its own name, interface eth0 (10.77.0.1,
-10.77.0.2, ...), processes, /dev/shm and /etc/hosts, and an sshd that accepts one key, which `up` creates.
-`ssh node2` works on every host. This machine's cores are divided among the hosts, so several hosts share a
-core if there are more hosts than cores. All hosts share this machine's memory, GPUs and files. --private
-FOLDER gives each host its own copy of a folder. VIRTUAL_CLUSTER=NAME in the environment selects another
-cluster, independent of the default one.
+Each host (node1, node2, ...) is a set of Linux namespaces with a separate name, interface eth0 (10.77.0.1,
+10.77.0.2, ...), process tree, /dev/shm and /etc/hosts. An sshd on each host accepts one key, which `up`
+creates, so `ssh node2` works on every host. This machine's cores are divided among the hosts. If there are
+more hosts than cores, several hosts share a core. All hosts share this machine's memory, GPUs and files.
+--private FOLDER creates a separate copy of a folder for each host. VIRTUAL_CLUSTER=NAME in the environment
+selects a second cluster, which is independent of the default cluster.
 
 The machine itself is not changed. The hosts are connected to a switch in a separate namespace, without a
-route to other networks. `down` kills all their processes and removes everything. The command needs root, and
-Debian's iproute2, nftables and openssh-server.
+route to other networks. `down` kills all processes of the hosts and removes the cluster. The command needs
+root permissions and Debian's iproute2, nftables and openssh-server.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def act(flags: argparse.Namespace) -> int:
     return 0
 
 
-# Verbs with a host as argument
+# Verbs whose argument is a host
 ACTIONS = {"cut": hosts.cut, "heal": hosts.heal, "kill": hosts.kill, "revive": hosts.revive}
 
 

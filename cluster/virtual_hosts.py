@@ -1,6 +1,6 @@
-"""Virtual hosts on one Linux machine: functions that start them, run commands on them and cause faults.
+"""Start virtual hosts on one Linux machine, run commands on the hosts, and cause faults.
 
-cluster/virtual_cluster.py describes the hosts. cluster/drill.py trains on hosts while it causes faults.
+cluster/virtual_cluster.py describes the hosts. cluster/drill.py causes faults while a job trains on them.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ MaxStartups 100
 Subsystem sftp internal-sftp
 """
 SSH_CONFIG = "IdentityFile /etc/ssh/user\nGlobalKnownHostsFile /etc/ssh/ssh_known_hosts\n"
-# Script of a host's first process, with the host's folder as $1. When this process ends, the kernel kills the
-# host's other processes.
+# Script of a host's first process. $1 is the host's folder. When the first process ends, the kernel kills all
+# other processes of the host.
 INIT = """
 set -e
 folder=$1
@@ -66,8 +66,8 @@ def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0)
     Args:
         hosts: Number of hosts.
         slots: Slots per host in the hostfile.
-        private: Folders of which each host gets its own copy.
-        spare: Number of hosts at the end that the hostfile does not name.
+        private: Folders to copy for each host, so that the hosts do not share them.
+        spare: Number of hosts at the end that are not in the hostfile.
     """
     if STATE.exists():
         raise ValueError(f"a virtual cluster is already running ({STATE}). Remove it with `down`.")
@@ -85,7 +85,7 @@ def up(hosts: int, slots: int = 2, private: Sequence[Path] = (), spare: int = 0)
 
 
 def down() -> None:
-    """Kill all processes of all hosts, and remove their namespaces and files."""
+    """Kill all processes on all hosts, and remove the hosts' namespaces and files."""
     for name in names():
         with contextlib.suppress(ValueError):
             kill(name)
@@ -99,16 +99,16 @@ def names() -> list[str]:
 
 
 def inside(host: str, command: list[str], folder: Path | None = None) -> list[str]:
-    """Return the command line that runs a command on a host, in the given folder or the working folder."""
+    """Return the command line that runs a command on a host, in `folder` or in the working folder."""
     init = _init(host)
     target = [*_on_its_cores(host), "nsenter", f"--target={init}", "-m", "-u", "-i", "-n", "-p"]
-    # nsenter's --wd would enter the folder outside the host, not the host's --private copy.
+    # nsenter's --wd would enter this machine's folder instead of the host's --private copy.
     words = shlex.join(["env", "--default-signal=INT", *map(str, command)])
     return [*target, "sh", "-c", f"cd {shlex.quote(str(folder or Path.cwd()))} && exec {words}"]
 
 
 def cut(host: str) -> None:
-    """Disconnect a host's network, while its processes continue."""
+    """Disconnect a host's network. The host's processes continue."""
     _init(host)
     _ip(SWITCH, "link set", f"to-{host}", "down")
 
@@ -117,12 +117,12 @@ def heal(host: str) -> None:
     """Reconnect a host's network after a cut."""
     _init(host)
     _ip(SWITCH, "link set", f"to-{host}", "up")
-    for name in names():  # otherwise, failed lookups of its address would still cause "No route to host"
+    for name in names():  # otherwise, old failed lookups of the address would cause "No route to host"
         _ip(_namespace(name), "neigh flush all")
 
 
 def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
-    """Limit a host's outgoing rate and add a delay, in tc's units: `1gbit`, `2ms`. None removes the limit."""
+    """Limit a host's outgoing rate and add a delay, in tc's units (`1gbit`, `2ms`). None removes a limit."""
     _init(host)
     tc = ["tc", "-n", _namespace(host), "qdisc"]
     subprocess.run([*tc, "del", "dev", "eth0", "root"], capture_output=True)
@@ -136,7 +136,7 @@ def shape(host: str, rate: str | None = None, delay: str | None = None) -> None:
 
 
 def lose(host: str, percent: float) -> None:
-    """Drop a random share of the packets to a host. Does not need netem, which some kernels lack."""
+    """Drop a random share of the packets to a host. This works without netem, which some kernels lack."""
     rules = "table inet lossy\ndelete table inet lossy\n"
     if percent:
         chance = f"numgen random mod 10000 < {round(percent * 100)}"
@@ -151,7 +151,7 @@ def processes(host: str) -> set[int]:
     namespace = os.readlink(f"/proc/{init}/ns/pid")
     pids = set()
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process has just ended
+        with contextlib.suppress(OSError):  # if the process has just ended
             if os.readlink(path / "ns" / "pid") == namespace and int(path.name) != init:
                 pids.add(int(path.name))
     return pids
@@ -161,7 +161,7 @@ def stop_sshd(host: str) -> None:
     """Stop a host's sshd. Open connections stay open."""
     (STATE / host / "no_sshd").touch()
     for process in processes(host):
-        with contextlib.suppress(OSError):  # the process of a connection that has just ended
+        with contextlib.suppress(OSError):  # if a connection's process has just ended
             if "[listener]" in Path(f"/proc/{process}/cmdline").read_text():
                 os.kill(process, signal.SIGTERM)
 
@@ -221,7 +221,7 @@ def _write_files(name: str, addresses: dict[str, str], slots: int, private: list
     files = {
         "name": name,
         "hostname": name + "\n",
-        # A host's own name is a loopback address, as with Debian's installer.
+        # A host's name resolves to a loopback address on the host, as Debian's installer configures it.
         "hosts": f"127.0.0.1 localhost\n127.0.1.1 {name}\n"
         + "".join(f"{address} {other}\n" for other, address in addresses.items() if other != name),
         "hostfile": "".join(
@@ -251,7 +251,7 @@ def _plug_in(name: str, address: str) -> None:
 def _on_its_cores(host: str) -> list[str]:
     """Return the prefix that restricts a command, and its number of threads, to the host's cores.
 
-    A step of a small ViT on 4 hosts and 2 cores takes 0.07 s with this prefix and 1.5 s without it.
+    A step of a small ViT on 4 hosts and 2 cores takes 0.07 s with this prefix, and 1.5 s without the prefix.
     """
     return ["taskset", "--cpu-list", (STATE / host / "cores").read_text()]
 
@@ -294,7 +294,7 @@ def _init(host: str) -> int:
 
 
 def _is_up(host: str) -> bool:
-    """Return True if the recorded pid is still the host's first process. Pids can be reused."""
+    """Return True if the recorded pid still belongs to the host's first process, because pids are reused."""
     try:
         network = os.stat(f"/run/netns/{_namespace(host)}").st_ino
         return os.stat(f"/proc/{_first_child(host)}/ns/net").st_ino == network

@@ -1,4 +1,4 @@
-"""Comparison of the project's attention kernel with torch's backends: time and error, forward and backward.
+"""Compare the project's attention kernel with torch's backends by time and error, forward and backward.
 
     python -m benchmarks.gpu_suite --out gpu --only attention
 
@@ -20,13 +20,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.rows import Result, check
 from onecurve.models.attention import has_kernel, plain_attention
 
-REPEATED = 10  # attention layers in a CUDA graph
+REPEATED = 10  # number of attention layers in a CUDA graph
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-AS_EXACT = 1.5  # largest error of the kernel against float64, relative to flash's error
+AS_EXACT = 1.5  # largest allowed error of the kernel against float64, relative to the error of flash
 
 
 class Shape(NamedTuple):
@@ -35,8 +35,8 @@ class Shape(NamedTuple):
     samples: int
     tokens: int
     heads: int
-    size: int = 64  # of a head
-    expected: dict[str, float] = {}  # noqa: RUF012  # milliseconds by arm
+    size: int = 64  # size of a head
+    expected: dict[str, float] = {}  # noqa: RUF012  # expected milliseconds of each arm
 
 
 SHAPES = {
@@ -49,14 +49,14 @@ SHAPES = {
     ),
     "256 tokens": Shape(256, 256, 6),
 }
-TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]  # forward: rows, keys, warps
-TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]  # backward
+TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]  # rows, keys and warps of the forward kernel
+TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]  # the same of the backward kernel
 
 Arm = Callable[[Tensor], Tensor]
 
 
 def attention(device: torch.device) -> dict[str, Result]:
-    """Measure the milliseconds of each arm and shape, and check that the kernel is as exact as flash."""
+    """Measure the milliseconds of each arm and shape. Check that the kernel is about as exact as flash."""
     results = {}
     for name, shape in shapes(device):
         errors = {}
@@ -74,7 +74,7 @@ def attention(device: torch.device) -> dict[str, Result]:
 
 
 def tiles(device: torch.device) -> dict[str, Result]:
-    """Measure the kernel with other tiles than the defaults in onecurve/models/attention_kernels.py."""
+    """Measure the kernel with tiles that differ from the defaults in onecurve/models/attention_kernels.py."""
     from onecurve.models import attention_kernels as kernels
 
     results, defaults = {}, (kernels.FORWARD, kernels.BACKWARD)
@@ -86,7 +86,7 @@ def tiles(device: torch.device) -> dict[str, Result]:
             cell = f"{name}, forward {tuple(pair[0])}, backward {tuple(pair[1])}"
             try:
                 results[cell] = Result(round(milliseconds(kernel, *inputs_of(shape, device)), 4), "ms")
-            except Exception as error:  # Triton raises several types for too much shared memory
+            except Exception as error:  # Triton raises different errors for too much shared memory
                 results[cell] = Result(note=f"{type(error).__name__}: {str(error)[:100]}")
     kernels.FORWARD, kernels.BACKWARD = defaults
     return results
@@ -119,22 +119,22 @@ def torch_attention(backend: SDPBackend, qkv: Tensor) -> Tensor:
 
 
 def inputs_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random qkv, [B, N, 3, H, D], and a random gradient of the outputs, [B, N, H, D]."""
+    """Return random qkv [B, N, 3, H, D] and a random gradient of the outputs [B, N, H, D]."""
     samples, tokens, heads, size, _ = shape
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     return draw(samples, tokens, 3, heads, size).requires_grad_(), draw(samples, tokens, heads, size)
 
 
 def shape_ms(shape: Shape) -> float:
-    """Return the milliseconds of the memory traffic at 4.2 TB/s.
+    """Return the milliseconds that the memory traffic of a shape takes at 4.2 TB/s.
 
-    qkv is read twice, its gradient and the outputs are written, and the outputs and their gradient are read.
+    The kernels read qkv twice, write the outputs and qkv's gradient, and read the outputs and their gradient.
     """
     return 1e3 * 12 * 2 * shape.samples * shape.tokens * shape.heads * shape.size / 4.2e12
 
 
 def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Return the time of one forward and backward: of REPEATED in a CUDA graph, or of one call on a CPU."""
+    """Return the time of a forward and backward pass, from a graph of REPEATED passes or one CPU call."""
 
     def layers() -> None:
         for _ in range(REPEATED if qkv.is_cuda else 1):
@@ -163,7 +163,7 @@ def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
 
 
 def error(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Return the larger relative error of outputs and gradients against float64, for the first 8 samples."""
+    """Return the relative error against float64 of outputs or gradients (the larger) for 8 samples."""
     few, few_gradient = qkv[:8].detach().requires_grad_(), gradient[:8]
     exact = few.detach().double().requires_grad_()
     out, precise = run(few), plain_attention(exact)

@@ -1,4 +1,4 @@
-"""Checks on one GPU: all scripts with telemetry and memory, deterministic bits, and running out of memory."""
+"""Check all scripts on one GPU, including telemetry, memory, determinism and running out of memory."""
 
 import contextlib
 import importlib.util
@@ -18,14 +18,14 @@ from onecurve.system.files import read_lines
 
 CNNS = ("train_cnn_a", "train_cnn_b")
 SCRIPTS = (*CNNS, "train_vit")
-# Flags and scripts of runs of 20 steps. The smoke test runs train_cnn_a.
+# Flags of runs of 20 steps, and the scripts that run with them. The smoke test runs train_cnn_a.
 FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     (): ("train_cnn_b", "train_vit"),
     ("--grad_checkpointing",): ("train_vit",),
     ("--compile", "default"): SCRIPTS,
 }
-# Flags that have passed before or are slow. --compile uses CUDA graphs only for CNNs, as a ViT's blocks
-# refuse them.
+# Flags that have passed before or are slow. --compile uses CUDA graphs only for CNNs, because the blocks of a
+# ViT refuse CUDA graphs.
 REPEATED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--mixed_precision", "fp16"): SCRIPTS,
     ("--compile", "reduce-overhead"): CNNS,
@@ -35,7 +35,7 @@ DRY = ("train_cnn_a --mixed_precision fp16", "train_cnn_a --compile default", "t
 
 
 def smoke() -> dict[str, Row]:
-    """Return the row that must pass before all others run. It is the first to load CUDA's libraries."""
+    """Return the row that must pass before all other rows run. This row loads CUDA's libraries first."""
     return {"a few steps": row(runs, "train_cnn_a")}
 
 
@@ -49,7 +49,7 @@ def with_flags(table: dict[tuple[str, ...], tuple[str, ...]]) -> dict[str, Row]:
 
 
 def thorough() -> dict[str, Row]:
-    fp32 = ("--deterministic", "--mixed_precision", "no")  # attention uses another kernel in fp32
+    fp32 = ("--deterministic", "--mixed_precision", "no")  # attention uses a different kernel in fp32
     return with_flags(REPEATED) | {
         "train_hello, waits": hello_waits,
         "train_vit, twice, --deterministic, fp32": on_gpu(twice, "train_vit", *fp32),
@@ -69,7 +69,7 @@ def hello_waits(setting: Setting) -> Result:
 
 
 def no_waits(watch: dict[str, Any]) -> Result:
-    """Check that a step does not wait for the GPU, from the result of the probe's watch `waits`."""
+    """Check in the result of the probe's watch `waits` that a step does not wait for the GPU."""
     lines = ", ".join(f"{line} {count}" for line, count in watch["places"].items())
     return check(not watch["waits"], watch["waits"], "a step", 0, lines)
 
@@ -81,7 +81,7 @@ def runs(setting: Setting, script: str, *flags: Any) -> Result:
 
 @rows.once
 def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
-    """Train the script with each of the section's sets of flags, in one process. Return the run folders."""
+    """Train a script with each set of flags of the section, in one process. Return the run folders."""
     table = REPEATED if setting.folder.name == "thorough" else FLAGS
     flag_sets = [flags for flags, scripts in table.items() if script in scripts]
     if setting.dry_run:
@@ -114,11 +114,11 @@ def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
     return check(not problems, round(result["peak_memory_gib"], 3), "GiB", "finished", note)
 
 
-# --- Bits of two equal runs, and of a run that was stopped and resumed
+# --- Bitwise comparison of two equal runs, and of a run that was stopped and resumed
 
 
 def determinism() -> dict[str, Row]:
-    """Return the rows of all scripts. A dry run has only CNN-A, because tests cover all scripts on a CPU."""
+    """Return the rows of all scripts. A dry run only runs CNN-A, because tests cover all scripts on CPUs."""
     table: dict[str, Row] = {}
     for script in SCRIPTS:
         make = row if script == "train_cnn_a" else on_gpu
@@ -134,7 +134,7 @@ def twice(setting: Setting, script: str, *flags: str) -> Result:
 
 
 def graphed(setting: Setting, script: str) -> Result:
-    """Compare runs with and without a graph. They differ if the graph freezes a seed, a rate or an input."""
+    """Compare runs with and without a graph, to detect a seed, rate or input that the graph freezes."""
     checkpoints = trainings(setting, script, "--deterministic")
     return same(checkpoints["without a graph"], checkpoints["with a graph"])
 
@@ -146,7 +146,7 @@ def resumed(setting: Setting, script: str) -> Result:
 
 @rows.once
 def trainings(setting: Setting, script: str, *flags: str) -> dict[str, Path]:
-    """Train some steps several times, all in one process. Return the folder of each last checkpoint."""
+    """Train a few steps several times in one process. Return the folder of each run's last checkpoint."""
     variants: dict[str, list[Any]] = {"first": [], "second": []}
     if flags == ("--deterministic",):
         variants |= {"stopped": ["--max_steps", setting.size(10, 2)], "resumed": []}
@@ -166,7 +166,7 @@ def trainings(setting: Setting, script: str, *flags: str) -> dict[str, Path]:
 
 
 def same(first: Path, second: Path, promised: Any = 0) -> Result:
-    """Compare the weights of two checkpoints. The result is only a measurement if `promised` is not 0."""
+    """Compare the weights of two checkpoints. Unless `promised` is 0, the result is only a measurement."""
     a, b = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert a.keys() == b.keys()
     difference = max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
@@ -176,7 +176,7 @@ def same(first: Path, second: Path, promised: Any = 0) -> Result:
 
 # --- Running out of memory while another process holds most of the GPU
 
-FREE_GIB = 6  # memory that the ballast leaves free
+FREE_GIB = 6  # GPU memory that the ballast leaves free
 BALLAST = """
 import sys, torch
 free, _ = torch.cuda.mem_get_info()
@@ -199,7 +199,7 @@ def memory() -> dict[str, Row]:
 
 @contextlib.contextmanager
 def ballast() -> Iterator[None]:
-    """Hold all of the GPU's memory except FREE_GIB, in another process."""
+    """Allocate all of the GPU's memory except FREE_GIB in another process."""
     words = [sys.executable, "-c", BALLAST, str(FREE_GIB)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -211,7 +211,7 @@ def ballast() -> Iterator[None]:
 
 
 def one_line(setting: Setting) -> Result:
-    """Train with a batch of all generated images, enlarged, which needs 40 times the free memory."""
+    """Train with all generated images, enlarged, as one batch, which needs 40 times the free memory."""
     words = [*small_images(setting, "train_cnn_b"), "--width", 64, "--batch_size", 4096, "--image_size", 128]
     words += rows.run_flags(setting, setting.folder / "full", words)
     with ballast() if not setting.dry_run else contextlib.nullcontext():
@@ -223,7 +223,7 @@ def one_line(setting: Setting) -> Result:
 
 
 def search(setting: Setting) -> Result:
-    """Run find_batch_size.py. A dry run limits CNN-A's memory instead of the GPU's."""
+    """Run find_batch_size.py. A dry run limits the memory of CNN-A's processes instead of a GPU's memory."""
     file, script = setting.folder / "search.json", "train_cnn_a" if setting.dry_run else "train_cnn_b"
     limit = ["--memory_limit_gib", 2, "--quantum", 1024] if setting.dry_run else ["--quantum", 256]
     config = ["--config_file", "accelerate_configs/single_gpu.yaml", "--output", file]

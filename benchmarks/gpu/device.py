@@ -1,8 +1,8 @@
-"""Facts and performance ceilings of the device, and a checkpoint's snapshot compared with a blocking copy.
+"""Measure performance ceilings of the device, and compare a checkpoint's snapshot with a blocking copy.
 
     python -m benchmarks.gpu.device ceilings
 
-The command prints a line of JSON with the cells of each row by the row's name.
+The command prints a line of JSON that maps the name of each row to its cells.
 """
 
 import json
@@ -19,7 +19,7 @@ from benchmarks.gpu import attention
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, succeeds
 from onecurve.system.gpus import list_gpus
 
-# Type, and expected TFLOP/s. All expected values in this file were measured on one H200 (docs/gpu.md).
+# Data type and expected TFLOP/s. All expected values in this file were measured on one H200 (docs/gpu.md).
 PRODUCTS = {"fp32": (torch.float32, 50.9), "bf16": (torch.bfloat16, 738), "fp16": (torch.float16, 689)}
 
 
@@ -40,7 +40,7 @@ def ceilings(device: torch.device) -> dict[str, Result]:
     target = torch.empty_like(source)
     results = {
         "facts": facts(on_gpu),
-        # The host's time for one kernel; the GPU keeps up.
+        # The host's time to launch one kernel, because the GPU keeps up.
         "one launch": Result(round(1e6 * median_s(lambda: small.add_(1)), 1), "us", 5.9),
         "copy on the device": speed_of(lambda: target.copy_(source), 2 * len(source), 4239),
     }
@@ -76,12 +76,12 @@ def facts(on_gpu: bool) -> Result:
 
 
 def speed_of(work: Callable[[], object], moved: int, expected: float) -> Result:
-    """Measure the bandwidth of work that reads and writes `moved` bytes in total."""
+    """Measure the memory bandwidth of `work`, which reads and writes `moved` bytes in total."""
     return Result(round(moved / median_s(work) / 1e9, 1), "GB/s", expected)
 
 
 def product_flops(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float:
-    """Return the FLOP/s of a large square matrix product, which serves as a peak for MFU."""
+    """Return the FLOP/s of a large square matrix product, which MFU uses as the peak."""
     size = 256 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     before = torch.backends.cuda.matmul.allow_tf32
@@ -93,7 +93,7 @@ def product_flops(device: torch.device, dtype: torch.dtype, tf32: bool = False) 
 
 
 def median_s(work: Callable[[], object]) -> float:
-    """Return the seconds of one call. torch's timer waits for the device after each block of calls."""
+    """Return the median seconds of one call. torch's timer waits for the device after each block of calls."""
     return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=0.1).median
 
 
@@ -102,14 +102,14 @@ def median_s(work: Callable[[], object]) -> float:
 
 def snapshots(device: torch.device) -> dict[str, Result]:
     results = {"snapshots are of one step": consistent(64 if device.type == "cpu" else 8192)}
-    if device.type == "cuda":  # as many weights as ViT-B
+    if device.type == "cuda":  # as many weights as in ViT-B
         weights = torch.zeros(86_000_000, device=device)
         results["a blocking copy"] = Result(round(1e3 * median_s(weights.cpu), 1), "ms", 150)
     return results
 
 
 def consistent(size: int) -> Result:
-    """Check that a snapshot contains one step's weights, although steps continue right after it."""
+    """Check that a snapshot contains the weights of one step, although training continues immediately."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.distributed.accelerator import prepare, start
     from onecurve.flags.recipe import Job

@@ -1,4 +1,4 @@
-"""Checks of strategies against one process, on one or more GPUs, with doctor.py, lost ranks and scaling."""
+"""Compare strategies with one process on one or more GPUs. Check doctor.py, lost ranks and scaling."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-# Used instead of --deterministic, whose exact sums are not available to ZeRO on several processes.
+# Used instead of --deterministic, which ZeRO on several processes does not support.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-WITHIN = 1e-4  # tolerance of the loss after some steps in fp32; on a CPU the difference is 1e-5
-END_S = 60  # time after --timeout_s within which a job with a stopped rank must end
+WITHIN = 1e-4  # tolerance of the loss after a few steps in fp32; the difference on a CPU is 1e-5
+END_S = 60  # a job with a suspended rank must end within this time after --timeout_s
 
 
 def strategies() -> dict[str, Row]:
-    """Return rows for one process with the GPU's own backend, and for two ranks that share one GPU."""
+    """Return rows for one process with the GPU's default backend, and for two ranks on one GPU."""
     table: dict[str, Row] = {
         "single": lambda setting: Result(round(loss_of(setting, "single", 1), 6), "loss")
     }
@@ -45,7 +45,7 @@ def strategies() -> dict[str, Row]:
 
 
 def same_bits() -> dict[str, Row]:
-    """Return the rows of all scripts. A dry run has only CNN-A, because tests cover all scripts on a CPU."""
+    """Return the rows of all scripts. A dry run only runs CNN-A, because tests cover all scripts on CPUs."""
     table: dict[str, Row] = {}
     for script in SCRIPTS:
         make = row if script == "train_cnn_a" else on_gpu
@@ -53,13 +53,13 @@ def same_bits() -> dict[str, Row]:
     return table
 
 
-# Strategy, number of ranks, and True if the step is a graph
+# Strategy, number of ranks, and True if each step runs as a graph
 CASES = [("single", 1, False), ("ddp", 2, False), ("ddp", 2, True), ("ddp", 4, True), ("fsdp", 2, True)]
 
 
 def one_hash(setting: Setting, script: str) -> Result:
-    """Compare the SHA-256 of the weights after steps of 12 micro-batches, more than a graph's warm-up."""
-    first = SCRIPTS.index(script)  # rows that run in parallel begin with different launches
+    """Compare the SHA-256 of weights trained with 12 micro-batches per step, more than a graph's warm-up."""
+    first = SCRIPTS.index(script)  # rows that run in parallel start with different launches
     hashes = {case: hashes_of(setting, *case)[script] for case in [*CASES[first:], *CASES[:first]]}
     distinct = len(set(hashes.values()))
     names = [
@@ -71,11 +71,11 @@ def one_hash(setting: Setting, script: str) -> Result:
 
 @rows.once
 def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[str, str]:
-    """Train all scripts in one launch. Return the first digits of the hash of each script's weights."""
+    """Train all scripts in one launch. Return the first digits of each hash of the final weights."""
     launcher, flags, env = launch(name, count)
     module = ["-m", "benchmarks.gpu.trainings"]
     if count > 1 and not setting.dry_run:
-        module = [*shared(setting), "benchmarks/gpu/trainings.py"]  # shared_gpu starts a file
+        module = [*shared(setting), "benchmarks/gpu/trainings.py"]  # shared_gpu starts files, not modules
     each, case = setting.size(32, 4), f"{name}_{count}{'_graph' * is_graph}"
     is_graph &= setting.dry_run or has_new_nccl()
     common = ["--deterministic", "--max_val_images", 64, "--max_steps", setting.size(16, 2), *flags]
@@ -97,7 +97,7 @@ def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[s
 
 
 def shared(setting: Setting) -> list[str]:
-    """Return the module that starts a script whose ranks share one GPU. A dry run needs none."""
+    """Return the flags that start a script whose ranks share one GPU. A dry run needs no flags."""
     return [] if setting.dry_run else ["-m", "benchmarks.gpu.shared_gpu"]
 
 
@@ -116,7 +116,7 @@ def several() -> dict[str, Row]:
 
 
 def launch(name: str, processes: int, *module: str) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return launcher, flags and environment of a strategy. `module` is the flags that start the script."""
+    """Return a strategy's launcher, flags and environment. `module` contains flags that start the script."""
     if name == "single":
         return [], [], NO_TF32
     flags = ["--deepspeed_config", f"ds_configs/{name}.json"] if name.startswith("zero") else []
@@ -131,7 +131,13 @@ def all_gpus(setting: Setting) -> int:
 
 
 def beside_single(setting: Setting, name: str, processes: int | None = None) -> Result:
-    """Compare a strategy's loss with one process. `processes` share one GPU; None is one process per GPU."""
+    """Compare a strategy's loss with the loss of one process.
+
+    Args:
+       setting: Setting of the section.
+       name: Strategy.
+       processes: Number of processes that share one GPU. None runs one process per GPU.
+    """
     module = shared(setting) if processes == 2 else []
     loss = loss_of(setting, name, processes or all_gpus(setting), *module)
     return near(abs(loss - loss_of(setting, "single", 1)))
@@ -142,14 +148,14 @@ def near(difference: float) -> Result:
 
 
 def fp32(setting: Setting) -> list[Any]:
-    """Return the words of CNN-A in fp32. BatchNorm would amplify rounding 100 times within a few steps."""
+    """Return flags for CNN-A in fp32, because BatchNorm would amplify rounding 100 times in a few steps."""
     words = [*small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
     return [*words, "--max_val_images", 256]
 
 
 @rows.once
 def loss_of(setting: Setting, name: str, processes: int, *module: str) -> float:
-    """Return the validation loss after some steps."""
+    """Train a few steps and return the validation loss."""
     launcher, flags, env = launch(name, processes, *module)
     steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), *flags]
     words = [*launcher, *fp32(setting)]
@@ -167,13 +173,13 @@ def doctor(setting: Setting) -> Result:
 
 
 def ring(setting: Setting, processes: int | None = None) -> Result:
-    """Check that a run that each strategy continues in turn ends near a run with only DDP.
+    """Resume a run under each strategy in turn, and check that the run ends near a run that only uses DDP.
 
-    `processes` share one GPU; None runs one process per GPU.
+    All `processes` share one GPU. None runs one process per GPU.
     """
     count, each = processes or all_gpus(setting), setting.size(5, 1)
     module = shared(setting) if processes else []
-    strategies = STRATEGIES if processes is None else ("ddp", "fsdp", "zero3")  # a start takes 12 s
+    strategies = STRATEGIES if processes is None else ("ddp", "fsdp", "zero3")  # each start takes 12 s
     turns = [("ring", name, (i + 1) * each) for i, name in enumerate(strategies)]
     losses = []
     for folder, name, step in [*turns, ("straight", "ddp", len(strategies) * each)]:
@@ -186,12 +192,12 @@ def ring(setting: Setting, processes: int | None = None) -> Result:
 def lost(
     setting: Setting, name: str, number: signal.Signals, processes: int | None = None, *graph: str
 ) -> Result:
-    """Check that a job ends after one of its ranks is killed or stopped during the training.
+    """Check that a job ends after one of its ranks is killed or suspended during training.
 
     Args:
         setting: Setting of the section.
         name: Strategy.
-        number: Signal to the rank.
+        number: Number of the signal sent to the rank.
         processes: Number of processes that share one GPU. None runs one process per GPU.
         graph: Flag that enables or disables step graphs.
     """
@@ -216,7 +222,7 @@ def lost(
 
 
 def wait_for(file: Path, job: psutil.Popen, setting: Setting, lines: int) -> None:
-    """Wait for a number of lines of the log, one per step. A graph is only replayed after its warm-up."""
+    """Wait until the log has a number of lines, one per step. Graphs are only replayed after a warm-up."""
     while not file.exists() or file.read_text().count("\n") < lines:
         if job.poll() is not None or setting.left_s < 0:
             raise RuntimeError("the training did not start")
@@ -230,7 +236,7 @@ def ranks(job: psutil.Popen) -> list[psutil.Process]:
 
 
 def scales(setting: Setting, script: str) -> Result:
-    """Measure weak scaling: images/s per GPU of all GPUs, relative to one GPU, at the same images per GPU."""
+    """Measure weak scaling, which is images/s per GPU on all GPUs relative to one GPU, at equal batches."""
     speeds: dict[int, float] = {}
     for number in (1, count := all_gpus(setting)):
         words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]

@@ -1,16 +1,16 @@
-"""Run a train script's loop under one or more watches, and print a line of JSON.
+"""Measure a train script's loop with one or more watches, and print a line of JSON.
 
     python -m benchmarks.gpu.probe --watch fed train_cnn_a.py --batch_size 512
     python -m benchmarks.gpu.probe --watch fed,resident,profile --watch "fed --compile default" train_vit.py
 
-Each --watch is a training in this process with additional flags, which ends after its last watch. A failed
-training reports an `error` and does not end the other trainings.
+Each --watch starts a training run in this process, with additional flags, which ends after the last of its
+watches. A failed run reports an `error` and does not end the other runs.
 
 fed       Images/s in three windows of --seconds, after a warm-up of --seconds.
-resident  The same on one batch that stays on the device.
-profile   Kernels per step, the fraction of the time in which the GPU was busy, and the most expensive
-    kernels.
-waits     Calls per step that wait for the GPU, and their source lines (torch.cuda.set_sync_debug_mode).
+resident  The same measurement with one batch that stays on the device.
+profile   Kernels per step, fraction of the time in which the GPU was busy, and the most expensive kernels.
+waits     Calls per step that wait for the GPU, and the source lines of these calls
+          (torch.cuda.set_sync_debug_mode).
 
 The output also contains the model's FLOPs per image, and the device's FLOP/s according to a matrix product
 and to the data sheet.
@@ -43,9 +43,9 @@ from onecurve.run.run import Run
 from onecurve.system.cli import split_at_script
 from onecurve.telemetry import flops
 
-WINDOWS, LEAST_STEPS = 3, 3  # number of windows, and minimum steps of a window
+WINDOWS, LEAST_STEPS = 3, 3  # number of windows, and minimum number of steps per window
 KERNELS = 15
-Watch = Generator[None, int, dict[str, Any]]  # receives the images of each step, and returns a result
+Watch = Generator[None, int, dict[str, Any]]  # receives each step's number of images, and returns a result
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
     script = load_script(Path(file).resolve())
     results = [watched(script, words, flags, *shlex.split(watch)) for watch in flags.watch]
     print(json.dumps(results), flush=True)
-    os._exit(0)  # threads of the trainings are still running
+    os._exit(0)  # threads of the training runs are still running
 
 
 def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
         next(watch)
 
     def on_step(run: Run) -> None:
-        """Send the step to the current watch, and end the training after the last watch."""
+        """Report the step to the current watch, and end the training run after the last watch."""
         name, watch = next(iter(pending.items()))
         try:
             watch.send(run.batch.total)
@@ -113,7 +113,7 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
 
 
 def facts_of(script: Any, run: Run) -> dict[str, Any]:
-    """Return the FLOPs per image, and the device's FLOP/s in a bf16 product and in its data sheet."""
+    """Return the FLOPs per image, and the device's FLOP/s, both measured (bf16) and in its data sheet."""
     if not isinstance(run.recipe, ImageRecipe):
         return {}
     name = device_name(run.accelerator)
@@ -127,7 +127,7 @@ def facts_of(script: Any, run: Run) -> dict[str, Any]:
 
 
 def speed(seconds: float, steps: int) -> Watch:
-    """Measure images/s in windows between two waits, after a warm-up with compilation and autotuning."""
+    """Measure images/s in windows that begin and end with a wait, after compilation and autotuning."""
     speeds, images = [], (yield)
     for _ in range(1 + WINDOWS):
         wait_for_device()
@@ -156,7 +156,7 @@ def profile(seconds: float, steps: int) -> Watch:
     kernel_ms: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in profiler.events():
-        # An annotation spans several kernels, for example all kernels of a step.
+        # An annotation covers several kernels, for example all kernels of a step.
         if event.device_type == device_type and not event.is_user_annotation:
             kernel_ms[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
             count[event.name] += 1
@@ -175,7 +175,7 @@ def waits(seconds: float, steps: int) -> Watch:
         for _ in range(steps):
             yield
         set_mode("default")
-    # torch also warns that the mode itself is a prototype.
+    # torch also prints a warning that the mode is a prototype.
     waiting = [w for w in caught or () if "called a synchronizing" in str(w.message)]
     lines = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waiting)
     return {"waits": len(waiting) / steps, "places": dict(lines.most_common(5))}

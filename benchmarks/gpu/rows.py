@@ -1,4 +1,4 @@
-"""Rows of the GPU suite: measurements and checks, their results, and commands that rows run."""
+"""Rows of the GPU suite, which are measurements or checks, and helpers that run commands for them."""
 
 import contextlib
 import importlib.util
@@ -24,11 +24,11 @@ import psutil
 from onecurve.system.processes import end_with_parent, kill
 
 OK, FAIL, SKIPPED, OFF = "ok", "FAIL", "skipped", "off by half"
-PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # package by word in a row's name
+PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # package that rows with a word need
 
 
 class Skip(Exception):
-    """Exception of a row that can't run on this machine. Its text is the reason."""
+    """Exception that a row raises if it can't run on this machine. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +37,31 @@ class Result:
 
     value: Any = ""
     unit: str = ""
-    expected: Any = ""  # estimate of a measurement, or the promise that a check verifies
-    verdict: str = ""  # ok or FAIL, for a check or a measurement with a goal
+    expected: Any = ""  # estimate for a measurement, or the promise that a check verifies
+    verdict: str = ""  # ok or FAIL for a check or a measurement with a goal
     note: str = ""
-    kernels: tuple[tuple[str, float, float], ...] = ()  # most expensive ones: name, ms and count per step
+    kernels: tuple[tuple[str, float, float], ...] = ()  # name, ms per step and count per step
 
 
 @dataclass
 class Setting:
-    """Setting of a section."""
+    """Settings of a section."""
 
-    folder: Path  # used by this section only
-    data: str  # --data of images of 32 pixels
+    folder: Path  # folder that only this section uses
+    data: str  # --data with images of 32 pixels
     gpus: int
-    dry_run: bool  # the section runs on a CPU, where goals do not apply
+    dry_run: bool  # True if the section runs on a CPU, where goals do not apply
     ends_at: float  # deadline (time.time())
     command_s: float = 900  # timeout of a command
-    failures: Path | None = None  # file for the whole output of failed rows
-    small: bool | None = None  # a few steps of small models; None is the same as dry_run
+    failures: Path | None = None  # file for the complete output of failed rows
+    small: bool | None = None  # True for a few steps of small models; None means the same as dry_run
 
     def size(self, full: Any, dry: Any) -> Any:
-        """Return a number of steps, images or bytes, which is small in a dry run."""
+        """Return the number of steps, images or bytes for a full or a dry run."""
         return dry if self.is_small else full
 
     def judge(self, reached: bool) -> str:
-        """Return the verdict about a goal."""
+        """Return the verdict on a goal."""
         return "" if self.is_small else OK if reached else FAIL
 
     @property
@@ -78,9 +78,9 @@ def check(holds: bool, value: Any = "", unit: str = "", promised: Any = "", note
     return Result(value, unit, promised, OK if holds else FAIL, note)
 
 
-# A row's function returns one result, or several results by the rest of their names.
+# A row is a function that returns one result, or several results by suffix of the row's name.
 Row = Callable[[Setting], Result | dict[str, Result]]
-_this = threading.local()  # attribute `outputs`: output of the commands of this thread's row
+_this = threading.local()  # attribute `outputs` contains the output of all commands of this thread's row
 
 
 def row(measure: Callable, *words: Any) -> Row:
@@ -102,13 +102,13 @@ def on_gpu(measure: Callable, *words: Any) -> Row:
 def run_rows(
     rows: dict[str, Row], setting: Setting, at_once: int = 1
 ) -> Generator[dict[str, Any], None, None]:
-    """Run the rows, and yield each as a dict when it ends. A failed row does not end the others."""
+    """Run all rows, and yield each row as a dict when it ends. A failed row does not end other rows."""
     threads = ThreadPoolExecutor(at_once)
     try:
         for ended in as_completed([threads.submit(run_row, *row, setting) for row in rows.items()]):
             yield from ended.result()
     finally:
-        setting.ends_at = 0  # ends rows that are still running
+        setting.ends_at = 0  # this ends rows that are still running
         threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -150,7 +150,7 @@ def _cells(setting: Setting, result: Result) -> dict[str, Any]:
 
 
 def once(make: Callable) -> Callable:
-    """Cache make(setting, *words) per section. The first row that needs it calls it, and other rows wait."""
+    """Cache make(setting, *words) per section. The first row that needs a result computes it, others wait."""
     made: dict[tuple, Any] = {}
     locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
 
@@ -169,7 +169,7 @@ def once(make: Callable) -> Callable:
 
 
 class Done(NamedTuple):
-    """End of a command."""
+    """Result of a command that has ended."""
 
     status: int | None  # None if the command did not end in time
     output: str
@@ -177,7 +177,7 @@ class Done(NamedTuple):
 
 @contextlib.contextmanager
 def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None) -> Iterator[psutil.Popen]:
-    """Start a Python command of the project, and kill its remaining processes at the end of the block."""
+    """Start a Python command of the project. Kill all remaining processes at the end of the block."""
     process = psutil.Popen(
         [sys.executable, *map(str, words)],
         env=os.environ | (env or {}),
@@ -190,13 +190,13 @@ def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None
     try:
         yield process
     finally:
-        with contextlib.suppress(psutil.Error):  # a launcher's ranks run in separate sessions
+        with contextlib.suppress(psutil.Error):  # the ranks of a launcher run in separate sessions
             kill([*process.children(recursive=True), process])
             process.wait(5)
 
 
 def command(setting: Setting, words: list[Any], env: dict[str, str] | None = None) -> Done:
-    """Run a command until it ends, its timeout expires, or the section's time is over."""
+    """Run a command until it ends, its timeout expires, or the section's deadline has passed."""
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         with started(words, output, env) as process:
             try:
@@ -215,7 +215,7 @@ def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = No
     """Run a command and return its last line.
 
     Raises:
-        RuntimeError: The command failed or did not end in time. The message contains its last lines.
+        RuntimeError: The command failed or did not end in time. The message contains its last output.
     """
     done = command(setting, words, env)
     last = [line for line in done.output.splitlines() if line.strip()][-3:]
@@ -226,7 +226,7 @@ def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = No
 
 
 def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
-    """Return the flags of a run that writes only to the suite's scratch folder."""
+    """Return the flags of a run that only writes to the suite's scratch folder."""
     flags = ["--trackers", "none", "--output_dir", folder]
     return flags if "train_hello.py" in words else [*flags, "--cache_dir", setting.folder.parent / "cache"]
 
@@ -234,7 +234,7 @@ def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
 def train(
     setting: Setting, name: str, words: list[Any], *flags: Any, env: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Train with a launcher and a script. Return the run folder and the content of result.json."""
+    """Run a train script with a launcher. Return the run folder and the content of result.json."""
     folder = setting.folder / name.replace(" ", "_").replace("/", "_")
     succeeds(setting, [*words, *run_flags(setting, folder, words), *flags], env)
     return folder, json.loads((folder / "result.json").read_text())
@@ -247,9 +247,10 @@ def train_all(
     launcher: Sequence[Any] = ("-m", "benchmarks.gpu.trainings"),
     env: dict[str, str] | None = None,
 ) -> None:
-    """Run trainings one after another in one process or one launch. Each command names its --output_dir.
+    """Run several training commands in turn in one process or one launch. Each must pass --output_dir.
 
-    A failed training does not end the others. Its run folder then contains no result with status `finished`.
+    A failed run does not end the other runs. The run folder of a failed run contains no result with status
+    `finished`.
     """
     spec = setting.folder / f"{name}.json"
     spec.write_text(json.dumps([list(map(str, words)) for words in commands]))
@@ -265,7 +266,7 @@ def trained(setting: Setting, name: str, *words: Any, **named: Any) -> Iterator[
 
 
 def small_images(setting: Setting, script: str) -> list[Any]:
-    """Return a train script and its flags for images of 32 pixels, with a small model in a dry run."""
+    """Return a train script and flags for images of 32 pixels. A dry run uses a small model."""
     words = [f"{script}.py", "--data", setting.data]
     if script == "train_vit":
         small = ["--model", "test_vit", "--image_size", 32, "--patch_size", 8, "--batch_size", 64]

@@ -1,9 +1,10 @@
-"""Start a train script whose ranks share the first GPU, over NCCL from version 2.30 on, otherwise over gloo.
+"""Start a train script whose ranks share the first GPU, over NCCL if it is at least 2.30, else over gloo.
 
     torchrun --nproc_per_node=2 -m benchmarks.gpu.shared_gpu train_cnn_a.py [SCRIPT_FLAGS ...]
 
-With this command, one GPU is sufficient to check the strategies' collectives and their order. It does not
-measure speed, because the ranks take turns, and it does not test links between GPUs and hosts.
+With this command, one GPU is sufficient to check the collectives of all strategies and the order of the
+collectives. The command is not suited to measure speed, because the ranks take turns, and it does not test
+links between GPUs or hosts.
 """
 
 import os
@@ -26,9 +27,9 @@ NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CT
 
 def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
-    # LOCAL_RANK selects the GPU. Ranks keep their RANK, and LOCAL_NUMBER stores their index on the host.
+    # LOCAL_RANK selects the GPU. RANK stays unchanged, and LOCAL_NUMBER stores the rank's index on the host.
     os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
-    if torch.cuda.is_available():  # init() reads the properties of each GPU that device_count() reports
+    if torch.cuda.is_available():  # init() reads the properties of all GPUs in device_count()
         torch.cuda.init()
     torch.cuda.device_count = lambda: processes
     if has_new_nccl():
@@ -44,7 +45,7 @@ def has_new_nccl() -> bool:
 
 
 def use_nccl() -> None:
-    """Let the ranks share the GPU over NCCL, and skip the project's check that each rank has its own GPU."""
+    """Let the ranks share the GPU over NCCL. Skip the project's check that each rank uses another GPU."""
     os.environ |= NCCL
     accelerator.check_own_gpu = lambda *_: None
     if os.environ["RANK"] == "0":
@@ -70,7 +71,7 @@ def use_gloo() -> None:
 
 
 def gather_on_the_host() -> None:
-    """Run DTensor's collectives on host memory, because gloo's crash on GPU memory (pytorch #152645)."""
+    """Run DTensor's collectives in host memory, because gloo crashes with GPU memory (pytorch #152645)."""
 
     def through_host(collective: Callable, tensor: torch.Tensor, *words: object) -> torch.Tensor:
         return torch.ops._c10d_functional.wait_tensor(collective(tensor.cpu(), *words)).to(tensor.device)

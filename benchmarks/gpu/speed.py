@@ -1,8 +1,8 @@
-"""Throughput, kernels, busy share and MFU of each case, and recipes with goals.
+"""Measure throughput, kernels, busy time and MFU of each case, and recipes with goals.
 
-Each case runs in a separate process. MFU is the model's FLOP/s (torch's counter, forward and backward)
-relative to the FLOP/s of a large bf16 product on this device, and relative to the peak of its data sheet.
-Expected values were measured on one H200 at commit f763543 (docs/gpu.md).
+Each case runs in a separate process. MFU is the model's FLOP/s (counted by torch, forward and backward)
+relative to the FLOP/s of a large bf16 product on this device, and relative to the peak in the device's data
+sheet. Expected values were measured on one H200 at commit f763543 (docs/gpu.md).
 """
 
 import io
@@ -30,11 +30,11 @@ from benchmarks.gpu.rows import (
     trained,
 )
 
-END_TO_END = 0.95  # goal of a training's speed, relative to the speed on a resident batch
+END_TO_END = 0.95  # goal for the training speed, relative to the speed on a resident batch
 
 
 class Variant(NamedTuple):
-    """Additional flags of a case."""
+    """Additional flags of a case, with expected speeds."""
 
     flags: tuple[Any, ...] = ()
     expected: float | None = None  # images/s
@@ -53,8 +53,8 @@ class Case:
     base: Variant = PLAIN
     kernels: float | None = None  # expected kernels per step
     variants: dict[str, Variant] = field(default_factory=dict)
-    repeated: dict[str, Variant] = field(default_factory=dict)  # variants of section `thorough`
-    photographs: Sequence[tuple[int, int]] = ()  # widths and heights of generated images that replace --data
+    repeated: dict[str, Variant] = field(default_factory=dict)  # variants that only section `thorough` runs
+    photographs: Sequence[tuple[int, int]] = ()  # width and height of generated images that replace --data
 
 
 COMPILED, EAGER, DETERMINISTIC = ("--compile", "default"), ("--no_step_graph",), ("--deterministic",)
@@ -78,13 +78,13 @@ CASES = {
     "CNN-A, batch 512": CNN_A,
     "vit ViT-S/16 at 224, RandAugment, batch 256": SMALL_VIT,
 }
-# The most common sizes in ImageNet, decoded during the training. Images of one size would be decoded only
-# once.
+# The images have the most common sizes in ImageNet and are decoded during training. If they all had the same
+# size, they would be decoded only once.
 DECODED = replace(SMALL_VIT, photographs=[(500, 375), (375, 500)], flags=(*VIT_S, "--workers", 12))
 
 
 def rows() -> dict[str, Row]:
-    """Return a row per case. A dry run has the fastest network, and the one with generated photographs."""
+    """Return a row per case. A dry run has the fastest network, and the case with generated photographs."""
     dry = (CNN_A, SMALL_VIT)
     table = {name: (row if case in dry else on_gpu)(measured, case) for name, case in CASES.items()}
     return table | {"vit ViT-B/32, deterministic": on_gpu(alone, VIT_B, Variant(DETERMINISTIC, 11_527))}
@@ -152,11 +152,11 @@ def speed(setting: Setting, variant: Variant, probed: dict[str, Any]) -> Result:
 
 
 def probe(setting: Setting, case: Case, watches: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
-    """Run benchmarks.gpu.probe with the watches on the case, and with watch `fed` on each variant.
+    """Run benchmarks.gpu.probe on a case with the given watches, and on each variant with watch `fed`.
 
-    All trainings run in one process, without telemetry, log lines and checkpoints.
+    All training runs share one process and write no telemetry, log lines or checkpoints.
     """
-    seconds = setting.size(3 if case is DECODED else 1, 0.2)  # the first windows drain the decoders' queue
+    seconds = setting.size(3 if case is DECODED else 1, 0.2)  # the first windows drain a queue of decoded images
     words = ["-m", "benchmarks.gpu.probe", "--seconds", seconds]
     for names, variant in ((watches, case.base), *(("fed", variant) for variant in variants.values())):
         words += ["--watch", shlex.join(map(str, (names, *variant.flags)))]
@@ -178,7 +178,7 @@ def script_words(setting: Setting, case: Case) -> list[Any]:
 
 
 def photographs(setting: Setting, sizes: Sequence[tuple[int, int]]) -> Path:
-    """Write class folders of smooth noise and return their root. Their JPEGs are as large as photographs'."""
+    """Write class folders of smooth noise, whose JPEGs are as large as photographs. Return their root."""
     random, root = np.random.default_rng(0), setting.folder / "x".join(map(str, sizes[0]))
     count = setting.size(2048, 128)
     for split, images in (("train", count), ("val", count // 16)) if not root.exists() else ():
@@ -202,19 +202,20 @@ def decoding(setting: Setting) -> Result:
     return Result(round(value), "images/s", 500, note=note)
 
 
-# --- Recipes with goals on CIFAR-10: accuracy, and seconds of training with and without the first epoch
+# --- Recipes with goals on CIFAR-10 for accuracy, and for training time with and without the first epoch
 
 FAST = ("--config", "recipes/cnn_b_cifar10_fast.yaml")
 IMAGES = 50_000  # training images of CIFAR-10
 
 
-# Accuracy on the original images, and on a JPEG copy. airbench94 reaches 0.9401 on the originals. On the
-# copy, airbench94 reached 0.8989 without averaged test images, and the fast recipe 0.9032.
+# Goals for the accuracy on the original images and on a JPEG copy. airbench94 reaches 0.9401 on the original
+# images. On the copy, airbench94 reached 0.8989 without averaging over test images, and the fast recipe reached
+# 0.9032.
 FAST_ACCURACY, CNN_A_ACCURACY = (0.94, 0.90), (0.75, 0.75)
 
 
 def recipes() -> dict[str, Row]:
-    """Return the recipes' rows, with an H200's expected seconds. A dry run has only the uncompiled recipe."""
+    """Return a row per recipe, with the seconds expected on an H200. A dry run only uses one recipe."""
     fast = ("train_cnn_b", FAST_ACCURACY, 15.7, 17, *FAST, *COMPILED)
     return {
         "fast recipe, compiled": on_gpu(trains, *fast),
@@ -223,7 +224,7 @@ def recipes() -> dict[str, Row]:
 
 
 def is_jpeg(data: str) -> bool:
-    """Return True for tables of JPEGs. The hub's CIFAR-10 contains PNGs, which keep the original pixels."""
+    """Return True for tables with JPEGs. CIFAR-10 on the hub contains PNGs, which keep the exact pixels."""
     if not (tables := sorted(Path(data).rglob("train-*.parquet"))):
         return False
     import pyarrow.parquet
@@ -246,9 +247,9 @@ def trains(
     Args:
         setting: Setting of the section.
         script: Train script.
-        accuracies: Goals on CIFAR-10's original images and on a JPEG copy.
+        accuracies: Goals for the accuracy on CIFAR-10's original images and on a JPEG copy.
         expected_s: Expected seconds of training after the first epoch.
-        goal_s: Goal of these seconds.
+        goal_s: Goal for these seconds.
         flags: Flags of the script.
     """
     accuracy = accuracies[is_jpeg(setting.data)]
@@ -256,7 +257,7 @@ def trains(
     words = [*small_images(setting, script), *flags, *setting.size([], small), "--telemetry_s", 0]
     with trained(setting, script, words) as (folder, result):
         seconds, settled, evaluations = times(folder, result)
-    # There are fewer generated images, so the time is scaled to the steps of CIFAR-10.
+    # Generated data sets contain fewer images, so scale the time to the number of steps with CIFAR-10.
     share = result["epochs"] * IMAGES / (result["steps"] * result["batch_size"])
     is_whole = setting.data != "synthetic"
     seconds, settled = (s if is_whole else s * share for s in (seconds, settled))
@@ -274,11 +275,11 @@ def trains(
 
 
 def times(folder: Path, result: dict[str, Any]) -> tuple[float, float, list[float]]:
-    """Return the seconds of the training, of a training without start-up costs, and of each evaluation.
+    """Return the seconds of training, of training without start-up costs, and of each evaluation.
 
-    The second value is the time of epochs 2 to n, multiplied by n / (n - 1), because the first epoch
-    autotunes and compiles. The training's seconds do not include evaluations. The first evaluation also
-    autotunes and compiles.
+    The second value is the time of epochs 2 to n, multiplied by n / (n - 1), because the first epoch includes
+    autotuning and compilation. The first two values do not include evaluations. The first evaluation also
+    includes autotuning and compilation.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     per_epoch, epochs = result["steps"] / result["epochs"], result["epochs"]

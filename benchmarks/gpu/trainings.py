@@ -1,11 +1,11 @@
-"""Run several trainings one after another in one process, because a start takes 10 s on a GPU.
+"""Run several training commands in one process, because starting a process takes 10 s on a GPU.
 
     python -m benchmarks.gpu.trainings SPEC
     torchrun --nproc_per_node=2 -m benchmarks.gpu.trainings SPEC
 
-SPEC is a JSON file with a list of commands. Each command is a list of a script and its flags. A failed
-training does not end the others. Its run folder contains no result, or a result that reports the failure. The
-exit status is 1 if a training failed.
+SPEC is a JSON file with a list of commands. Each command is a list of a script and its flags. A failed run
+does not end the other runs. The run folder of a failed run contains no result, or a result that reports the
+failure. The exit status is 1 if any run failed.
 """
 
 import gc
@@ -29,7 +29,7 @@ def main() -> None:
     failed = [words for words in json.loads(Path(sys.argv[1]).read_text()) if not succeeds(words)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(bool(failed))  # threads of the trainings are still running
+    os._exit(bool(failed))  # threads of the training runs are still running
 
 
 def succeeds(words: list[str]) -> bool:
