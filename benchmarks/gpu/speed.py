@@ -156,7 +156,7 @@ def probe(setting: Setting, case: Case, watches: str, variants: dict[str, Varian
 
     All training runs share one process and write no telemetry, log lines or checkpoints.
     """
-    seconds = setting.size(3 if case is DECODED else 1, 0.2)  # the first windows drain a queue of decoded images
+    seconds = setting.size(3 if case is DECODED else 1, 0.2)  # the first windows use decoded images
     words = ["-m", "benchmarks.gpu.probe", "--seconds", seconds]
     for names, variant in ((watches, case.base), *(("fed", variant) for variant in variants.values())):
         words += ["--watch", shlex.join(map(str, (names, *variant.flags)))]
@@ -209,8 +209,8 @@ IMAGES = 50_000  # training images of CIFAR-10
 
 
 # Goals for the accuracy on the original images and on a JPEG copy. airbench94 reaches 0.9401 on the original
-# images. On the copy, airbench94 reached 0.8989 without averaging over test images, and the fast recipe reached
-# 0.9032.
+# images. On the copy, airbench94 reached 0.8989 without averaging over test images, and the fast recipe
+# reached 0.9032.
 FAST_ACCURACY, CNN_A_ACCURACY = (0.94, 0.90), (0.75, 0.75)
 
 
