@@ -11,9 +11,9 @@ the model, for example --data, and changes the recipe accordingly. It writes the
 
 model.safetensors  the weights in fp32
 config.json        the architecture, the preprocessing and the class names
-model.py           code that builds and loads a model that is not in timm; it needs only torch
+model.py           code that builds and loads a model that timm does not contain, using only torch
 model.onnx         the same model for ONNX Runtime, with the contents of config.json (only with --onnx)
-README.md          a model card with the data, the recipe and the metrics; please add the licence
+README.md          a model card with the data, the recipe and the metrics, to which you add the licence
 
 To load a timm model, use `timm.create_model("local-dir:FOLDER", pretrained=True)`, or `hf-hub:OWNER/NAME`
 to load it from the hub. transformers loads timm models with `pipeline("image-classification",

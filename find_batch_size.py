@@ -125,7 +125,7 @@ class BatchSearch:
 
         self.flags = flags
         config = read_yaml("--config_file", flags.config_file)
-        self.processes = config.get("num_processes", 1)  # on all hosts
+        self.processes = config.get("num_processes", 1)  # number of processes on all hosts
         if flags.hostfile:
             self.processes = sum(len(host.devices) for host in read_hostfile(flags.hostfile))
         elif config.get("num_machines", 1) > 1:
@@ -247,7 +247,7 @@ class BatchSearch:
         flags = {
             "per_device_batch_size": size,
             "batch_size": batch_size,
-            "streams": self.processes,  # streams of shards; they must divide any size
+            "streams": self.processes,  # number of streams of shards, which must divide any size
             "epochs": STEPS,  # a batch may contain the whole data set, so that an epoch is one step
             "max_steps": STEPS,
             "patience": STEPS,  # at most one evaluation per step, so this never ends a trial

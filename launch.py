@@ -1,4 +1,4 @@
-"""Start a job on all hosts of a hostfile over ssh, and stop it on all of them when one host fails.
+"""Start a job on all hosts in a hostfile over ssh, and stop the job on all hosts when one host fails.
 
     python launch.py --hostfile hostfile --config_file accelerate_configs/ddp_2x2gpu.yaml train_cnn_a.py
     python launch.py --mode single-node --gpus 2
@@ -48,7 +48,7 @@ from tools.launch.job import JobRunner, LaunchPlan
 
 SINGLE = "accelerate_configs/single_gpu.yaml"
 DDP = "accelerate_configs/ddp_2gpu.yaml"  # a config that works for any number of processes
-# Variables that DeepSpeed's launcher may pass to other hosts. None of them is secret.
+# Variables that DeepSpeed's launcher may pass to other hosts. No variable in this list is secret.
 DEEPSPEED_ENV = ["CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_DEBUG"]
 DEEPSPEED_ENV += ["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS"]
 DEEPSPEED_ENV += ["WANDB_MODE", "WANDB_PROJECT"]
@@ -215,7 +215,7 @@ def write_deepspeed_env() -> int:
     """
     file = Path(".deepspeed_env")
     lines = file.read_text().splitlines() if file.exists() else []
-    # Blank lines are dropped, because DeepSpeed fails to read them.
+    # Drop blank lines, because DeepSpeed can't read them.
     kept = [line for line in lines if line.strip() and line.partition("=")[0] not in DEEPSPEED_ENV]
     written = [f"{name}={os.environ[name]}" for name in DEEPSPEED_ENV if os.environ.get(name)]
     write_text(file, "".join(f"{line}\n" for line in [*kept, *written]))

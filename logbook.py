@@ -1,4 +1,4 @@
-"""Write the log book: Markdown pages with plots for runs, in runs/logbook/ or --folder.
+"""Write the log book, which consists of Markdown pages with plots for runs, to runs/logbook/ or --folder.
 
     python logbook.py add runs/train_cnn_a/single_128_10_1_1
     python logbook.py compare runs/train_cnn_b/fsdp_128_15_1_4 runs/train_cnn_b/ddp_128_15_2_4
@@ -44,7 +44,7 @@ def main() -> int:
     written = flags.make(flags)
     pages = [shortest(page.absolute()) for page in (write_index(flags.folder), *written)]
     print("\n".join(pages))
-    print(python_command("-m", "rich.markdown", pages[-1]))  # shows the page in the terminal
+    print(python_command("-m", "rich.markdown", pages[-1]))  # a command that shows the page in the terminal
     return 0
 
 

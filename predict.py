@@ -54,7 +54,7 @@ WHOLE = ("digits", "cifar10", "synthetic")  # not cropped, if the checkpoint doe
 SHEET, EDGE = 32, 128  # number of images on sheet.png, and the length of their edges in pixels
 PRINTED = 10
 
-Row = dict[str, Any]  # file, classes and probabilities with the most likely class first; or file and error
+Row = dict[str, Any]  # keys file, classes and probabilities (most likely class first), or file and error
 
 
 @dataclass(frozen=True, kw_only=True)

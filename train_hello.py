@@ -7,7 +7,7 @@ processes do together. The other scripts do the same with images.
     torchrun --standalone --nproc_per_node=2 train_hello.py
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
 
-It takes seconds, and saves loss curves and a plot of the learned function in plots/ of the run folder.
+The run takes a few seconds, and saves loss curves and a plot of the learned function to plots/ in its folder.
 """
 
 import math
@@ -59,7 +59,7 @@ class Block(nn.Sequential):
 class Net(nn.Module):
     """[B, 1] -> [B, 1]"""
 
-    # FSDP and ZeRO-3 give each process a shard of every weight and gather a block's weights when it runs.
+    # FSDP and ZeRO-3 store a shard of every weight on each process, and gather a block's weights to run it.
     _no_split_modules = ("Block",)
 
     def __init__(self, hidden_size: int):
@@ -167,7 +167,8 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
                 with accelerator.accumulate(model):
                     loss = F.mse_loss(model(rows(x, ids)).float(), rows(y, ids))
                     # Each rank computes the gradient of its points. During backward, the ranks average the
-                    # gradients (all-reduce; FSDP and ZeRO: reduce-scatter, which sends each rank its shard).
+                    # gradients with an all-reduce. FSDP and ZeRO use a reduce-scatter, which sends each rank its
+                    # shard.
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)

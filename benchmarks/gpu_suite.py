@@ -1,4 +1,4 @@
-"""Check the project's claims about GPUs on this machine's GPUs, and write a table. Takes ten minutes.
+"""Check the project's claims about GPUs on this machine in ten minutes, and write a table of the results.
 
     python -m benchmarks.gpu_suite --out gpu --data /data/cifar10
     python -m benchmarks.gpu_suite --out gpu --only strategies,throughput

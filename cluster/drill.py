@@ -32,7 +32,7 @@ from onecurve.system.processes import kill
 VICTIM = "node2"
 ON = 0.2  # fraction of the steps to train during a fault, which shows that the job continues
 PAUSE_S = 25  # minimum duration of a fault, longer than the time to detect a lost host
-PATIENCE_S = 120  # a job without progress for this long plus the undisturbed run's time hangs
+PATIENCE_S = 120  # a job hangs if it makes no progress for this long plus the undisturbed run's time
 STARTS = 4  # number of starts of the same command after which training counts as failed
 AFTER = 0.3  # fraction of the steps before the fault
 DISK_MIB = 512
@@ -364,7 +364,7 @@ def _processes(host: str) -> list[psutil.Process]:
 
 
 def _keep(folder: Path) -> None:
-    """Unmount the in-memory disk, and keep the runs in the folder where it was mounted."""
+    """Unmount the in-memory disk, and keep the runs in the folder where the disk was mounted."""
     kept = folder.with_name(f".{folder.name}.kept")
     shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("checkpoints", "filler"))
     subprocess.run(["umount", "--lazy", folder], check=True)

@@ -150,7 +150,7 @@ def _cells(setting: Setting, result: Result) -> dict[str, Any]:
 
 
 def once(make: Callable) -> Callable:
-    """Cache make(setting, *words) per section. The first row that needs a result computes it, others wait."""
+    """Cache make(setting, *words) per section. The first row computes a result while other rows wait."""
     made: dict[tuple, Any] = {}
     locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
 

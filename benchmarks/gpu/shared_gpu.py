@@ -1,4 +1,4 @@
-"""Start a train script whose ranks share the first GPU, over NCCL if it is at least 2.30, else over gloo.
+"""Start a train script whose ranks share the first GPU, over NCCL 2.30 or newer, or else over gloo.
 
     torchrun --nproc_per_node=2 -m benchmarks.gpu.shared_gpu train_cnn_a.py [SCRIPT_FLAGS ...]
 

@@ -84,7 +84,7 @@ DECODED = replace(SMALL_VIT, photographs=[(500, 375), (375, 500)], flags=(*VIT_S
 
 
 def rows() -> dict[str, Row]:
-    """Return a row per case. A dry run has the fastest network, and the case with generated photographs."""
+    """Return a row per case. A dry run only includes the fastest network and the generated photographs."""
     dry = (CNN_A, SMALL_VIT)
     table = {name: (row if case in dry else on_gpu)(measured, case) for name, case in CASES.items()}
     return table | {"vit ViT-B/32, deterministic": on_gpu(alone, VIT_B, Variant(DETERMINISTIC, 11_527))}

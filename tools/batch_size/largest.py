@@ -25,7 +25,7 @@ from onecurve.system.processes import (
     says_out_of_memory,
 )
 
-FIRST = 8  # images in the first trial; fewer images hardly need more memory than weights and libraries
+FIRST = 8  # images in the first trial, because fewer images need little memory beyond weights and libraries
 EXTRAPOLATED_SHARE = 0.9  # fraction of a predicted growth to try, if the prediction is an extrapolation
 KNEE_SPEED_UP = 1.05  # speedup over a smaller batch that makes a larger batch worthwhile
 SAMPLE_S, PERIOD_S = 0.02, 0.5  # intervals of sampling memory and of listing the processes
@@ -59,7 +59,7 @@ def next_size(ran: dict[int, float], failed: set[int], limit_gib: float, quantum
 
 
 def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
-    """Return the largest size that should fit, extrapolated from all sizes that ran. It is never smaller."""
+    """Return the largest size that should fit, extrapolated from smaller sizes that ran."""
     if not ran:
         return max(1, FIRST // quantum) * quantum
     small, low = min(ran), max(ran)
@@ -68,7 +68,7 @@ def _predicted(ran: dict[int, float], limit_gib: float, quantum: int) -> int:
     image_gib = (ran[low] - ran[small]) / (low - small)
     if image_gib <= 0:
         return 4 * low
-    room = (limit_gib - ran[low]) / image_gib + 1e-6  # in images; 1e-6 tolerates rounding of an exact fit
+    room = (limit_gib - ran[low]) / image_gib + 1e-6  # in images; 1e-6 tolerates rounding
     if room > low - small:
         room *= EXTRAPOLATED_SHARE
     if room >= quantum:

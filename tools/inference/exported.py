@@ -47,7 +47,7 @@ class Exported:
     model: nn.Module  # fp32, in evaluation mode
     classes: tuple[str, ...]
     preprocessing: DataConfig
-    is_cropped: bool  # True: images are resized and cropped; False: only resized
+    is_cropped: bool  # True if images are resized and cropped, False if they are only resized
     sample: Tensor  # held-out images as the model's input: [n, 3, S, S]
 
     @property

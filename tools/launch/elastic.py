@@ -44,8 +44,8 @@ KILL_S = 3  # time from a loss until the other hosts are killed, because they wa
 RETRY_S = 5  # interval between attempts to connect to a host that is away
 SETTLE_S = 3  # time to wait for more hosts before a round starts or is stopped for a joining host
 WAIT_S = 120  # the job ends if too few hosts are available for this long
-LEAVE_S = 180  # time until a host that was told to stop may join again; a restarted host may join at once
-REFUSED_S, LONGEST_S = 60, 3600  # first exclusion of a faulty host, and maximum; it doubles each time
+LEAVE_S = 180  # time until a host that was told to stop may join again, unless it was away in the meantime
+REFUSED_S, LONGEST_S = 60, 3600  # a faulty host's first exclusion, doubled each time up to a maximum
 FRUITLESS_ROUNDS = 3  # failed rounds at the same step after which the job ends
 
 

@@ -178,7 +178,7 @@ class Connection:
             text, mark, event = line.rstrip("\n").partition(EVENT)
             if text or not mark:
                 yield text
-            with contextlib.suppress(json.JSONDecodeError):  # no event, or a lost connection cut it off
+            with contextlib.suppress(json.JSONDecodeError):  # not an event, or an incomplete event
                 yield json.loads(event)
 
 
@@ -195,7 +195,7 @@ def event_line(event: str, **facts: Any) -> str:
 
 
 def start_on(host: str, module: str) -> subprocess.Popen[str]:
-    """Start a module of this project on a host, over ssh unless it is this host.
+    """Start a module of this project on a host. Use ssh unless the host is this machine.
 
     The module runs in a separate session, so that Ctrl-C in this terminal does not reach it.
     """
@@ -241,8 +241,8 @@ def connection_addresses() -> dict[str, str | None]:
 def master_address(ends: Sequence[Mapping[str, str | None]]) -> str:
     """Return an address at which all hosts can reach the first host.
 
-    This is the address at which ssh reached the first host. If the first host is this machine, it is the
-    address from which ssh connected to the other hosts.
+    The result is the address at which ssh reached the first host. If the first host is this machine, the
+    result is the address from which ssh connected to the other hosts.
 
     Args:
         ends: The connection_addresses() of each host.

@@ -152,7 +152,7 @@ class Launcher(ABC):
 
     def _listen(self, connection: HostConnection) -> None:
         for event in connection.events():
-            # Set in this thread, because a suspended terminal can block the main thread although hosts work.
+            # Set in this thread, because a suspended terminal can block the main thread while hosts respond.
             connection.received_at = time.monotonic()
             handle: Callable[..., None] = self.on_line if isinstance(event, str) else self.on_event
             self.events.put(partial(handle, connection, event))

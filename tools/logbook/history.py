@@ -113,7 +113,7 @@ def is_default(run: RunRecord, name: str, default: Any) -> bool:
 
 
 def commands(run: RunRecord) -> str:
-    """Return the run's command. If it differs between starts, a comment with the steps precedes each one."""
+    """Return the run's command, or all commands, each after a comment with its steps, if they differ."""
     pairs = [(command(start.about), f"# steps {start.first + 1:,} to {start.last:,}") for start in run.kept]
     if len({words for words, _ in pairs}) < 2:
         return command(run.about)

@@ -116,7 +116,7 @@ def columns(items: Sequence[Mapping[str, Any]], labels: Mapping[str, tuple[str, 
 
 
 def folded(content: str, summary: str) -> Markup:
-    """Return Markdown as a folded section with a title. The title is plain text."""
+    """Return Markdown content as a folded section. The summary is plain text."""
     return Markup(f"<details><summary>{html.escape(_line(summary))}</summary>\n\n{content}\n\n</details>")
 
 

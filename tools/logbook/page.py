@@ -99,7 +99,7 @@ def _evaluations(run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def _measured(evaluations: Collection[dict[str, Any]]) -> list[tuple[str, str, list[float | None]]]:
-    """Return one row per metric, for markdown.known()."""
+    """Return one row per metric, in the format that markdown.known() accepts."""
     titles = {name: metric.title for name, metric in METRICS.items() if metric.is_share}
     titles |= {"raw_accuracy": "accuracy without EMA"}
     titles |= {name: metric.title for name, metric in METRICS.items() if not metric.is_share}

@@ -41,7 +41,7 @@ MEANING = {  # what a verification without a difference proves
     " weights. The differences of the replayed steps are reported without a verdict",
 }
 COMPARED = ("recipe.json", "result.json", "metrics.jsonl", STARTS)  # compared with a replay, like checkpoints
-MOST_BYTES = 2**31  # larger files are not read; 14 days of telemetry of 8 GPUs are smaller
+MOST_BYTES = 2**31  # larger files are not read, but 14 days of telemetry of 8 GPUs are smaller
 MOST_SAMPLES = 5_000  # telemetry samples per host on a page; 64 hosts write 8 GB of samples a day
 FEWEST_SPEEDS = 8  # fewest values from which deciles are computed
 UNFINISHED = "killed or still running"  # status of a run without a result
@@ -450,7 +450,7 @@ def measures_anew(start: dict[str, Any]) -> bool:
 
 
 def with_totals(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of starts.jsonl with the values that result.json derives from it."""
+    """Return a line of starts.jsonl, completed with the values that result.json derives from the line."""
     names = ("data", "batch_size", "epochs", "seed", "deterministic")
     recipe = typed_values(line.get("recipe", {}), KINDS["result.json"])[0]
     totals = {name: recipe[name] for name in names if name in recipe}

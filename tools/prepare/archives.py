@@ -1,4 +1,4 @@
-"""Read tar archives as streams from a disk or S3, member by member, without extracting them.
+"""Read tar archives from a disk or S3 as streams, member by member, without extracting the archives.
 
 The module tarfile parses the headers. Only regular files with plain relative names are accepted. An archive
 inside an archive is read in place, so offsets always refer to the outermost archive.

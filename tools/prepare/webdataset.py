@@ -54,7 +54,7 @@ class WebDataset(Originals):
     """Shards of train and val, specified by shell patterns or patterns with braces."""
 
     def __init__(self, patterns: dict[str, str], class_file: str | None):
-        """Find the shards. `class_file` lists the class names, one per line. Without it, use numbers."""
+        """Find the shards. `class_file` lists the class names, one per line. Without a file, use numbers."""
         self.class_file = class_file
         super().__init__(patterns)
 

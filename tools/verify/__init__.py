@@ -1,1 +1,1 @@
-"""Verification of a finished run by replaying it, for verify.py. Start with verification.py."""
+"""Verification of finished runs by replays, for verify.py. Start with verification.py."""

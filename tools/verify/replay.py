@@ -163,7 +163,7 @@ def compare_with_replay(run: RunRecord, replay: RunRecord, outcome: Outcome) -> 
 
 
 def why_not_exact(run: RunRecord, replay: RunRecord) -> list[str]:
-    """Return the reasons why a replay may differ. If there are none, it must be bitwise identical."""
+    """Return the reasons why a replay may differ. Without a reason, the replay must be bitwise identical."""
     if not run.facts.get("deterministic"):
         return ["the run was trained without --deterministic"]
     pairs = {name: (run.about.get(name), replay.about.get(name)) for name in SAME_BITS}
