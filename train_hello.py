@@ -167,8 +167,8 @@ def main(recipe: Hello, accelerator: Accelerator, batch: Batch) -> None:
                 with accelerator.accumulate(model):
                     loss = F.mse_loss(model(rows(x, ids)).float(), rows(y, ids))
                     # Each rank computes the gradient of its points. During backward, the ranks average the
-                    # gradients with an all-reduce. FSDP and ZeRO use a reduce-scatter, which sends each rank its
-                    # shard.
+                    # gradients with an all-reduce. FSDP and ZeRO use a reduce-scatter, which sends each rank
+                    # its shard.
                     accelerator.backward(loss)
                     if recipe.clip_norm and accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), recipe.clip_norm)
