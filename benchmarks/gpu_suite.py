@@ -6,8 +6,8 @@
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
 The sections in benchmarks/gpu/ run one after another until a deadline, the most informative section first.
-Each section may use a share of --budget_s according to its weight, and later sections share the time that it
-does not use. The suite begins with a smoke test and ends if this test fails. All variants of a case run in
+Each section may use a share of --budget_s according to its weight. Later sections share the unused time.
+The suite begins with a smoke test and ends if this test fails. All variants of a case run in
 one process, and each case uses a separate process. Checks that do not measure time run in parallel if cores
 and memory permit. Section `thorough` repeats checks that have passed before, and only runs with --only.
 

@@ -1,4 +1,4 @@
-"""Compare the training throughput with other projects, on the same data and device.
+"""Compare the project's training throughput with other projects on the same data and device.
 
     git clone https://github.com/huggingface/pytorch-image-models
     python -m benchmarks.peers --timm pytorch-image-models --data /data/cifar10 --workers 14

@@ -165,7 +165,7 @@ def least_peaks(roots: list[Any], marks_ns: list[int]) -> dict[str, int]:
         roots: The profiler's events.
         marks_ns: Start of the first step and end of each step, in nanoseconds.
     """
-    sums: list[tuple[int, bool, int]] = []  # time, is end of an operator, sum otherwise
+    sums: list[tuple[int, bool, int]] = []  # time; True when an operator ends; or the new sum
     waiting = [(root, False) for root in roots]
     while waiting:
         event, is_inside = waiting.pop()

@@ -40,7 +40,7 @@ def ceilings(device: torch.device) -> dict[str, Result]:
     target = torch.empty_like(source)
     results = {
         "facts": facts(on_gpu),
-        # The host's time to launch one kernel, because the GPU keeps up.
+        # This measures the host's time to launch a kernel, because the GPU keeps up with the host.
         "one launch": Result(round(1e6 * median_s(lambda: small.add_(1)), 1), "us", 5.9),
         "copy on the device": speed_of(lambda: target.copy_(source), 2 * len(source), 4239),
     }

@@ -23,7 +23,7 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-# Used instead of --deterministic, which ZeRO on several processes does not support.
+# Used instead of --deterministic, whose exact sums ZeRO does not support on several processes.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
 WITHIN = 1e-4  # tolerance of the loss after a few steps in fp32; the difference on a CPU is 1e-5
 END_S = 60  # a job with a suspended rank must end within this time after --timeout_s
@@ -236,7 +236,7 @@ def ranks(job: psutil.Popen) -> list[psutil.Process]:
 
 
 def scales(setting: Setting, script: str) -> Result:
-    """Measure weak scaling, which is images/s per GPU on all GPUs relative to one GPU, at equal batches."""
+    """Measure weak scaling: images/s per GPU relative to one GPU, with the same images per GPU."""
     speeds: dict[int, float] = {}
     for number in (1, count := all_gpus(setting)):
         words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]

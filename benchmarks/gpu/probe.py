@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.probe --watch fed train_cnn_a.py --batch_size 512
     python -m benchmarks.gpu.probe --watch fed,resident,profile --watch "fed --compile default" train_vit.py
 
-Each --watch starts a training run in this process, with additional flags, which ends after the last of its
-watches. A failed run reports an `error` and does not end the other runs.
+Each --watch starts a training run in this process, with additional flags. The run ends after its last watch.
+A failed run reports an `error` and does not end the other runs.
 
 fed       Images/s in three windows of --seconds, after a warm-up of --seconds.
 resident  The same measurement with one batch that stays on the device.

@@ -23,7 +23,7 @@ from onecurve.telemetry.flops import Device
 
 REACHED_FLOPS = 0.66  # fraction of the peak in large bf16 products; measured: 675 to 740 of 990 TFLOP/s
 REACHED_BANDWIDTH = 0.9  # fraction of the memory's bandwidth in copies; measured: 4.2 of 4.8 TB/s
-HIDDEN = 2 / 3  # backward pass as a fraction of the computation, which hides communication of gradients
+HIDDEN = 2 / 3  # fraction of the computation in the backward pass, which overlaps with communication
 CONTEXT_BYTES = int(0.5 * 2**30)  # CUDA's context and libraries, which torch's allocator does not count
 QUANTUM = 8  # all numbers of images per forward pass are multiples of this
 RING = {"all_reduce": 2.0}  # factor of (n-1)/n in the number of bytes sent, which is 1 for other collectives

@@ -110,8 +110,8 @@ class Journal:
         """Open the journal, keep finished splits and remove the files of an interrupted split.
 
         Raises:
-            ValueError: the settings or an input of a finished split changed, or a new folder or prefix is
-            not empty.
+            ValueError: the settings or an input of a finished split changed, or a new folder or prefix
+            contains other files.
         """
         left = self.left
         header = {
