@@ -4,7 +4,7 @@
     python export.py runs/train_cnn_a/single_128_10_1_1 models/cnn_a --onnx
     python export.py s3://bucket/prefix models/vit --push OWNER/NAME
 
-MODEL is a run's folder or S3 prefix, or a checkpoint's folder. Of a run, the best checkpoint is exported, or
+MODEL is a run's folder or S3 prefix, or a checkpoint's folder. For a run, the best checkpoint is exported, or
 the latest with --which latest. The files are verified first, and nothing is unpickled. If the checkpoint
 contains averaged weights (EMA), these are exported. The command also accepts flags of the script that trained
 the model, for example --data, and changes the recipe accordingly. It writes these files to FOLDER:
@@ -16,10 +16,11 @@ model.onnx         the same model for ONNX Runtime, with the contents of config.
 README.md          a model card with the data, the recipe and the metrics, to which you add the licence
 
 To load a timm model, use `timm.create_model("local-dir:FOLDER", pretrained=True)`, or `hf-hub:OWNER/NAME`
-to load it from the hub. transformers loads timm models with `pipeline("image-classification",
-model="FOLDER")`. Before FOLDER appears, the command loads the new files and compares their logits on images
-of the data with the original model's. The logits must be bitwise identical, or within 1e-4 for ONNX Runtime.
---push uploads FOLDER and the run's curves with the hub's client, which requires `hf auth login` or HF_TOKEN.
+to load it from the hub. transformers loads timm models with
+`pipeline("image-classification", model="FOLDER")`. Before FOLDER appears, the command loads the new files and
+compares the logits of the loaded and the original model on images of the data. The logits must be bitwise
+identical, or within 1e-4 for ONNX Runtime. --push uploads FOLDER and the run's curves with the hub's client.
+Log in with `hf auth login` or set HF_TOKEN first.
 """
 
 import argparse

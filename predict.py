@@ -4,7 +4,7 @@
     ls *.jpg | python predict.py runs/train_cnn_b/fsdp_128_15_1_4 - --top 5
     torchrun --standalone --nproc_per_node=2 predict.py s3://bucket/prefix '/data/**/*.webp'
 
-MODEL is a run's folder or S3 prefix, a checkpoint's folder, or a folder written by export.py. Of a run, the
+MODEL is a run's folder or S3 prefix, a checkpoint's folder, or a folder written by export.py. For a run, the
 best checkpoint is used, or the latest with --which latest. The files are verified before use, and nothing is
 unpickled. IMAGE is a file, a folder or a pattern, and `-` reads file names from stdin. Put all images before
 the first flag. Each image is predicted exactly once, under any launcher.

@@ -7,7 +7,7 @@ processes do together. The other scripts do the same with images.
     torchrun --standalone --nproc_per_node=2 train_hello.py
     accelerate launch --config_file accelerate_configs/fsdp_4gpu.yaml train_hello.py --hidden_size 256
 
-The run takes a few seconds, and saves loss curves and a plot of the learned function to plots/ in its folder.
+It takes a few seconds. Loss curves and a plot of the learned function are saved to plots/ in the run folder.
 """
 
 import math

@@ -6,7 +6,7 @@
     python validate.py vit.safetensors --script train_vit.py --model vit_tiny_patch16_224 --data cifar10
 
 MODEL is a run's folder or S3 prefix, a checkpoint's folder, a folder written by export.py, or a .safetensors
-file. Of a run, the best checkpoint is used, or the latest with --which latest. The files are verified before
+file. For a run, the best checkpoint is used, or the latest with --which latest. The files are verified before
 use, and nothing is unpickled. The manifest names the script that trained the model. The command also accepts
 flags of this script, for example --data or --image_size, and changes the recipe accordingly. If the data
 differs from the training data, classes are matched by name (docs/models.md). If the checkpoint contains
