@@ -9,11 +9,11 @@ best checkpoint is used, or the latest with --which latest. The files are verifi
 unpickled. IMAGE is a file, a folder or a pattern, and `-` reads file names from stdin. Put all images before
 the first flag. Each image is predicted exactly once, under any launcher.
 
-The command writes predictions.csv and predictions.jsonl, which contain the most likely classes of each image
-and their probabilities, and sheet.png, which shows the first images, to --output_dir (by default
-predictions/<run>). It lists files that are not images with the reason, and continues. --embeddings FILE.npy
-writes one row per image, with the columns `id` (the file name) and `features` (the float32 inputs of the
-model's head).
+The output folder is --output_dir, by default predictions/<run>. In this folder, predictions.csv and
+predictions.jsonl contain the most likely classes of each image and their probabilities, and sheet.png shows
+the first images. Files that are not images are listed with the reason, and the command continues.
+--embeddings FILE.npy writes one row per image, with the fields `id` (the file name) and `features` (the
+float32 inputs of the model's head).
 """
 
 import dataclasses
