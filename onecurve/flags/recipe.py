@@ -273,8 +273,8 @@ def timm_name(name: str) -> str:
     return name
 
 
-# Headings and descriptions of flag groups in --help, by the class that declares the flags. Another class may declare its own
-# as `help_group`.
+# Headings and descriptions of flag groups in --help, by the class that declares the flags. Another class may
+# declare `help_group` instead.
 GROUPS = {
     "ImageRecipe": ("images", "Training and evaluation images, and how they are read."),
     "Recipe": ("run", "Length, name and folder of the run, and its checkpoints, log and trackers."),
