@@ -8,6 +8,7 @@ which represent hosts with two processes each. One agent is killed with its proc
 replaces it.
 """
 
+import contextlib
 import math
 import os
 import socket
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -54,7 +54,7 @@ def is_finished(folder: Path) -> bool:
     return file.exists() and read_json(file)["status"] == "finished"
 
 
-@contextmanager
+@contextlib.contextmanager
 def host(port: int, words: list[str], log: Path) -> Iterator[psutil.Popen]:
     """Run a torchrun agent. At the end, kill the agent and its processes, which run in separate sessions."""
     agent = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=2", "--max_restarts=1000"]
@@ -73,6 +73,13 @@ def host(port: int, words: list[str], log: Path) -> Iterator[psutil.Popen]:
         process.wait()
 
 
+def wait_for_store(port: int) -> None:
+    while True:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.2)
+
+
 def wait_for(folder: Path, step: int, first: psutil.Popen) -> None:
     while len(losses(folder)) < step:
         if first.poll() is not None:
@@ -86,6 +93,7 @@ def train_elastic(folder: Path, words: list[str]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with host(port, words, log) as first:
+        wait_for_store(port)  # the agent that is killed later must not host it
         with host(port, words, log):
             wait_for(folder, KILLED_AT, first)
         wait_for(folder, JOINED_AT, first)
