@@ -454,17 +454,13 @@ def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp
         assert (one[k].permute(2, 0, 1).int() - expected.int()).abs().max() <= 1
 
 
-def test_random_crops_have_torchvisions_distribution(monkeypatch):
+def test_random_crops_have_torchvisions_distribution():
     from torchvision.transforms import RandomResizedCrop
 
-    from onecurve.data import crops as module
+    from onecurve.data.crops import random_box
     from onecurve.numerics.order import uniforms
 
-    boxes = []
-    monkeypatch.setattr(module, "_resize", lambda image, h, w, _: boxes.append(image.shape[:2]))
-    image = np.zeros((300, 500, 3), np.uint8)
-    for draws in uniforms(0, 0, np.arange(4000), 44)[:, 4:]:
-        module.random_resized_crop(image, 224, draws)
+    boxes = [random_box(300, 500, draws)[2:] for draws in uniforms(0, 0, np.arange(4000), 44)[:, 4:]]
     torch.manual_seed(0)
     tensor = torch.empty(3, 300, 500)
     expected = [RandomResizedCrop.get_params(tensor, [0.08, 1], [3 / 4, 4 / 3])[2:] for _ in range(4000)]
@@ -474,24 +470,22 @@ def test_random_crops_have_torchvisions_distribution(monkeypatch):
         assert difference.max() < 12, f"percentile {q} of height and width differs by {difference} pixels"
 
 
-def test_the_area_of_random_crops(monkeypatch):
+def test_the_area_of_random_crops():
     """Check that the default crops are the same in every version.
 
     A different `scale` changes the limits of the crops' areas.
     """
-    from onecurve.data import crops as module
+    from onecurve.data.crops import random_box
     from onecurve.numerics.order import uniforms
 
-    boxes = []
-    image, draws = np.arange(300 * 500).reshape(300, 500), uniforms(0, 0, np.arange(500), CROP.stop)[:, CROP]
-    monkeypatch.setattr(module, "_resize", lambda part, *_: boxes.append((int(part[0, 0]), *part.shape)))
-    for row in draws[:4]:
-        module.random_resized_crop(image, 224, row)
-    assert boxes == [(7095, 273, 336), (13134, 215, 244), (41589, 159, 153), (64549, 117, 134)]
-    boxes.clear()
-    for row in draws:
-        module.random_resized_crop(image, 224, row, scale=(0.25, 0.36))
-    areas = [h * w / image.size for _, h, w in boxes]
+    draws = uniforms(0, 0, np.arange(500), CROP.stop)[:, CROP]
+    assert [random_box(300, 500, row) for row in draws[:4]] == [
+        (14, 95, 273, 336),
+        (26, 134, 215, 244),
+        (83, 89, 159, 153),
+        (129, 49, 117, 134),
+    ]
+    areas = [h * w / (300 * 500) for _, _, h, w in (random_box(300, 500, row, (0.25, 0.36)) for row in draws)]
     assert (min(areas), max(areas)) == pytest.approx((0.25, 0.36), abs=0.005)
 
 

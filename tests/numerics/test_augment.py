@@ -11,7 +11,7 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
-from onecurve.data.crops import _resize
+from onecurve.data.crops import _resize_by_torch
 from onecurve.distributed.precision import input_dtype
 from onecurve.numerics.augment import (
     COLOR,
@@ -241,7 +241,7 @@ def test_a_crop_is_resized_like_a_separate_image():
     crop = image[20:280, 33:350]
     whole = torch.from_numpy(crop.transpose(2, 0, 1).copy())[None]
     expected = torch.nn.functional.interpolate(whole, (96, 128), mode="bilinear", antialias=True)[0]
-    assert np.array_equal(_resize(crop, 96, 128), expected.permute(1, 2, 0))
+    assert np.array_equal(_resize_by_torch(crop, 96, 128, "bilinear"), expected.permute(1, 2, 0))
 
 
 FROM_SHARDS = f"--steps 2 train_vit.py --data OUT/shards --cache_dir OUT/cache {' '.join(VIT[1:])}"
