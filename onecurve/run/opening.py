@@ -196,7 +196,7 @@ class Opening:
             raise ValueError(
                 f"--max_steps {steps.last}: {checkpoint.folder} is at step {at:,} already. Give more steps"
             )
-        for change in _changes(checkpoint, state, self.training, recipe, steps.per_epoch):
+        for change in _changes(checkpoint, self.training, recipe):
             log.info(change)
         current = json.loads(json.dumps(recipe_part(recipe)))  # converts values to the types in a manifest
         recorded, measuring = manifest["recipe"], flags_where(type(recipe), "measures_best")
@@ -360,9 +360,7 @@ def _has_optimizer(checkpoint: Checkpoint, state: RunState, training: TrainingSt
     return True
 
 
-def _changes(
-    checkpoint: Checkpoint, state: RunState, training: TrainingState, recipe: Recipe, per_epoch: int
-) -> Iterator[str]:
+def _changes(checkpoint: Checkpoint, training: TrainingState, recipe: Recipe) -> Iterator[str]:
     """Yield a message for each permitted change that affects numerical results."""
     writer = checkpoint.manifest.get("written_by", {})
     if types := changed_types(writer, vars(training.accelerator.precision)):
@@ -372,19 +370,6 @@ def _changes(
     if writer.get("deterministic", recipe.deterministic) != recipe.deterministic:
         now = "deterministic" if recipe.deterministic else "not deterministic"
         yield f"from now on, the run is {now}. It can't be reproduced bit for bit"
-    size, unit = recipe.batch_size, recipe.unit
-    old_size = checkpoint.manifest["recipe"].get("batch_size", size)
-    if old_size != size and state.epoch:
-        # Step numbers continue. state.epoch is the step divided by the steps per epoch at the checkpoint.
-        old_epoch, old_step = divmod(state.step, round(state.step / state.epoch))
-        epoch, step = divmod(state.step, per_epoch)
-        old, new = old_step * old_size, step * size
-        between = f"{abs(old - new):,} {unit}" if epoch == old_epoch else f"the {unit} between"
-        yield (
-            f"--batch_size {size} (it was {old_size}): step {state.step:,} came after {old:,} {unit} of epoch"
-            f" {old_epoch + 1}, and now comes after {new:,} of epoch {epoch + 1}. As a result,"
-            f" {between} are {'trained twice' if (epoch, new) < (old_epoch, old) else 'not trained'}"
-        )
 
 
 def changed_types(writer: dict[str, Any], types: dict[str, Any]) -> str:

@@ -264,14 +264,6 @@ def test_a_changed_recipe_is_refused_unless_a_flag_allows_it(tmp_path, cache):
     status, output = Job([*elsewhere, "--seed", "1"]).wait()
     assert status == 1
     assert "is of another recipe (--seed was 0, now 1)" in output
-    for batch_size, position in (
-        (48, "432 of epoch 1. As a result, 432 images are trained twice"),
-        (192, "384 of epoch 2. As a result, the images between are not trained"),
-    ):
-        changed = ["--batch_size", batch_size, "--allow_changed", "batch_size", "--max_steps", "10"]
-        output = run([*elsewhere[:-1], tmp_path / str(batch_size), *changed])
-        change = f"--batch_size {batch_size} (it was 96): step 9 came after 864 images of epoch 1"
-        assert f"{change}, and now comes after {position}" in output
-    output = run([*words, "--lr", "0.001", "--allow_changed", "lr"])
-    assert "continuing at step 9" in output
-    assert "came after" not in output
+    for changed in (["--batch_size", "48"], ["--lr", "0.001"]):
+        allowed = [*changed, "--allow_changed", changed[0].lstrip("-"), "--max_steps", "10"]
+        assert "continuing at step 9" in run([*elsewhere[:-1], tmp_path / changed[1], *allowed])
