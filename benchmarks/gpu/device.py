@@ -136,7 +136,7 @@ def consistent(size: int) -> Result:
 
 def saves(setting: Setting) -> Result:
     """Measure how long a save blocks a step, compared with `accelerator.save_state`."""
-    model = ["--model", "vit_tiny_patch16_224"] if setting.is_small else []
+    model = ["--model", "vit_tiny_patch16_224"] if setting.dry_run else []
     file = setting.folder / "saves.json"
     words = ["-m", "benchmarks.checkpoint_saves", "--rounds", setting.size(2, 1), *model, "--json", file]
     succeeds(setting, [*words, "--folder", setting.folder / "saves"])

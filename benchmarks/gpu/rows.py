@@ -50,23 +50,18 @@ class Setting:
     folder: Path  # folder that only this section uses
     data: str  # --data with images of 32 pixels
     gpus: int
-    dry_run: bool  # True if the section runs on a CPU, where goals do not apply
+    dry_run: bool  # True for a few steps of small models on a CPU, where goals do not apply
     ends_at: float  # deadline (time.time())
     command_s: float = 900  # timeout of a command
     failures: Path | None = None  # file for the complete output of failed rows
-    small: bool | None = None  # True for a few steps of small models; None means the same as dry_run
 
     def size(self, full: Any, dry: Any) -> Any:
         """Return the number of steps, images or bytes for a full or a dry run."""
-        return dry if self.is_small else full
+        return dry if self.dry_run else full
 
     def judge(self, reached: bool) -> str:
         """Return the verdict on a goal."""
-        return "" if self.is_small else OK if reached else FAIL
-
-    @property
-    def is_small(self) -> bool:
-        return self.dry_run if self.small is None else self.small
+        return "" if self.dry_run else OK if reached else FAIL
 
     @property
     def left_s(self) -> float:
@@ -144,7 +139,7 @@ def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
 def _cells(setting: Setting, result: Result) -> dict[str, Any]:
     cells = asdict(result)
     are_numbers = isinstance(result.value, (int, float)) and isinstance(result.expected, (int, float))
-    if are_numbers and result.expected and not result.verdict and not setting.is_small:
+    if are_numbers and result.expected and not result.verdict and not setting.dry_run:
         cells["verdict"] = OFF if abs(result.value / result.expected - 1) > 0.5 else ""
     return cells
 
@@ -270,6 +265,6 @@ def small_images(setting: Setting, script: str) -> list[Any]:
     words = [f"{script}.py", "--data", setting.data]
     if script == "train_vit":
         small = ["--model", "test_vit", "--image_size", 32, "--patch_size", 8, "--batch_size", 64]
-        return [*words, *small] if setting.is_small else [*words, "--batch_size", 512]
+        return [*words, *small] if setting.dry_run else [*words, "--batch_size", 512]
     widths = {"train_cnn_a": ["--widths", "8,8,32"], "train_cnn_b": ["--width", 8]}[script]
-    return [*words, "--batch_size", 64, *widths] if setting.is_small else words
+    return [*words, "--batch_size", 64, *widths] if setting.dry_run else words

@@ -174,7 +174,7 @@ def script_words(setting: Setting, case: Case) -> list[Any]:
     if case.photographs:
         sizes = setting.size(case.photographs, [(w // 7, h // 7) for w, h in case.photographs])
         words[2] = photographs(setting, sizes)
-    return words if setting.is_small else [*words, *case.flags]
+    return words if setting.dry_run else [*words, *case.flags]
 
 
 def photographs(setting: Setting, sizes: Sequence[tuple[int, int]]) -> Path:
