@@ -4,14 +4,15 @@
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves
     accelerate launch --config_file accelerate_configs/ddp_2gpu.yaml -m benchmarks.checkpoint_saves --resume
 
-The model is ViT-B/32 with AdamW by default. A save by onecurve blocks a step while each process copies its
-state. save_state blocks a step for the whole save, although save_state does not wait for the disk. A barrier
-precedes and follows each save, so the slowest process determines the time.
+By default, the model is ViT-B/32 with AdamW. A save by onecurve blocks a step while each process copies its
+state. `save_state` blocks a step for the whole save, although it does not wait for the disk. A barrier
+precedes and follows each save, so the slowest process determines the measured time.
 
-onecurve gathers and writes the checkpoint during the ten steps after a save. The benchmark compares these
-steps with ten steps before the save. It also reports the peak resident memory during these steps for the main
-process and for the largest other process. --resume measures the time from the start of the process to the
-first step after the checkpoint of an earlier run without --resume. Results are in docs/resuming.md.
+onecurve gathers and writes the checkpoint during the ten steps after a save. The benchmark compares the ten
+steps after the save with ten steps before it. The benchmark also reports the peak resident memory during
+these steps for the main process and for the largest other process. --resume measures the time from the start
+of the process to the first step after the checkpoint of an earlier run without --resume. docs/resuming.md
+contains the results.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from onecurve.numerics.order import reseed
 from onecurve.system.env import world_size
 from train_vit import Vit, build_model, build_optimizer
 
-STEPS = 10  # number of steps measured after a save
+STEPS = 10  # number of steps timed before and after a save
 
 
 def main() -> None:
@@ -48,21 +49,21 @@ def main() -> None:
     add = parser.add_argument
     add("--model", default="vit_base_patch32_224", metavar="NAME", help="timm model (default: %(default)s)")
     add("--per_device_batch_size", type=int, default=4, metavar="N", help="images per process (default: 4)")
-    add("--mixed_precision", metavar="NAME", help="no, fp16 or bf16 (default: the script's)")
+    add("--mixed_precision", metavar="NAME", help="no, fp16 or bf16 (default: the script's default)")
     add(
         "--folder",
         type=Path,
         default=Path(tempfile.gettempdir()) / "checkpoint_saves",
         metavar="PATH",
-        help="folder for checkpoints (default: %(default)s)",
+        help="folder for the checkpoints (default: %(default)s)",
     )
-    add("--resume", action="store_true", help="time a resume from the checkpoint of an earlier run")
+    add("--resume", action="store_true", help="measure the time of a resume from an earlier run's checkpoint")
     flags = parser.parse_args()
     Benchmark(flags).resume() if flags.resume else Benchmark(flags).save()
 
 
 class Benchmark:
-    """Training of a model, with timed saves or a timed resume."""
+    """Benchmark that trains a model with timed saves or a timed resume."""
 
     def __init__(self, flags: argparse.Namespace):
         self.flags, size = flags, flags.per_device_batch_size
@@ -93,7 +94,7 @@ class Benchmark:
         self.steps += 1
 
     def timed(self, work: Callable[[], None]) -> float:
-        """Return the seconds that `work` takes, from a barrier before it to a barrier after it."""
+        """Return the seconds between a barrier before `work` and a barrier after it."""
         self.wait()
         began = time.perf_counter()
         work()
@@ -147,12 +148,12 @@ class Benchmark:
 
         self.step()
         arms = {"save_state": save_state, "ours": ours}
-        rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # the first round is a warm-up
+        rounds = in_turn(arms, self.flags.rounds + 1)[1:]  # exclude the first round, which is a warm-up
         if self.is_main:
             processes = f"{strategy(self.accelerator)} x {self.accelerator.num_processes}"
             report(
                 rounds,
-                "s held up",
+                "s blocked",
                 "save_state",
                 self.flags.json,
                 where=f"{self.flags.model}, {processes}, {device_name(self.accelerator)}",
@@ -165,8 +166,8 @@ class Benchmark:
             self.step()
 
     def ten_steps(self, saver: Saver | None = None) -> tuple[float, list[float]]:
-        """Return the seconds of ten steps, and the peak memory of each process in GB until the save ends."""
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+        """Return the seconds of ten steps and each process's peak memory in GB, including a pending save."""
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak resident memory (VmHWM)
         seconds = self.timed(self.take_steps)
         if saver:
             saver.wait()
@@ -182,7 +183,7 @@ class Benchmark:
                     f"--folder {self.flags.folder} contains no checkpoint. Run without --resume first."
                 )
             self.training.check(checkpoint)
-        # The state contains the optimizer's scalars, but no information about a run.
+        # The broadcast state contains the optimizer's scalars, but no information about a run.
         scalars = json.loads((checkpoint.folder / STATE_FILE).read_text()) if checkpoint else None
         self.training.restore(checkpoint, broadcast_object_list([scalars])[0])
         self.step()
@@ -190,7 +191,7 @@ class Benchmark:
         if checkpoint:
             seconds = time.time() - psutil.Process().create_time()
             name = checkpoint.folder.name
-            print(f"from the start of the process to the first step after {name}: {seconds:.1f} s")
+            print(f"time from the start of the process to the first step after {name}: {seconds:.1f} s")
 
 
 def _main_and_other(name: str, by_rank: list[float]) -> dict[str, float]:

@@ -3,12 +3,13 @@
     python -m benchmarks.decoding --images FOLDER
     python -m benchmarks.decoding --images FOLDER --size 160 --limit 100
 
-PIL    Image.open, RandomResizedCrop, ToTensor and Normalize. The result is float32 [3, S, S].
-ours   onecurve/data/decode.py and crops.py, as in a worker of a training run. The result is uint8 [S, S, 3].
-       Training then flips and normalises whole batches on the device.
+PIL    This arm uses Image.open, RandomResizedCrop, ToTensor and Normalize. Its result is float32 [3, S, S].
+ours   This arm uses onecurve/data/decode.py and crops.py, as a training run's workers do. Its result is uint8
+       [S, S, 3]. Training then flips and normalises whole batches on the device.
 
-Both arms read the same files from memory, first the originals, then files resized as by prep_imagenet.py
---resize 256. The unit is images per second of processor time. Results are in benchmarks/README.md.
+Both arms read the same files from memory. They first read the original files and then files resized as in
+prep_imagenet.py --resize 256. The result is the number of images per second of processor time.
+benchmarks/README.md contains the results.
 """
 
 import io
@@ -38,14 +39,14 @@ SHORT_SIDE, QUALITY = 256, 90
 def main() -> int:
     parser = benchmark_parser(__doc__, 9, "python -m benchmarks.decoding --images PATH [flags]")
     add = parser.add_argument
-    add("--images", type=Path, required=True, metavar="PATH", help="folder, searched recursively")
-    add("--size", type=int, default=224, metavar="N", help="edge of a crop in pixels (default: 224)")
-    add("--limit", type=int, default=500, metavar="N", help="maximum number of files (default: 500)")
+    add("--images", type=Path, required=True, metavar="PATH", help="folder of images, searched recursively")
+    add("--size", type=int, default=224, metavar="N", help="edge of crops in pixels (default: 224)")
+    add("--limit", type=int, default=500, metavar="N", help="maximum number of images (default: 500)")
     flags = parser.parse_args()
     torch.set_num_threads(1)
     files = sorted(path for path in flags.images.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise ValueError(f"--images {flags.images}: contains no file that ends in {', '.join(SUFFIXES)}")
+        raise ValueError(f"--images {flags.images} contains no file with the suffix {' or '.join(SUFFIXES)}")
     originals = [path.read_bytes() for path in files[: flags.limit]]
     small = [smaller(data, SHORT_SIDE, QUALITY) or data for data in originals]
     augment = transforms.Compose(
@@ -81,7 +82,7 @@ def main() -> int:
         "ours, resized, bicubic": lambda: speed(by_ours_bicubic, small),
     }
     for arm in arms.values():
-        arm()  # warm-up
+        arm()  # run each arm once as a warm-up
     report(in_turn(arms, flags.rounds), "images/s", "PIL, originals", flags.json, files=len(originals))
     return 0
 

@@ -3,18 +3,18 @@
     python -m benchmarks.elastic_drill --minutes 20
     python -m benchmarks.elastic_drill --scripts cnn_a --strategies ddp rounded --lr 3e-3 --draw drill.png
 
-Hosts are disconnected, killed or told to leave (with SIGTERM, after which the machine disappears), and join
-again later. --seed determines the order of these changes, and each further training run uses the next seed.
+Hosts are disconnected, killed or told to leave (with SIGTERM, after which the machine disappears), and later
+join again. --seed determines the order of the changes, and each further training run uses the next seed.
 launch.py runs on a fifth host. In fp32, the drill checks four properties:
 
 ids, lr   All sample ids and learning rates are the same as in an uninterrupted run on one process.
 whole     With --deterministic (DDP, FSDP2), each loss and the final weights are bitwise identical to the
-          uninterrupted run. Without --deterministic (ZeRO-2, and DDP as `rounded`), losses differ by at most
-          twice as much as the losses of an uninterrupted run on four processes.
-replay    Under ZeRO-2, the losses of the 50 steps after each change are within 1e-5 of the losses of a single
-          process that starts from the checkpoint of this change.
-lost      No step is repeated after a host leaves or joins. At most one checkpoint interval is repeated after
-          a host is disconnected or killed.
+          uninterrupted run. Without --deterministic (ZeRO-2, and DDP as `rounded`), losses differ from that
+          run by at most twice as much as the losses of an uninterrupted run on four processes.
+replay    Under ZeRO-2, the losses in the 50 steps after each change are within 1e-5 of the losses of a single
+          process that starts from the checkpoint saved at that change.
+lost      The job repeats no step after a host leaves or joins. The job repeats at most one checkpoint
+          interval after a host is disconnected or killed.
 
 The drill needs root permissions and the packages that cluster/virtual_cluster.py needs.
 """
@@ -51,21 +51,21 @@ HOSTS, BATCH, PER_DEVICE = 4, 96, 8  # 12 micro-batches per step can be divided 
 CHECKPOINT_EVERY = 64
 REPLAYED = 50  # number of steps replayed after each change
 GAP = (60, 160)  # minimum and maximum number of steps between two changes
-PATIENCE_S = 240  # timeout for a new step, including after a change
+PATIENCE_S = 240  # timeout for a new step, including the first step after a change
 REPLAY_BOUND = 1e-5
 DROPOUT = ("--dropout", "0.1", "--mixup", "0.8")
 SCRIPTS = {
     "cnn_a": ["train_cnn_a.py"],
     "vit": ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", *DROPOUT],
 }
-# Without --deterministic, rounding occasionally changes the sign of an activation before a ReLU of CNN-A.
-# Losses then differ in proportion to the learning rate. At 1e-5, one of 33 replays exceeded REPLAY_BOUND. The
-# ViT is less sensitive, because GELU is smooth.
+# Without --deterministic, rounding occasionally changes the sign of an activation before one of CNN-A's
+# ReLUs. The losses then differ in proportion to the learning rate. At a learning rate of 1e-5, one of 33
+# replays exceeded REPLAY_BOUND. The ViT is less sensitive, because GELU is smooth.
 LR = {"cnn_a": 3e-6, "vit": 1e-5}
 EXACT_LR = 3e-3
 STRATEGIES = {"ddp": "ddp_4gpu", "fsdp": "fsdp_4gpu", "zero2": "zero2_4gpu", "rounded": "ddp_4gpu"}
-EXACT = {"ddp", "fsdp"}  # strategies trained with --deterministic
-MEAN_OF = 20  # number of steps averaged in the plot
+EXACT = {"ddp", "fsdp"}  # strategies that train with --deterministic
+MEAN_OF = 20  # number of steps over which the plot averages losses
 RECIPE = ["--batch_size", str(BATCH), "--per_device_batch_size", str(PER_DEVICE), "--mixed_precision", "no"]
 RECIPE += ["--warmup", "0.01", "--log_every", "1", "--log_samples", "--trackers", "none"]
 RECIPE += ["--max_val_images", "500"]
@@ -87,13 +87,13 @@ LOSSES = {"cut": cluster.cut, "kill": cluster.kill, "leave": leave}
 class Change:
     """Planned change of a host."""
 
-    kind: str  # cut, kill, leave or join
+    kind: str  # type of the change: cut, kill, leave or join
     host: str
     gap: int  # number of steps since the first step after the previous change
 
 
 def plan(seed: int, hosts: list[str]) -> Iterator[Change]:
-    """Yield an infinite sequence of random changes. At least one host is present at any time."""
+    """Yield an infinite sequence of random changes of hosts. At any time, at least one host is present."""
     draw = random.Random(seed)
     present, away = list(hosts), []
     while True:
@@ -115,21 +115,24 @@ class Event:
     processes: int  # number of processes after the change
     step: int  # newest step before the change
     seconds: float  # time until the first step with the new number of processes
-    lost: int = 0  # number of repeated steps
+    lost: int = 0  # number of steps that the job repeated
 
 
 # --- Jobs
 
 
 class Job:
-    """Job of launch.py --min_hosts on the last host. It copies the checkpoint that each round resumes."""
+    """Elastic job that launch.py --min_hosts runs on the last host.
+
+    The object copies each checkpoint from which the job resumes.
+    """
 
     def __init__(self, folder: Path, words: list[str], config: str):
         self.folder, self.log = folder, folder.with_suffix(".log")
         folder.mkdir(parents=True)
         launch = ["launch.py", "--hostfile", "/etc/hostfile", "--min_hosts", "1", "--env", "OMP_NUM_THREADS"]
         launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--log_dir", f"{folder}-logs"]
-        self.resumed: list[tuple[int, Path]] = []  # step and copy of the checkpoint
+        self.resumed: list[tuple[int, Path]] = []  # step and copy of each resumed checkpoint
         words = [sys.executable, *launch, *words, *RECIPE, *ELASTIC, "--output_dir", str(folder)]
         command = cluster.inside(cluster.names()[-1], words, ROOT)
         with open(self.log, "ab") as log:
@@ -139,7 +142,10 @@ class Job:
         return self.process.poll() is None
 
     def wait(self, processes: int | None, steps: int) -> int:
-        """Wait for new steps with a number of processes, or any number (None). Return the newest step."""
+        """Wait for `steps` steps after the first new step, and return the last step.
+
+        The steps must be trained by `processes` processes, or by any number of processes if None.
+        """
         deadline, newest, first = time.monotonic() + PATIENCE_S, (0, 0), None
         while self.is_running() and time.monotonic() < deadline:
             if (current := self.newest()) != newest:
@@ -151,10 +157,10 @@ class Job:
                     return step
             time.sleep(0.1)
         state = f"made no progress for {PATIENCE_S} s" if self.is_running() else "ended"
-        raise RuntimeError(f"the job {state}. See {self.log}.")
+        raise RuntimeError(f"The job {state}. Read the cause in {self.log}.")
 
     def newest(self) -> tuple[int, int]:
-        """Return the number of processes, and the step of the newest line with a loss, or 0 without one."""
+        """Return the number of processes, and the step of the newest logged loss, or 0 without a loss."""
         self._copy_checkpoints()
         lines, processes = read_lines(self.folder / "metrics.jsonl"), HOSTS
         changes = [i for i, line in enumerate(lines) if "processes" in line]
@@ -170,11 +176,11 @@ class Job:
             self.resumed.append((int(number.replace(",", "")), copy / Path(name).name))
 
     def change(self, change: Change, away: dict[str, str], present: int) -> Event:
-        """Apply a change to a host, and wait for the first step afterwards.
+        """Change a host, and wait for the first step with the new number of processes.
 
         Args:
-            change: The change.
-            away: Kind of change by which each absent host was lost. The change updates this dict.
+            change: Change to apply to a host.
+            away: Kind of change that removed each absent host, by host name. The method updates this dict.
             present: Number of hosts after the change.
         """
         log_size = self.log.stat().st_size
@@ -192,24 +198,24 @@ class Job:
         return event
 
     def _repeated(self, log_size: int) -> list[int]:
-        """Return all numbers of repeated steps that launch.py logged after the first `log_size` bytes."""
+        """Return the numbers of repeated steps that launch.py logged after the first `log_size` bytes."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             text = self.log.read_bytes()[log_size:].decode(errors="replace")
             if counts := re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", text):
                 return list(map(int, counts))
             time.sleep(0.1)
-        raise RuntimeError(f"launch.py did not report a change. See {self.log}.")
+        raise RuntimeError(f"launch.py did not report the change of a host. Read the cause in {self.log}.")
 
     def stop(self) -> None:
-        """Stop the job, which saves a checkpoint and ends."""
-        for launcher in psutil.Process(self.process.pid).children():  # children of nsenter
+        """Stop the job with SIGTERM, so that it saves a checkpoint and ends."""
+        for launcher in psutil.Process(self.process.pid).children():  # child processes of nsenter
             launcher.terminate()
         self.process.wait()
 
 
 def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
-    """Apply changes to the job until the time has passed and a host has joined. Then stop the job."""
+    """Disturb the job until the time has passed and a host has joined, and then stop the job."""
     changes, events = plan(seed, cluster.names()[:HOSTS]), []
     away: dict[str, str] = {}
     deadline = time.monotonic() + 60 * minutes
@@ -231,7 +237,7 @@ def disturb(job: Job, minutes: float, seed: int) -> list[Event]:
 
 
 def uninterrupted(folder: Path, words: list[str]) -> dict[int, dict[str, Any]]:
-    """Train on this machine, and return the lines of the run's log by step."""
+    """Train on this machine, and return the log lines that contain a training loss, by step."""
     say(f"uninterrupted: {folder}")
     command = [sys.executable, *words, "--output_dir", str(folder)]
     with open(folder.with_suffix(".log"), "wb") as log:
@@ -240,17 +246,17 @@ def uninterrupted(folder: Path, words: list[str]) -> dict[int, dict[str, Any]]:
 
 
 def trained(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines of a run's log that contain a training loss, by step."""
+    """Return the lines in a run's log that contain a training loss, by step."""
     return {line["step"]: line for line in read_lines(folder / "metrics.jsonl") if "train/loss" in line}
 
 
 def difference(lines: dict[int, dict], expected: dict[int, dict], steps: range) -> float:
-    """Return the largest absolute difference between corresponding training losses."""
+    """Return the largest absolute difference between the training losses of two runs in these steps."""
     return max(abs(lines[step]["train/loss"] - expected[step]["train/loss"]) for step in steps)
 
 
 def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> dict[str, Any]:
-    """Compare the run with uninterrupted runs and with replays, and return the table's row."""
+    """Compare a disturbed run with uninterrupted runs and with replays, and return its table row."""
     folder, lines = job.folder.parent, trained(job.folder)
     last = max(lines)
     is_exact, config = strategy in EXACT, STRATEGIES[strategy]
@@ -260,13 +266,13 @@ def examine(job: Job, events: list[Event], words: list[str], strategy: str) -> d
     ends = [step for step, _ in job.resumed[1:]] + [last]
 
     def replay(number: int) -> float:
-        """Replay up to REPLAYED steps after a change in one process. Return the largest loss difference."""
+        """Replay up to REPLAYED steps after a change on one process. Return the largest loss difference."""
         (step, checkpoint), end = job.resumed[number], min(ends[number], job.resumed[number][0] + REPLAYED)
         alone = [*words, *RECIPE, "--resume", str(checkpoint), "--max_steps", str(end)]
         replayed_lines = uninterrupted(folder / f"replay{number}", alone)
         return difference(lines, replayed_lines, range(step + 1, end + 1))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each replay uses one thread
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # use one thread for each replay
         straight_one = pool.submit(uninterrupted, folder / "one", straight)
         replayed = [number for number, (step, _) in enumerate(job.resumed) if ends[number] > step]
         replays = list(pool.map(replay, replayed)) if strategy == "zero2" else []
@@ -327,24 +333,24 @@ def draw(file: Path, folder: Path) -> None:
     }
     pairs |= {"plain script": (plain / "run", plain / "four")} if plain.exists() else {}
     runs = {name: [losses(path) for path in pair] for name, pair in pairs.items()}
-    distances, row = Panel("step", "distance (0 is drawn at 1e-9)", is_log=True), []
+    distances, row = Panel("step", "loss difference (0 is drawn at 1e-9)", is_log=True), []
     for name, (disturbed, straight) in runs.items():
         gaps = [max(abs(a - b), 1e-9) for a, b in zip(disturbed, straight, strict=False)]
         distances.curves[name] = (range(1, len(gaps) + 1), gaps)
         if name in ("with --deterministic", "plain script" if plain.exists() else "without --deterministic"):
             curves = {"disturbed": disturbed[: len(gaps)], "uninterrupted": straight[: len(gaps)]}
             row.append(Panel("step", f"loss, {name}", {label: means(c) for label, c in curves.items()}))
-    panels(file, [[*row, distances]], "CNN-A while hosts are lost and join, compared with uninterrupted runs")
+    panels(file, [[*row, distances]], "CNN-A with disturbed hosts, compared with uninterrupted runs")
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the losses in the order of the steps. For a repeated step, return its last loss."""
+    """Return a run's losses in the order of the steps, with the last loss of each repeated step."""
     lines = trained(folder)
     return [lines[step]["train/loss"] for step in sorted(lines)]
 
 
 def means(values: list[float]) -> tuple[range, list[float]]:
-    """Return steps, and the mean of the last MEAN_OF values for each step."""
+    """Return the steps from MEAN_OF on, and for each step the mean of the last MEAN_OF losses."""
     steps = range(MEAN_OF, len(values) + 1)
     return steps, [statistics.fmean(values[step - MEAN_OF : step]) for step in steps]
 
@@ -363,44 +369,44 @@ def main() -> int:
         default=["ddp", "fsdp", "zero2"],
         help="strategies to train with (default: ddp fsdp zero2)",
     )
-    add("--draw", type=Path, metavar="PATH", help="plot CNN-A's runs under ddp and rounded to a PNG file")
+    add("--draw", type=Path, metavar="PATH", help="PNG file for a plot of CNN-A's runs")
     add(
         "--minutes",
         type=float,
         default=20,
         metavar="N",
-        help="duration of all trainings together (default: %(default)s)",
+        help="total minutes of all training runs (default: %(default)s)",
     )
     add(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="seed of the first training's changes (default: %(default)s)",
+        help="seed of the first run's changes of hosts (default: %(default)s)",
     )
-    add("--data", default="digits", metavar="DATA", help="--data of the scripts (default: %(default)s)")
-    add("--epochs", type=int, default=1000, metavar="N", help="epochs of the schedule (default: %(default)s)")
+    add("--data", default="digits", metavar="DATA", help="--data flag of the scripts (default: %(default)s)")
+    add("--epochs", type=int, default=1000, metavar="N", help="epochs in the schedule (default: %(default)s)")
     rates = ", ".join(f"{lr:g} for {script}" for script, lr in LR.items())
     add(
         "--lr",
         type=float,
         metavar="RATE",
-        help=f"learning rate (default: {EXACT_LR:g}; without --deterministic {rates})",
+        help=f"learning rate (default: {EXACT_LR:g}, or without --deterministic {rates})",
     )
     add(
         "--folder",
         type=Path,
         default=Path("runs/elastic_drill"),
         metavar="PATH",
-        help="folder for the runs (default: %(default)s)",
+        help="folder for the run folders (default: %(default)s)",
     )
     flags = parser.parse_args()
     if flags.folder.exists():
-        parser.error(f"{flags.folder} already exists. Remove it or pass another --folder.")
+        parser.error(f"{flags.folder} already exists. Remove {flags.folder} or pass a different --folder.")
     os.environ["OMP_NUM_THREADS"] = "1"
     prepare_data(flags.data, Path("~/.cache/train-images").expanduser())
     rows = []
-    flags.minutes /= len(flags.scripts) * len(flags.strategies)  # minutes per training run
+    flags.minutes /= len(flags.scripts) * len(flags.strategies)  # convert to minutes per training run
     for number, (script, strategy) in enumerate(itertools.product(flags.scripts, flags.strategies)):
         rows.append(drill_training(script, strategy, flags.seed + number, flags))
         show(rows)
@@ -410,7 +416,7 @@ def main() -> int:
 
 
 def drill_training(script: str, strategy: str, seed: int, flags: argparse.Namespace) -> dict[str, Any]:
-    """Disturb and check one training run. Return its row of the table."""
+    """Disturb and check one training run, and return its table row."""
     folder = flags.folder.resolve() / f"{script}-{strategy}"
     words = [*SCRIPTS[script], "--data", flags.data, "--epochs", str(flags.epochs)]
     is_exact = strategy in EXACT

@@ -5,15 +5,16 @@
     python -m benchmarks.gpu_suite --out gpu --only thorough --budget_s 1200
     python -m benchmarks.gpu_suite --out gpu --dry_run
 
-The sections in benchmarks/gpu/ run one after another until a deadline, the most informative section first.
-Each section may use a share of --budget_s according to its weight. Later sections share the unused time.
-The suite begins with a smoke test and ends if this test fails. All variants of a case run in
-one process, and each case uses a separate process. Checks that do not measure time run in parallel if cores
-and memory permit. Section `thorough` repeats checks that have passed before, and only runs with --only.
+The sections in benchmarks/gpu/ run one after another until a deadline, starting with the most informative
+section. Each section may use a share of --budget_s according to its weight. Time that one section does not
+use is available to later sections. The suite begins with a smoke test and ends if this test fails. All
+variants of a case run in one process, and each case uses a separate process. Checks that do not measure time
+run in parallel if cores and memory permit. The section `thorough` repeats checks that have passed before, and
+runs only with --only.
 
-After each row, the suite rewrites table.md and rows.json in --out. failures.log contains the complete output
-of each failed row. A failed row does not end the other rows. --dry_run runs small versions of all rows on the
-CPU, except rows that would only repeat another row on a CPU.
+After each row, the suite rewrites table.md and rows.json in the --out folder. failures.log contains the
+complete output of each failed row. A failed row does not end the other rows. --dry_run runs small versions of
+all rows on the CPU, except rows that would only repeat another row on a CPU.
 """
 
 import argparse
@@ -40,9 +41,10 @@ from onecurve.system.files import write_text
 from onecurve.system.processes import adopt_orphans, kill, running_descendants
 from tools.logbook import markdown
 
-# Function that returns a section's rows, and the section's weight in the budget. Sections are sorted by how
-# informative they are for the time they take. Weights are seconds measured on one H200, except for estimates
-# for ceilings, attention, scripts, strategies, determinism, snapshots, memory and inputs.
+# Function that returns a section's rows, and the section's weight in the time budget. The sections are sorted
+# by how much information they provide for the time that they take. Weights are seconds measured on one H200,
+# except for estimates for ceilings, attention, scripts, strategies, determinism, snapshots, memory and
+# inputs.
 SECTIONS = {
     "smoke": (checks.smoke, 34),
     "ceilings": (partial(device.rows_of, "ceilings"), 10),
@@ -62,9 +64,9 @@ SECTIONS = {
 SEVERAL_GPUS = ("scaling", "several")
 AT_ONCE = ("scripts", "strategies", "determinism", "several")  # sections that do not measure time
 BUDGET_S = 560
-COMMAND_S = 150  # timeout of a command with the default budget
-DRY_RUN_S = 900  # timeout of a section on a CPU
-CHECK_CORES, CHECK_GIB = 2, 16  # number of processor cores and GiB of GPU memory per parallel check
+COMMAND_S = 150  # timeout of a command in seconds with the default budget
+DRY_RUN_S = 900  # timeout of a section in seconds on a CPU
+CHECK_CORES, CHECK_GIB = 2, 16  # number of processor cores and GiB of GPU memory for each parallel check
 
 
 def main() -> int:
@@ -72,7 +74,7 @@ def main() -> int:
     if flags.dry_run:  # with several threads, one process would round differently from several processes
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     elif not torch.cuda.is_available():
-        raise ValueError("torch can't use a GPU on this machine. Pass --dry_run for small rows on the CPU.")
+        raise ValueError("torch can't use a GPU on this machine. Pass --dry_run to run rows on the CPU.")
     flags.out.mkdir(parents=True, exist_ok=True)
     (flags.out / "failures.log").unlink(missing_ok=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -84,10 +86,10 @@ def main() -> int:
         try:
             suite.run()
         except KeyboardInterrupt:
-            suite.write("interrupted")
-            print(f"interrupted. Completed rows are in {flags.out / 'table.md'}.", flush=True)
+            suite.write("The suite was interrupted.")
+            print(f"The suite was interrupted. Completed rows are in {flags.out / 'table.md'}.", flush=True)
             return 130
-    print(f"{len(suite.rows)} rows, {suite.failed} failed: {flags.out / 'table.md'}")
+    print(f"{flags.out / 'table.md'} contains {len(suite.rows)} rows. Failed rows: {suite.failed}.")
     return int(suite.failed > 0)
 
 
@@ -99,24 +101,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--scratch",
         type=Path,
         metavar="FOLDER",
-        help="folder for runs, which are removed after use (default: a temporary folder)",
+        help="parent of a temporary folder for runs (default: the system's temporary folder)",
     )
     add(
         "--budget_s",
         type=float,
         default=BUDGET_S,
         metavar="SECONDS",
-        help="time for all sections (default: 560)",
+        help="seconds for all sections together (default: 560)",
     )
-    add("--only", default="", metavar="NAME,...", help=f"sections to run, from {', '.join(SECTIONS)}")
+    add("--only", default="", metavar="NAME,...", help=f"sections to run, chosen from {', '.join(SECTIONS)}")
     add("--gpus", type=int, metavar="N", help="number of GPUs to use (default: all)")
     add(
         "--data",
         default="synthetic",
         metavar="DATA",
-        help="CIFAR-10 or other images of 32 pixels (default: synthetic)",
+        help="data set of 32-pixel images, such as CIFAR-10 (default: synthetic)",
     )
-    add("--dry_run", action="store_true", help="run small versions of all rows on the CPU")
+    add("--dry_run", action="store_true", help="run small versions of the rows on the CPU")
     flags = parser.parse_args(argv)
     flags.only = [name for name in flags.only.split(",") if name]
     if unknown := [name for name in flags.only if name not in SECTIONS]:
@@ -145,16 +147,16 @@ class Suite:
             limit_s = DRY_RUN_S if self.flags.dry_run else share * (ends_at - time.time())
             limit_s = max(limit_s, COMMAND_S) if name == "smoke" else limit_s  # a cold disk slows imports
             if limit_s < 5:
-                self.add(name, {"row": "", "verdict": SKIPPED, "note": "did not fit into --budget_s"})
+                self.add(name, {"row": "", "verdict": SKIPPED, "note": "section did not fit into --budget_s"})
             else:
                 self.section(name, limit_s)
             if name == "smoke" and self.failed:
                 print((self.flags.out / "failures.log").read_text(), flush=True)
-                self.write("the smoke test failed")
+                self.write("The smoke test failed.")
                 return
 
     def usual(self) -> list[str]:
-        """Return the sections that run without --only."""
+        """Return the names of the sections that run without --only."""
         absent = {"thorough", *(SEVERAL_GPUS if not self.flags.dry_run and self.flags.gpus < 2 else ())}
         return [name for name in SECTIONS if name not in absent]
 
@@ -187,7 +189,7 @@ class Suite:
         write_text(out / "rows.json", json.dumps(self.rows, indent=1) + "\n")
         columns = ("section", "row", "value", "unit", "expected", "verdict", "note", "seconds")
         parts = [table(columns, [[row.get(column) for column in columns] for row in self.rows])]
-        for row in self.rows:  # list the most expensive kernels of each case
+        for row in self.rows:  # list each case's most expensive kernels
             if cells := [(name, f"{ms:.3f}", f"{n:g}") for name, ms, n in row.get("kernels", ())]:
                 parts += [row["row"] + ":", table(("kernel", "ms a step", "a step"), cells)]
         write_text(out / "table.md", "\n\n".join([*parts, *([remark] if remark else [])]) + "\n")
@@ -199,7 +201,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def checks_at_once(dry_run: bool) -> int:
-    """Return how many rows that do not measure time may run in parallel."""
+    """Return the maximum number of rows that run in parallel in sections that do not measure time."""
     cores = len(os.sched_getaffinity(0))
     if dry_run:
         return min(2, cores)

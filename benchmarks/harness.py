@@ -26,29 +26,32 @@ if TYPE_CHECKING:  # at run time, only train_watched imports the code that train
     from onecurve.numerics.order import Steps
     from onecurve.run.run import Run
 
-Rounds = list[dict[str, float]]  # one dict per round, with the result of each arm
+Rounds = list[dict[str, float]]  # one dict per round, which maps each arm to its result
 
 
 def benchmark_parser(doc: str | None, rounds: int, usage: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the flags of all benchmarks. `rounds` is the default number of rounds."""
+    """Return a parser with the flags that all benchmarks share. `rounds` is the default number of rounds."""
     parser = command_parser(doc, usage)
     parser.add_argument(
         "--rounds", type=positive, default=rounds, metavar="N", help="number of rounds (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers of all rounds to a file")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="JSON file for the results of all rounds")
     return parser
 
 
 def positive(text: str) -> int:
-    """Convert the value of a flag to an integer of at least 1."""
+    """Convert a flag's text to an integer of at least 1."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+        raise argparse.ArgumentTypeError("the number must be at least 1")
     return number
 
 
 def in_turn(arms: dict[str, Callable[[], float]], rounds: int) -> Rounds:
-    """Run all arms in each round. Reverse the order in every second round, so that no arm is always first."""
+    """Run all arms in each round and return the results.
+
+    Every second round reverses the order, so that no arm is always first.
+    """
     results = []
     for number in range(rounds):
         order = list(arms) if number % 2 == 0 else list(reversed(arms))
@@ -61,17 +64,17 @@ def in_turn(arms: dict[str, Callable[[], float]], rounds: int) -> Rounds:
 
 
 def ratios(rounds: Rounds, base: str) -> dict[str, list[float]]:
-    """Return each arm's result relative to the base's result in the same round.
+    """Return each arm's results relative to the base's results in the same rounds.
 
-    Other work on the machine affects all arms of a round alike, so ratios vary less than absolute results.
+    Other work on the machine affects all arms in a round alike, so ratios vary less than absolute results.
     """
     return {name: [numbers[name] / numbers[base] for numbers in rounds] for name in rounds[0]}
 
 
 def report(rounds: Rounds, unit: str, base: str, file: Path | None = None, **facts: Any) -> None:
-    """Print each arm's median, and its ratio to the base. Write the same and all rounds to a file."""
+    """Print each arm's median and its ratio to the base, and write the ratios and all rounds to a file."""
     table = Table("arm", title=f"Medians of {len(rounds)} rounds", title_justify="left")
-    for column in (unit, f"of {base}", "least", "most"):
+    for column in (unit, f"ratio to {base}", "minimum ratio", "maximum ratio"):
         table.add_column(column, justify="right")
     by_arm = ratios(rounds, base)
     for name, values in by_arm.items():
@@ -92,7 +95,10 @@ def wait_for_device() -> None:
 
 
 class Enough(Exception):
-    """Exception that train_watched's on_step raises to end a training run. Another run may follow."""
+    """Exception that train_watched's on_step raises to end a training run.
+
+    After the exception, another training run may follow.
+    """
 
 
 def train_watched(
@@ -101,13 +107,13 @@ def train_watched(
     on_step: "Callable[[Run], None]",
     is_resident: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run a script's main() until on_step raises Enough, without evaluations and without output.
+    """Run a script's main() without evaluations and output, until on_step raises Enough.
 
     Args:
-        script: The script's module.
-        words: The script's flags.
+        script: Module of the train script.
+        words: Command-line flags of the script.
         on_step: Function to call after each optimizer step.
-        is_resident: While this function returns True, the script trains on one batch without augmentation.
+        is_resident: Function that returns True while the script must train on one batch without augmentation.
     """
 
     from accelerate.state import AcceleratorState, GradientState
@@ -120,7 +126,7 @@ def train_watched(
     class WatchedRun(Run):
         def begin(self, *words: Any, **named: Any) -> "Steps":
             steps = super().begin(*words, **named)
-            self.ranks.steps = replace(steps, per_epoch=sys.maxsize)  # no evaluation at the end of an epoch
+            self.ranks.steps = replace(steps, per_epoch=sys.maxsize)  # skip the evaluation after an epoch
             return steps
 
         def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> bool | None:

@@ -3,10 +3,11 @@
     git clone https://github.com/huggingface/pytorch-image-models
     python -m benchmarks.peers --timm pytorch-image-models --data /data/cifar10 --workers 14
 
-The benchmark compares train_vit.py with timm's train.py from the clone, with the same model, batch, mixup,
-cutmix, drop path and bf16, with and without compilation. Workers of timm read the images from PNG files and
-enlarge them. The benchmark compares train_cnn_a.py with the loop of the Accelerate tutorial (`tutorial` in
-benchmarks/train_speed.py). Each arm runs in a separate process. Results are in docs/gpu.md.
+The benchmark compares train_vit.py with timm's train.py from the clone, with the same model, batch size,
+mixup, cutmix, drop path and bf16, with and without compilation. timm's workers read the images from PNG files
+and enlarge them. The benchmark also compares train_cnn_a.py with the loop of the Accelerate tutorial
+(`tutorial` in benchmarks/train_speed.py). Each arm runs in a separate process. docs/gpu.md contains the
+results.
 
 The following command takes a few minutes on a CPU:
 
@@ -43,7 +44,7 @@ from onecurve.system.processes import kill
 
 SKIPPED = 16  # number of unmeasured first updates of timm's train.py, which start workers and compile
 QUIET = "--trackers none --telemetry_s 0 --log_every 1000000000 --epochs 100000 --checkpoint_every 1000000000"
-# Number of an update, and the mean rate of all updates so far
+# Number of an update, and the mean images/s over all updates so far
 LINE = re.compile(r"Train: 0 \[ *(\d+)/.*\(\d+\.\d+s, +([\d.]+)/s\)")
 COMPILED = {"": [], ", compiled": ["--torchcompile", "inductor"]}
 
@@ -52,7 +53,7 @@ def main() -> int:
     parser = command_parser(__doc__, "python -m benchmarks.peers --timm PATH --data DATA [flags]")
     add = parser.add_argument
     add("--timm", type=Path, required=True, metavar="PATH", help="clone of huggingface/pytorch-image-models")
-    add("--data", required=True, metavar="DATA", help="images that fit in memory, for example CIFAR-10")
+    add("--data", required=True, metavar="DATA", help="data set that fits in memory, for example CIFAR-10")
     add(
         "--cache_dir",
         default="~/.cache/train-images",
@@ -64,20 +65,20 @@ def main() -> int:
         type=positive,
         default=14,
         metavar="N",
-        help="workers of the other projects (default: %(default)s)",
+        help="number of workers in the other projects (default: %(default)s)",
     )
     add(
         "--steps",
         type=positive,
         default=80,
         metavar="N",
-        help=f"measured steps of timm's train.py, after {SKIPPED} that are not (default: %(default)s)",
+        help=f"measured steps of timm's train.py, after {SKIPPED} unmeasured steps (default: %(default)s)",
     )
-    add("--vit", default="--batch_size 512", metavar="FLAGS", help="for the ViT (default: %(default)s)")
-    add("--cnn", default="--batch_size 512", metavar="FLAGS", help="for the CNN (default: %(default)s)")
+    add("--vit", default="--batch_size 512", metavar="FLAGS", help="flags for the ViT (default: %(default)s)")
+    add("--cnn", default="--batch_size 512", metavar="FLAGS", help="flags for the CNN (default: %(default)s)")
     flags = parser.parse_args()
     if not (file := flags.timm / "train.py").is_file():
-        raise ValueError(f"--timm {flags.timm} has no train.py. Name a clone of pytorch-image-models.")
+        raise ValueError(f"--timm {flags.timm} contains no train.py. Pass a clone of pytorch-image-models.")
     shared = ["--data", flags.data, "--cache_dir", flags.cache_dir, *QUIET.split()]
     vit, cnn = [*shlex.split(flags.vit), *shared], [*shlex.split(flags.cnn), *shared]
     tutorial = Arm(1, "tutorial", str(flags.steps), "train_cnn_a.py", *cnn, "--workers", str(flags.workers))
@@ -130,7 +131,7 @@ def timm_flags(words: list[str], folder: Path) -> list[str]:
 
 
 def timms(words: list[str], steps: int) -> float:
-    """Return the images/s in the log of timm's train.py, measured from update SKIPPED on."""
+    """Return the images/s in the log of timm's train.py, measured after the first SKIPPED updates."""
     seconds: dict[int, float] = {}
     words = [sys.executable, *words, f"--log-interval={math.gcd(SKIPPED, steps)}"]
     with psutil.Popen(words, stdout=-1, stderr=subprocess.STDOUT, text=True) as process:
@@ -139,10 +140,10 @@ def timms(words: list[str], steps: int) -> float:
             last = line.strip() or last
             if match := LINE.search(line):
                 update = int(match[1])
-                seconds[update] = (update + 1) / float(match[2])  # seconds divided by the batch size
+                seconds[update] = (update + 1) / float(match[2])  # elapsed seconds divided by the batch size
                 if update >= SKIPPED + steps:
                     break
-        with contextlib.suppress(psutil.NoSuchProcess):  # the process has already ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # ignore a process that has already ended
             kill([*process.children(recursive=True), process])
     if SKIPPED not in seconds or (end := max(seconds)) == SKIPPED:
         raise ValueError(f"timm's train.py ended within {SKIPPED} updates, before the measurement: {last}")

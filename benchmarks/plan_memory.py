@@ -1,13 +1,14 @@
-"""Compare the memory of a training step in plan.py's trace with measurements by torch's allocator.
+"""Compare a training step's memory in plan.py's trace with measurements by torch's allocator.
 
     python -m benchmarks.plan_memory
     python -m benchmarks.plan_memory --models vit_s --configs fsdp_2gpu,zero2_2gpu
 
-Each model trains four steps on two CPU processes under each config, and rank 0 records torch's allocator. A
-step's peak of live tensors (`live`) is the largest sum of allocated bytes after any operator. The table
-contains the smallest peak of the last three steps, the largest sum at any time, which includes temporary
-memory of kernels, and the resident memory, which includes Python and torch's code. The exit status is 1 if
-traced and live memory differ by more than 3 percent. docs/performance.md contains the table.
+Each model trains for four steps on two CPU processes under each config, and rank 0 records the totals of
+torch's allocator. A step's peak of live tensors (`live`) is the largest sum of allocated bytes after any
+operator. The table contains the smallest peak of the last three steps, the largest sum at any time, which
+includes temporary memory of kernels, and the resident memory, which includes Python and torch's code. The
+command exits with status 1 if traced and live memory differ by more than 3 percent. docs/performance.md
+contains the results.
 """
 
 import bisect
@@ -53,7 +54,10 @@ def main() -> int:
     models, configs = ",".join(MODELS), ",".join(CONFIGS)
     parser.add_argument("--models", default=models, metavar="NAME,...", help="models (default: %(default)s)")
     parser.add_argument(
-        "--configs", default=configs, metavar="NAME,...", help="accelerate configs (default: %(default)s)"
+        "--configs",
+        default=configs,
+        metavar="NAME,...",
+        help="names of accelerate configs (default: %(default)s)",
     )
     flags = parser.parse_args()
     print("| model | config | traced, MiB | live, MiB | difference | with kernels', MiB | resident, MiB |")
@@ -87,7 +91,7 @@ def trace_over_gloo() -> None:
     gather, reduce = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
 
     def all_gather_into_tensor(output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        torch.empty_like(output_tensor)  # gloo gathers into this buffer and then copies it
+        torch.empty_like(output_tensor)  # gloo gathers into a buffer of this size and then copies it
         return gather(output_tensor, *args, **kwargs)
 
     def reduce_scatter_tensor(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -117,15 +121,15 @@ def _output(words: list[Any]) -> str:
 
 
 def measure(file: Path, words: list[str]) -> None:
-    """Train in this process of a job. The main process writes the smallest peak of a step to a file."""
+    """Train in this process of a job, and write the smallest peak of a step to a file on the main process."""
     from onecurve.checkpoint.training import TrainingState
     from onecurve.run.run import Run
 
     count_all_threads()
-    # Buffers of a checkpoint are always host memory, so they do not count as memory of a device.
+    # Exclude checkpoint buffers, which are always in host memory and not in device memory.
     TrainingState.allocate = lambda *_: None  # type: ignore[method-assign]
     recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    marks_ns: list[int] = []  # end of each step
+    marks_ns: list[int] = []  # end of each step in nanoseconds
 
     def on_step(run: Run) -> None:
         marks_ns.append(time.time_ns())
@@ -149,23 +153,23 @@ def measure(file: Path, words: list[str]) -> None:
 def count_all_threads() -> None:
     """Make torch's CPU allocator count the memory of all threads.
 
-    The profiler only counts the memory of the thread that started it. Without this function, tensors that one
-    of gloo's threads releases last would count as live.
+    By default, the profiler counts only the memory of the thread that started it. Tensors that one of gloo's
+    threads releases last would then count as live.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 
 
 def least_peaks(roots: list[Any], marks_ns: list[int]) -> dict[str, int]:
-    """Return the smallest peak of a step in bytes, after an operator (`live`) or any time (`allocated`).
+    """Return the smallest peak of a step in bytes, after an operator (`live`) and at any time (`allocated`).
 
     Peaks differ between steps because gloo's threads release sent tensors shortly after a wait has returned.
 
     Args:
-        roots: The profiler's events.
-        marks_ns: Start of the first step and end of each step, in nanoseconds.
+        roots: Root events of the profiler's event tree.
+        marks_ns: Start of the first measured step and end of each step, in nanoseconds.
     """
-    sums: list[tuple[int, bool, int]] = []  # time; True when an operator ends; or the new sum
+    sums: list[tuple[int, bool, int]] = []  # time, True at an operator's end, new total
     waiting = [(root, False) for root in roots]
     while waiting:
         event, is_inside = waiting.pop()

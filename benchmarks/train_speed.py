@@ -7,17 +7,19 @@
     python -m benchmarks.train_speed --processes 2 --arms ready --vary=--deterministic train_cnn_b.py
 
 In each round, the arms run one after another, each in a new process, or in --processes processes under DDP.
-An arm trains a few steps that are not measured, and then a block of --steps. Flags after the script apply to
-all arms.
+An arm trains for a few steps that are not measured, and then for a block of --steps steps. Flags after the
+script apply to all arms.
 
-tutorial  Accelerate's basic loop for train_cnn_*.py, with PIL images, torchvision's transforms in the
-          --workers of a DataLoader, contiguous float32 tensors, and `.item()` in each step. Everything else
-          is the same as in the script.
-ours      The script's main(), without evaluations and telemetry.
-ready     The same as `ours`, but on one batch that stays on the device, without data or augmentation.
---vary    A further arm like `ready`, with additional flags.
+tutorial  Run Accelerate's basic loop for train_cnn_*.py, with PIL images, torchvision's transforms in the
+          --workers of a DataLoader, contiguous float32 tensors, and `.item()` in each step. All other
+          parts are the same as in the script.
+ours      Run the script's main() without evaluations and telemetry.
+ready     Run the script like `ours`, but on one batch that stays on the device, without loading or
+          augmenting data.
+--vary    Add an arm like `ready` with additional flags.
 
-On a GPU, benchmarks/peers.py measures two of these arms. Results and machines are in benchmarks/README.md.
+On a GPU, benchmarks/peers.py measures two of these arms. benchmarks/README.md lists the results and the
+machines.
 """
 
 import json
@@ -52,16 +54,17 @@ from onecurve.system.env import rank, world_size
 from onecurve.system.processes import kill, running_descendants
 
 ARMS = ("tutorial", "ours", "ready")
-STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # number of steps in a block, some seconds on a CPU
+STEPS = {"train_cnn_a": 100, "train_cnn_b": 6}  # number of steps per block, some seconds on a CPU
 LEAD_IN = 5  # number of unmeasured steps before each block, because workers prefetch 4 batches
 
-Stopwatch = Generator[None, tuple[int, str], None]  # receives the number of images and the facts of each step
+Stopwatch = Generator[None, tuple[int, str], None]  # receives each step's number of images and facts
 
 
 def stopwatch(steps: int) -> Stopwatch:
     """Time a number of steps after LEAD_IN steps, print the result as JSON, and end the process.
 
-    With several processes, only the first process prints. Its CPU time is used for all processes.
+    With several processes, only the first process prints the result. The result assumes that all processes
+    use as much CPU time as the first process.
     """
     output = sys.stdout
     for _ in range(LEAD_IN):
@@ -76,7 +79,7 @@ def stopwatch(steps: int) -> Stopwatch:
     block["cpu_s"] = (used_s() - used) * world_size()
     if rank() == 0:
         print(json.dumps(block), file=output, flush=True)
-    kill(running_descendants())  # workers of the DataLoader
+    kill(running_descendants())  # end the DataLoader's workers
     os._exit(0)
 
 
@@ -86,7 +89,7 @@ def used_s() -> float:
 
 
 class TutorialImages(Dataset):
-    """Images in memory as in torchvision's CIFAR10, converted to PIL images for the transforms."""
+    """Images in memory, as in torchvision's CIFAR10, which are converted to PIL images for the transforms."""
 
     def __init__(self, split: ArraySplit, transform: Callable):
         self.data, self.targets, self.transform = np.array(split.images), split.labels.tolist(), transform
@@ -99,7 +102,7 @@ class TutorialImages(Dataset):
 
 
 def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
-    """Train the script's model with the loop of Accelerate's tutorial."""
+    """Train the script's model with the loop of the Accelerate tutorial."""
     from torchvision.transforms import Compose, Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
 
     recipe = recipe_of(script, words)
@@ -113,7 +116,7 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
     train: Any = DataLoader(TutorialImages(images.train, augment), recipe.batch_size, shuffle=True, **fork)
     torch.manual_seed(recipe.seed)
     net = script.build_model(recipe, len(images.classes))
-    for block in getattr(net, "blocks", ()):  # the order of layers that tutorials use, with the same result
+    for block in getattr(net, "blocks", ()):  # the tutorials' order of layers, with the same result
         block[1], block[2] = block[2], block[1]
     accelerator = Accelerator()
     net, optimizer, train = accelerator.prepare(net, script.build_optimizer(net, recipe), train)
@@ -132,7 +135,7 @@ def tutorial(script: ModuleType, words: list[str], watch: Stopwatch) -> None:
 
 
 def work(arm: str, steps: int, file: str, words: list[str]) -> int:
-    """Run one block of an arm in this process."""
+    """Run one block of an arm's steps in this process."""
     script, watch = load_script(Path(file).resolve()), stopwatch(steps)
     next(watch)
 
@@ -148,12 +151,12 @@ def work(arm: str, steps: int, file: str, words: list[str]) -> int:
 
 
 class Arm:
-    """Arm of the benchmark, which runs each block in new processes.
+    """Arm of the benchmark, which runs each block of steps in new processes.
 
     Attributes:
-        cpu_s: CPU seconds of all blocks.
-        images: Images of all blocks.
-        facts: Device and batch of the last block.
+        cpu_s: CPU seconds that all blocks used.
+        images: Number of images in all blocks.
+        facts: Device, batch and precision of the last block.
     """
 
     def __init__(self, processes: int, *words: str):
@@ -167,7 +170,7 @@ class Arm:
             words = [sys.executable, *self.words, "--output_dir", f"{folder}/run"]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            raise ValueError(f"an arm ended with exit status {done.returncode}. See its output above.")
+            raise ValueError(f"An arm ended with exit status {done.returncode}. Read its output above.")
         result = json.loads(done.stdout.splitlines()[-1])
         self.cpu_s, self.images = self.cpu_s + result["cpu_s"], self.images + result["images"]
         self.facts = result["facts"]
@@ -175,7 +178,7 @@ class Arm:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--as"]:  # this is a process of an arm
+    if sys.argv[1:2] == ["--as"]:  # run one block in this process
         return work(sys.argv[2], int(sys.argv[3]), sys.argv[4], sys.argv[5:])
     usage = "python -m benchmarks.train_speed [flags] SCRIPT [SCRIPT_FLAGS ...]"
     parser = benchmark_parser(__doc__, rounds=5, usage=usage)
@@ -186,24 +189,29 @@ def main() -> int:
         action="append",
         default=[],
         metavar="FLAGS",
-        help="add an arm like `ready` with these flags (repeatable)",
+        help="flags of an additional arm like `ready` (repeatable)",
     )
-    add("--steps", type=positive, metavar="N", help="optimizer steps of a block (default: by script)")
+    add(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="optimizer steps per block (the default depends on the script)",
+    )
     add(
         "--processes",
         type=positive,
         default=1,
         metavar="N",
-        help="processes of `ours` and `ready`, under DDP (default: 1)",
+        help="DDP processes for `ours` and `ready` (default: 1)",
     )
     arguments, words = split_at_script(sys.argv[1:])
     flags = parser.parse_args(arguments)
     if not words:
-        parser.error("the script is missing. Name one, for example train_cnn_a.py.")
+        parser.error("the script is missing. Add a script after these flags, for example train_cnn_a.py.")
     file, *words = words
     parse(recipe_class(load_script(Path(file).resolve())), words)  # exit if a flag of the script is wrong
     if flags.processes > 1 and "tutorial" in flags.arms:
-        parser.error("--processes: the tutorial runs in one process. Pass --arms ready.")
+        parser.error("--processes: the `tutorial` arm supports only one process. Pass --arms ours,ready.")
     if unknown := set(names := flags.arms.split(",")) - {*ARMS}:
         parser.error(f"--arms {unknown.pop()}: choose among {', '.join(ARMS)}")
     steps = str(flags.steps or STEPS.get(Path(file).stem, 10))

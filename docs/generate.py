@@ -4,10 +4,10 @@
 
 | page | source |
 |---|---|
-| docs/flags.md | the recipes of all train_*.py |
-| table of docs/trouble.md | tools/doctor/findings.yaml |
-| list of docs/architecture.md | the first paragraph of each file's docstring |
-| tables of docs/coming_from.md | onecurve/flags/elsewhere.yaml |
+| docs/flags.md | recipes in all train_*.py |
+| table in docs/trouble.md | tools/doctor/findings.yaml |
+| list in docs/architecture.md | first paragraph of each file's docstring |
+| tables in docs/coming_from.md | onecurve/flags/elsewhere.yaml |
 """
 
 import ast
@@ -24,7 +24,8 @@ from tools.doctor.checks import FINDINGS
 FLAGS, TROUBLE, ARCHITECTURE, COMING_FROM = (
     ROOT / "docs" / f"{name}.md" for name in ("flags", "trouble", "architecture", "coming_from")
 )
-ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")  # listed in docs/architecture.md
+# Folders whose files docs/architecture.md lists
+ROOMS = ("onecurve", "tools", "cluster", "experiments", "benchmarks")
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
 
 
@@ -34,7 +35,7 @@ def train_scripts() -> list[Path]:
 
 
 def flag_table(recipe_class: type[Recipe], without: type[Recipe] | None = None) -> str:
-    """Return a Markdown table of flags, except flags that `without` declares with the same default."""
+    """Return a Markdown table of a recipe's flags, except flags with the same default in `without`."""
     shared_fields = dataclasses.fields(without) if without else ()
     shared = {f.name: (f.default, f.metadata["per_script"]) for f in shared_fields}
     rows = ["| flag | default | description |", "|---|---|---|"]
@@ -55,11 +56,11 @@ def flags_page() -> str:
     parts = [
         "<!-- `python -m docs.generate` writes this page from the recipes. -->",
         "# Flags",
-        "`--config FILE` reads flags from a YAML or JSON file. Flags on the command line override the file."
-        " `--batch-size`\nand `--batch_size` are the same flag, `--learning_rate` is the same as `--lr`, and"
-        " `--no_nesterov` disables\n`--nesterov`. Two names of one setting in one command or file are an"
-        " error. If a flag is repeated, the last\nvalue is used. An empty default means"
-        " that the flag is unset.",
+        "`--config FILE` reads flags from a YAML or JSON file. Flags on the command line override the file.\n"
+        "Hyphens and underscores in flag names are equivalent, as in `--batch-size` and `--batch_size`.\n"
+        "`--learning_rate` is the same flag as `--lr`, and `--no_nesterov` disables `--nesterov`. A command\n"
+        "or file that sets one flag under two names is an error. If a command repeats a flag, the last\n"
+        "value is used. An empty default means that the flag is unset.",
         "## All scripts",
         flag_table(Recipe),
         "## Image scripts",
@@ -78,9 +79,8 @@ def trouble_page() -> str:
     """Return the text of docs/trouble.md with an updated table."""
     rows = ["| code | meaning | remedy |", "|---|---|---|"]
     for code, row in FINDINGS.items():
-        cells = [
-            row[part].replace("|", r"\|") for part in ("meaning", "remedy")
-        ]  # an unescaped bar ends the cell
+        # In a Markdown table, an unescaped bar would end the cell
+        cells = [row[part].replace("|", r"\|") for part in ("meaning", "remedy")]
         rows.append(f"| `{code}` | {' | '.join(cells)} |")
     return _replaced(TROUBLE, rows)
 
@@ -110,12 +110,12 @@ def coming_from_page() -> str:
 
 
 def _replaced(file: Path, lines: list[str]) -> str:
-    """Return the page with the text between its two markers replaced by these lines."""
+    """Return the text of a page in which `lines` replace the text between the two markers."""
     part = "\n".join([BEGIN, *lines, END])
     page, count = re.subn(
         re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: part, file.read_text(), flags=re.DOTALL
     )
-    assert count == 1, f"{file} needs one pair of {BEGIN} and {END}"
+    assert count == 1, f"{file} must contain exactly one pair of the markers {BEGIN} and {END}"
     return page
 
 

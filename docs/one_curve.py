@@ -2,10 +2,10 @@
 
     python -m docs.one_curve --data FOLDER
 
-All runs train the same steps in fp32 with the same micro-batches. Five runs use different strategies on 2
-processes, one run uses 4 processes, and one run is elastic. The elastic run uses torchrun with two agents,
-which represent hosts with two processes each. One agent is killed with its processes, and a new agent
-replaces it.
+All eight runs train for the same steps in fp32 with the same micro-batches. Five of the compared runs use
+different strategies on 2 processes, one run uses 4 processes, and one run is elastic. The elastic run uses
+torchrun with two agents, which represent hosts with two processes each. During the elastic run, the script
+kills one agent with its processes and starts a new agent as a replacement.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from onecurve.system.files import read_json, read_lines
 from onecurve.system.paths import ROOT
 
 STEPS, KILLED_AT, JOINED_AT = 1200, 200, 400
-ROUNDING = 2**-22  # distance between adjacent fp32 numbers from 2 to 4, the range in which the losses start
+ROUNDING = 2**-22  # distance between adjacent fp32 numbers from 2 to 4, the range of the first losses
 TRAINING = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
 TRAINING += ["--batch_size", "96", "--per_device_batch_size", "24", "--lr", "1e-3", "--epochs", "4"]
 TRAINING += ["--max_steps", str(STEPS), "--mixed_precision", "no", "--log_every", "1", "--trackers", "none"]
@@ -43,7 +43,7 @@ def accelerate(config: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the losses in the order of the steps. For a repeated step, return its last loss."""
+    """Return the logged losses in the order of the steps, with the last loss of each repeated step."""
     lines = read_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     by_step = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
     return [by_step[step] for step in sorted(by_step)]
@@ -56,7 +56,7 @@ def is_finished(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def host(port: int, words: list[str], log: Path) -> Iterator[psutil.Popen]:
-    """Run a torchrun agent. At the end, kill the agent and its processes, which run in separate sessions."""
+    """Run a torchrun agent. On exit, kill the agent and its processes, which run in separate sessions."""
     agent = ["-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=2", "--max_restarts=1000"]
     agent += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
     agent += ["--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"]
@@ -83,7 +83,7 @@ def wait_for_store(port: int) -> None:
 def wait_for(folder: Path, step: int, first: psutil.Popen) -> None:
     while len(losses(folder)) < step:
         if first.poll() is not None:
-            raise SystemExit(f"The elastic run ended before step {step}. See {folder}.log.")
+            raise SystemExit(f"The elastic run ended before step {step}. Read the cause in {folder}.log.")
         time.sleep(0.5)
 
 
@@ -93,7 +93,7 @@ def train_elastic(folder: Path, words: list[str]) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with host(port, words, log) as first:
-        wait_for_store(port)  # the agent that is killed later must not host it
+        wait_for_store(port)  # the store must not run in the agent that is killed later
         with host(port, words, log):
             wait_for(folder, KILLED_AT, first)
         wait_for(folder, JOINED_AT, first)
@@ -105,8 +105,10 @@ def train_elastic(folder: Path, words: list[str]) -> None:
 def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("--data", default="cifar10", metavar="DATA", help="data set (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "one_curve", help="for the runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "one_curve.png", help="the plot")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "one_curve", help="parent of the runs")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "docs" / "one_curve.png", help="file of the plot"
+    )
     flags = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     flags.folder.mkdir(parents=True, exist_ok=True)
@@ -126,13 +128,13 @@ def main() -> None:
                 subprocess.run(command, check=True, cwd=ROOT, stdout=log, stderr=log)
         runs[name] = losses(folder)
         gaps[name] = max(abs(a - b) for a, b in zip(runs[name], runs[ONE], strict=True))
-        print(f"    {len(runs[name])} steps, largest difference of a loss {gaps[name]:.2g}", flush=True)
+        print(f"    {len(runs[name])} steps, largest loss difference {gaps[name]:.2g}", flush=True)
     del gaps[ONE]
     draw(flags.output, {name: gap / ROUNDING for name, gap in gaps.items()})
 
 
 def draw(path: Path, distances: dict[str, float]) -> None:
-    """Draw the differences as labelled bars, in rounding steps of fp32."""
+    """Draw the largest loss difference of each run as a labelled bar, in rounding steps of fp32."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=100, layout="constrained")

@@ -56,7 +56,7 @@ def test_a_row_that_fails_keeps_its_output_and_ends_no_other(tmp_path):
         ("one", "FAIL", "", "RuntimeError: no such kernel, 3"),
         ("two", "skipped", "", "needs two GPUs"),
         ("three", "", 3, ""),
-        ("four", "skipped", "", "not in a dry run"),
+        ("four", "skipped", "", "a dry run does not include this row"),
     ]
     text = log.read_text()
     assert "first of many lines" in text
@@ -78,7 +78,7 @@ def test_rows_beyond_the_time_of_a_section_are_skipped(tmp_path):
     results = run_rows({"one": long, "two": long}, setting_of(tmp_path, left_s=1))
     assert [(row["verdict"], row["note"]) for row in results] == [
         ("skipped", "the section's time ended during this row"),
-        ("skipped", "did not fit into the section's time"),
+        ("skipped", "the row did not fit into the section's time"),
     ]
 
 

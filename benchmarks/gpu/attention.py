@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu_suite --out gpu --only attention
 
-Expected values were measured on one H200 (docs/gpu.md). The kernel's expected time was measured with a
+All expected times were measured on one H200 (docs/gpu.md). The kernel's expected time was measured with a
 prototype.
 """
 
@@ -26,7 +26,7 @@ BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-AS_EXACT = 1.5  # largest allowed error of the kernel against float64, relative to the error of flash
+AS_EXACT = 1.5  # largest allowed error of the kernel against float64, as a multiple of flash's error
 
 
 class Shape(NamedTuple):
@@ -35,7 +35,7 @@ class Shape(NamedTuple):
     samples: int
     tokens: int
     heads: int
-    size: int = 64  # size of a head
+    size: int = 64  # head dimension
     expected: dict[str, float] = {}  # noqa: RUF012  # expected milliseconds of each arm
 
 
@@ -49,21 +49,25 @@ SHAPES = {
     ),
     "256 tokens": Shape(256, 256, 6),
 }
-TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]  # rows, keys and warps of the forward kernel
-TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]  # the same of the backward kernel
+# Rows, keys and warps of the forward kernel's and the backward kernel's tiles
+TILES = [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)]
+TILES_BACK = [(0, 16, 8), (0, 32, 4), (0, 32, 8), (0, 64, 8), (0, 64, 16)]
 
 Arm = Callable[[Tensor], Tensor]
 
 
 def attention(device: torch.device) -> dict[str, Result]:
-    """Measure the milliseconds of each arm and shape. Check that the kernel is about as exact as flash."""
+    """Measure each arm's milliseconds for each shape.
+
+    Check that the kernel is about as exact as flash.
+    """
     results = {}
     for name, shape in shapes(device):
         errors = {}
         for arm, run in arms(device).items():
             inputs = inputs_of(shape, device)
             ms, errors[arm] = milliseconds(run, *inputs), error(run, *inputs)
-            note = f"error {errors[arm]:.1e}, memory traffic alone {shape_ms(shape):.3f} ms on an H200"
+            note = f"error {errors[arm]:.1e}; memory traffic alone takes {shape_ms(shape):.3f} ms on an H200"
             results[f"{name}, {arm}"] = Result(round(ms, 4), "ms", shape.expected.get(arm, ""), note=note)
         if "kernel" in errors:
             least = errors.get("flash", errors.get("plain twin", 0.0))
@@ -119,14 +123,14 @@ def torch_attention(backend: SDPBackend, qkv: Tensor) -> Tensor:
 
 
 def inputs_of(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random qkv [B, N, 3, H, D] and a random gradient of the outputs [B, N, H, D]."""
+    """Return a random qkv tensor [B, N, 3, H, D] and a random gradient of the outputs [B, N, H, D]."""
     samples, tokens, heads, size, _ = shape
     draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
     return draw(samples, tokens, 3, heads, size).requires_grad_(), draw(samples, tokens, heads, size)
 
 
 def shape_ms(shape: Shape) -> float:
-    """Return the milliseconds that the memory traffic of a shape takes at 4.2 TB/s.
+    """Return the milliseconds that a shape's memory traffic takes at 4.2 TB/s.
 
     The kernels read qkv twice, write the outputs and qkv's gradient, and read the outputs and their gradient.
     """
@@ -134,7 +138,10 @@ def shape_ms(shape: Shape) -> float:
 
 
 def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Return the time of a forward and backward pass, from a graph of REPEATED passes or one CPU call."""
+    """Return the milliseconds of a forward and backward pass.
+
+    On a GPU, the time is measured in a graph of REPEATED passes, on a CPU in one call.
+    """
 
     def layers() -> None:
         for _ in range(REPEATED if qkv.is_cuda else 1):
@@ -163,7 +170,7 @@ def milliseconds(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
 
 
 def error(run: Arm, qkv: Tensor, gradient: Tensor) -> float:
-    """Return the relative error against float64 of outputs or gradients (the larger) for 8 samples."""
+    """Return the larger relative error against float64, of the outputs or the gradients, for 8 samples."""
     few, few_gradient = qkv[:8].detach().requires_grad_(), gradient[:8]
     exact = few.detach().double().requires_grad_()
     out, precise = run(few), plain_attention(exact)

@@ -18,14 +18,15 @@ from onecurve.system.files import read_lines
 
 CNNS = ("train_cnn_a", "train_cnn_b")
 SCRIPTS = (*CNNS, "train_vit")
-# Flags of runs of 20 steps, and the scripts that run with them. The smoke test runs train_cnn_a.
+# Flags of 20-step runs, and the scripts that train with these flags. The smoke test covers train_cnn_a
+# without flags.
 FLAGS: dict[tuple[str, ...], tuple[str, ...]] = {
     (): ("train_cnn_b", "train_vit"),
     ("--grad_checkpointing",): ("train_vit",),
     ("--compile", "default"): SCRIPTS,
 }
-# Flags that have passed before or are slow. --compile uses CUDA graphs only for CNNs, because the blocks of a
-# ViT refuse CUDA graphs.
+# Flags whose checks have passed before or are slow. --compile uses CUDA graphs only for CNNs, because the
+# blocks of a ViT refuse CUDA graphs.
 REPEATED: dict[tuple[str, ...], tuple[str, ...]] = {
     ("--mixed_precision", "fp16"): SCRIPTS,
     ("--compile", "reduce-overhead"): CNNS,
@@ -35,7 +36,7 @@ DRY = ("train_cnn_a --mixed_precision fp16", "train_cnn_a --compile default", "t
 
 
 def smoke() -> dict[str, Row]:
-    """Return the row that must pass before all other rows run. This row loads CUDA's libraries first."""
+    """Return the row that must pass before all other rows run. This row also loads CUDA's libraries."""
     return {"a few steps": row(runs, "train_cnn_a")}
 
 
@@ -53,7 +54,7 @@ def thorough() -> dict[str, Row]:
     return with_flags(REPEATED) | {
         "train_hello, waits": hello_waits,
         "train_vit, twice, --deterministic, fp32": on_gpu(twice, "train_vit", *fp32),
-        "train_cnn_a, twice, without the flag": on_gpu(twice, "train_cnn_a"),
+        "train_cnn_a, twice, without --deterministic": on_gpu(twice, "train_cnn_a"),
     }
 
 
@@ -69,7 +70,7 @@ def hello_waits(setting: Setting) -> Result:
 
 
 def no_waits(watch: dict[str, Any]) -> Result:
-    """Check in the result of the probe's watch `waits` that a step does not wait for the GPU."""
+    """Check in the result of the probe's `waits` watch that a step does not wait for the GPU."""
     lines = ", ".join(f"{line} {count}" for line, count in watch["places"].items())
     return check(not watch["waits"], watch["waits"], "a step", 0, lines)
 
@@ -81,7 +82,10 @@ def runs(setting: Setting, script: str, *flags: Any) -> Result:
 
 @rows.once
 def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
-    """Train a script with each set of flags of the section, in one process. Return the run folders."""
+    """Train a script with each of the section's sets of flags, and return the run folders.
+
+    All training runs share one process.
+    """
     table = REPEATED if setting.folder.name == "thorough" else FLAGS
     flag_sets = [flags for flags, scripts in table.items() if script in scripts]
     if setting.dry_run:
@@ -99,7 +103,7 @@ def variants(setting: Setting, script: str) -> dict[tuple[str, ...], Path]:
 
 
 def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
-    """Check that a run has finished with plausible losses and, on a GPU, with GPU memory in its telemetry."""
+    """Check that a run finished with plausible losses and, on a GPU, with GPU memory in its telemetry."""
     problems = [] if result["status"] == "finished" else [f"status {result['status']}"]
     lines = read_lines(folder / "metrics.jsonl")
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
@@ -108,17 +112,20 @@ def sound(setting: Setting, folder: Path, result: dict[str, Any]) -> Result:
     if not setting.dry_run and importlib.util.find_spec("pynvml"):
         samples = [sample for file in folder.glob("telemetry-*.jsonl") for sample in read_lines(file)]
         gpus = [gpu for sample in samples for gpu in sample.get("gpus", [])]
-        problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["telemetry has no GPU memory"]
+        problems += [] if any(gpu.get("memory_gib") for gpu in gpus) else ["telemetry contains no GPU memory"]
         problems += [] if "cuda" in str(result["device"]).lower() or gpus else ["the run used the CPU"]
     note = "; ".join(problems) or f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {result['mixed_precision']}"
     return check(not problems, round(result["peak_memory_gib"], 3), "GiB", "finished", note)
 
 
-# --- Bitwise comparison of two equal runs, and of a run that was stopped and resumed
+# --- Bitwise comparison of repeated runs, and of stopped and resumed runs
 
 
 def determinism() -> dict[str, Row]:
-    """Return the rows of all scripts. A dry run only runs CNN-A, because tests cover all scripts on CPUs."""
+    """Return the rows of all scripts.
+
+    A dry run includes only CNN-A, because tests cover all scripts on CPUs.
+    """
     table: dict[str, Row] = {}
     for script in SCRIPTS:
         make = row if script == "train_cnn_a" else on_gpu
@@ -146,7 +153,7 @@ def resumed(setting: Setting, script: str) -> Result:
 
 @rows.once
 def trainings(setting: Setting, script: str, *flags: str) -> dict[str, Path]:
-    """Train a few steps several times in one process. Return the folder of each run's last checkpoint."""
+    """Train a few steps several times in one process, and return the folder of each run's last checkpoint."""
     variants: dict[str, list[Any]] = {"first": [], "second": []}
     if flags == ("--deterministic",):
         variants |= {"stopped": ["--max_steps", setting.size(10, 2)], "resumed": []}
@@ -166,11 +173,14 @@ def trainings(setting: Setting, script: str, *flags: str) -> dict[str, Path]:
 
 
 def same(first: Path, second: Path, promised: Any = 0) -> Result:
-    """Compare the weights of two checkpoints. Unless `promised` is 0, the result is only a measurement."""
+    """Compare the weights of two checkpoints.
+
+    Unless `promised` is 0, the comparison is a measurement that cannot fail.
+    """
     a, b = (load_file(folder / "model.safetensors") for folder in (first, second))
     assert a.keys() == b.keys()
     difference = max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
-    unit = "largest difference of a weight"
+    unit = "largest weight difference"
     return Result(difference, unit, promised) if promised else check(difference == 0, difference, unit, 0)
 
 
@@ -184,7 +194,7 @@ held = torch.empty(max(0, free - int(float(sys.argv[1]) * 2**30)), dtype=torch.u
 print("held", flush=True)
 sys.stdin.read()
 """
-# A dry run limits memory like find_batch_size.py.
+# A dry run limits the memory of a process in the same way as find_batch_size.py.
 LIMITED = """
 import resource, runpy, sys
 resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
@@ -194,7 +204,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def memory() -> dict[str, Row]:
-    return {"out of memory is one line": one_line, "find_batch_size.py": search}
+    return {"one-line error when out of memory": one_line, "find_batch_size.py": search}
 
 
 @contextlib.contextmanager
@@ -211,7 +221,7 @@ def ballast() -> Iterator[None]:
 
 
 def one_line(setting: Setting) -> Result:
-    """Train with all generated images, enlarged, as one batch, which needs 40 times the free memory."""
+    """Train on all generated images, enlarged, as one batch, which needs 40 times the free memory."""
     words = [*small_images(setting, "train_cnn_b"), "--width", 64, "--batch_size", 4096, "--image_size", 128]
     words += rows.run_flags(setting, setting.folder / "full", words)
     with ballast() if not setting.dry_run else contextlib.nullcontext():

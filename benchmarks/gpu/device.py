@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.device ceilings
 
-The command prints a line of JSON that maps the name of each row to its cells.
+The command prints a line of JSON that maps each row's name to its cells.
 """
 
 import json
@@ -19,12 +19,13 @@ from benchmarks.gpu import attention
 from benchmarks.gpu.rows import Result, Row, Setting, check, on_gpu, succeeds
 from onecurve.system.gpus import list_gpus
 
-# Data type and expected TFLOP/s. All expected values in this file were measured on one H200 (docs/gpu.md).
+# Data type and expected TFLOP/s of each matrix product. All expected values in this file were measured on one
+# H200 (docs/gpu.md).
 PRODUCTS = {"fp32": (torch.float32, 50.9), "bf16": (torch.bfloat16, 738), "fp16": (torch.float16, 689)}
 
 
 def rows_of(name: str) -> dict[str, Row]:
-    """Return the rows that a function of this file measures in a separate process."""
+    """Return the rows that a function in this file measures in a separate process."""
 
     def row(setting: Setting) -> dict[str, Result]:
         measured = json.loads(succeeds(setting, ["-m", "benchmarks.gpu.device", name]))
@@ -40,7 +41,7 @@ def ceilings(device: torch.device) -> dict[str, Result]:
     target = torch.empty_like(source)
     results = {
         "facts": facts(on_gpu),
-        # This measures the host's time to launch a kernel, because the GPU keeps up with the host.
+        # The result is the host's time to launch a kernel, because the GPU keeps up with the host.
         "one launch": Result(round(1e6 * median_s(lambda: small.add_(1)), 1), "us", 5.9),
         "copy on the device": speed_of(lambda: target.copy_(source), 2 * len(source), 4239),
     }
@@ -81,7 +82,7 @@ def speed_of(work: Callable[[], object], moved: int, expected: float) -> Result:
 
 
 def product_flops(device: torch.device, dtype: torch.dtype, tf32: bool = False) -> float:
-    """Return the FLOP/s of a large square matrix product, which MFU uses as the peak."""
+    """Return the FLOP/s of a large square matrix product, which the suite uses as the MFU's peak."""
     size = 256 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     before = torch.backends.cuda.matmul.allow_tf32
@@ -93,7 +94,10 @@ def product_flops(device: torch.device, dtype: torch.dtype, tf32: bool = False) 
 
 
 def median_s(work: Callable[[], object]) -> float:
-    """Return the median seconds of one call. torch's timer waits for the device after each block of calls."""
+    """Return the median seconds of one call to `work`.
+
+    torch's timer waits for the device after each block of calls.
+    """
     return Timer("work()", globals={"work": work}).blocked_autorange(min_run_time=0.1).median
 
 
@@ -101,10 +105,10 @@ def median_s(work: Callable[[], object]) -> float:
 
 
 def snapshots(device: torch.device) -> dict[str, Result]:
-    results = {"snapshots are of one step": consistent(64 if device.type == "cpu" else 8192)}
-    if device.type == "cuda":  # as many weights as in ViT-B
+    results = {"weights of one step in a snapshot": consistent(64 if device.type == "cpu" else 8192)}
+    if device.type == "cuda":  # copy as many weights as ViT-B has
         weights = torch.zeros(86_000_000, device=device)
-        results["a blocking copy"] = Result(round(1e3 * median_s(weights.cpu), 1), "ms", 150)
+        results["blocking copy"] = Result(round(1e3 * median_s(weights.cpu), 1), "ms", 150)
     return results
 
 
@@ -131,7 +135,7 @@ def consistent(size: int) -> Result:
         training.wait_until_copied()
         views = taken["model.safetensors"].views
         wrong += any(not torch.equal(before[name].cpu(), views[name].cpu()) for name in before)
-    return check(wrong == 0, wrong, "of another step", 0)
+    return check(wrong == 0, wrong, "snapshots with weights of another step", 0)
 
 
 def saves(setting: Setting) -> Result:

@@ -1,4 +1,4 @@
-"""Compare strategies with one process on one or more GPUs. Check doctor.py, lost ranks and scaling."""
+"""Compare strategies with one process on one or more GPUs, and check doctor.py, lost ranks and scaling."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ FSDP = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-# Used instead of --deterministic, whose exact sums ZeRO does not support on several processes.
+# This variable replaces --deterministic, whose exact sums ZeRO does not support on several processes.
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}
-WITHIN = 1e-4  # tolerance of the loss after a few steps in fp32; the difference on a CPU is 1e-5
-END_S = 60  # a job with a suspended rank must end within this time after --timeout_s
+WITHIN = 1e-4  # tolerance of the loss after a few steps in fp32; on a CPU, the losses differ by 1e-5
+END_S = 60  # maximum seconds from --timeout_s to the end of a job with a suspended rank
 
 
 def strategies() -> dict[str, Row]:
@@ -36,7 +36,7 @@ def strategies() -> dict[str, Row]:
     }
     table |= {f"{name}, one process": on_gpu(beside_single, name, 1) for name in STRATEGIES}
     table |= {f"{name}, two ranks on one GPU": row(beside_single, name, 2) for name in STRATEGIES}
-    table["zero: a ring of strategies, two ranks on one GPU"] = on_gpu(ring, 2)
+    table["zero: all strategies in turn, two ranks on one GPU"] = on_gpu(ring, 2)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         for graph in ("--step_graph", "--no_step_graph"):
             name = f"ddp, {number.name} to one of two ranks on one GPU, {graph}"
@@ -45,21 +45,24 @@ def strategies() -> dict[str, Row]:
 
 
 def same_bits() -> dict[str, Row]:
-    """Return the rows of all scripts. A dry run only runs CNN-A, because tests cover all scripts on CPUs."""
+    """Return the rows of all scripts.
+
+    A dry run includes only CNN-A, because tests cover all scripts on CPUs.
+    """
     table: dict[str, Row] = {}
     for script in SCRIPTS:
         make = row if script == "train_cnn_a" else on_gpu
-        table[f"{script}, same bits on 1, 2 and 4 ranks of a GPU"] = make(one_hash, script)
+        table[f"{script}, weights on 1, 2 and 4 ranks on one GPU"] = make(one_hash, script)
     return table
 
 
-# Strategy, number of ranks, and True if each step runs as a graph
+# Strategy, number of ranks, and True if each step runs as a CUDA graph
 CASES = [("single", 1, False), ("ddp", 2, False), ("ddp", 2, True), ("ddp", 4, True), ("fsdp", 2, True)]
 
 
 def one_hash(setting: Setting, script: str) -> Result:
-    """Compare the SHA-256 of weights trained with 12 micro-batches per step, more than a graph's warm-up."""
-    first = SCRIPTS.index(script)  # rows that run in parallel start with different launches
+    """Compare the SHA-256 of weights trained for 12 micro-batches per step, more than a graph's warm-up."""
+    first = SCRIPTS.index(script)  # parallel rows start with different launches
     hashes = {case: hashes_of(setting, *case)[script] for case in [*CASES[first:], *CASES[:first]]}
     distinct = len(set(hashes.values()))
     names = [
@@ -71,7 +74,7 @@ def one_hash(setting: Setting, script: str) -> Result:
 
 @rows.once
 def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[str, str]:
-    """Train all scripts in one launch. Return the first digits of each hash of the final weights."""
+    """Train all scripts in one launch, and return the first digits of each script's weight hash."""
     launcher, flags, env = launch(name, count)
     module = ["-m", "benchmarks.gpu.trainings"]
     if count > 1 and not setting.dry_run:
@@ -97,7 +100,7 @@ def hashes_of(setting: Setting, name: str, count: int, is_graph: bool) -> dict[s
 
 
 def shared(setting: Setting) -> list[str]:
-    """Return the flags that start a script whose ranks share one GPU. A dry run needs no flags."""
+    """Return the flags that start a script whose ranks share one GPU. In a dry run, the list is empty."""
     return [] if setting.dry_run else ["-m", "benchmarks.gpu.shared_gpu"]
 
 
@@ -107,8 +110,10 @@ def scaling() -> dict[str, Row]:
 
 
 def several() -> dict[str, Row]:
-    table: dict[str, Row] = {f"{name} beside one GPU": on_gpu(beside_single, name) for name in STRATEGIES}
-    table["zero: a ring of strategies"] = ring
+    table: dict[str, Row] = {
+        f"{name} compared with one GPU": on_gpu(beside_single, name) for name in STRATEGIES
+    }
+    table["zero: all strategies in turn"] = ring
     for name in STRATEGIES:
         table[f"{name}, a killed rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGKILL)
         table[f"{name}, a stopped rank"] = (row if name == "ddp" else on_gpu)(lost, name, signal.SIGSTOP)
@@ -116,7 +121,10 @@ def several() -> dict[str, Row]:
 
 
 def launch(name: str, processes: int, *module: str) -> tuple[list[str], list[str], dict[str, str]]:
-    """Return a strategy's launcher, flags and environment. `module` contains flags that start the script."""
+    """Return a strategy's launcher, flags and environment.
+
+    `module` contains the flags that start the script.
+    """
     if name == "single":
         return [], [], NO_TF32
     flags = ["--deepspeed_config", f"ds_configs/{name}.json"] if name.startswith("zero") else []
@@ -126,7 +134,7 @@ def launch(name: str, processes: int, *module: str) -> tuple[list[str], list[str
 
 def all_gpus(setting: Setting) -> int:
     if setting.gpus < 2 and not setting.dry_run:
-        raise rows.Skip("needs two GPUs")
+        raise rows.Skip("this row needs two GPUs")
     return 2 if setting.dry_run else setting.gpus
 
 
@@ -134,9 +142,9 @@ def beside_single(setting: Setting, name: str, processes: int | None = None) -> 
     """Compare a strategy's loss with the loss of one process.
 
     Args:
-       setting: Setting of the section.
-       name: Strategy.
-       processes: Number of processes that share one GPU. None runs one process per GPU.
+        setting: Settings of the section.
+        name: Name of the strategy.
+        processes: Number of processes that share one GPU. None starts one process per GPU.
     """
     module = shared(setting) if processes == 2 else []
     loss = loss_of(setting, name, processes or all_gpus(setting), *module)
@@ -144,18 +152,21 @@ def beside_single(setting: Setting, name: str, processes: int | None = None) -> 
 
 
 def near(difference: float) -> Result:
-    return check(difference < WITHIN, float(f"{difference:.2g}"), "of the loss", f"below {WITHIN}")
+    return check(difference < WITHIN, float(f"{difference:.2g}"), "loss difference", f"below {WITHIN}")
 
 
 def fp32(setting: Setting) -> list[Any]:
-    """Return flags for CNN-A in fp32, because BatchNorm would amplify rounding 100 times in a few steps."""
+    """Return flags that train CNN-A in fp32.
+
+    BatchNorm in other models would amplify rounding errors 100 times in a few steps.
+    """
     words = [*small_images(setting, "train_cnn_a"), "--batch_size", 64, "--mixed_precision", "no"]
     return [*words, "--max_val_images", 256]
 
 
 @rows.once
 def loss_of(setting: Setting, name: str, processes: int, *module: str) -> float:
-    """Train a few steps and return the validation loss."""
+    """Train for a few steps and return the validation loss."""
     launcher, flags, env = launch(name, processes, *module)
     steps = ["--per_device_batch_size", 32, "--max_steps", setting.size(10, 2), *flags]
     words = [*launcher, *fp32(setting)]
@@ -173,9 +184,9 @@ def doctor(setting: Setting) -> Result:
 
 
 def ring(setting: Setting, processes: int | None = None) -> Result:
-    """Resume a run under each strategy in turn, and check that the run ends near a run that only uses DDP.
+    """Resume a run under each strategy in turn, and check that its loss is close to the loss of a DDP run.
 
-    All `processes` share one GPU. None runs one process per GPU.
+    All `processes` share one GPU. None starts one process per GPU.
     """
     count, each = processes or all_gpus(setting), setting.size(5, 1)
     module = shared(setting) if processes else []
@@ -195,14 +206,14 @@ def lost(
     """Check that a job ends after one of its ranks is killed or suspended during training.
 
     Args:
-        setting: Setting of the section.
-        name: Strategy.
-        number: Number of the signal sent to the rank.
-        processes: Number of processes that share one GPU. None runs one process per GPU.
+        setting: Settings of the section.
+        name: Name of the strategy.
+        number: Signal to send to the rank.
+        processes: Number of processes that share one GPU. None starts one process per GPU.
         graph: Flag that enables or disables step graphs.
     """
     if "--step_graph" in graph and not has_new_nccl():
-        raise rows.Skip("needs NCCL 2.30")
+        raise rows.Skip("this row needs NCCL 2.30")
     launcher, flags, env = launch(
         name, processes or all_gpus(setting), *(shared(setting) if processes else ())
     )
@@ -222,10 +233,13 @@ def lost(
 
 
 def wait_for(file: Path, job: psutil.Popen, setting: Setting, lines: int) -> None:
-    """Wait until the log has a number of lines, one per step. Graphs are only replayed after a warm-up."""
+    """Wait until the log contains `lines` lines, one per step.
+
+    A graph is replayed only after several warm-up steps.
+    """
     while not file.exists() or file.read_text().count("\n") < lines:
         if job.poll() is not None or setting.left_s < 0:
-            raise RuntimeError("the training did not start")
+            raise RuntimeError("the training run did not start")
         time.sleep(0.2)
 
 
@@ -236,7 +250,7 @@ def ranks(job: psutil.Popen) -> list[psutil.Process]:
 
 
 def scales(setting: Setting, script: str) -> Result:
-    """Measure weak scaling: images/s per GPU relative to one GPU, with the same images per GPU."""
+    """Measure weak scaling, which is images/s per GPU relative to one GPU with the same images per GPU."""
     speeds: dict[int, float] = {}
     for number in (1, count := all_gpus(setting)):
         words: list[Any] = [*launch("ddp", number)[0], *small_images(setting, script)]

@@ -3,13 +3,14 @@
     python -m benchmarks.gpu.probe --watch fed train_cnn_a.py --batch_size 512
     python -m benchmarks.gpu.probe --watch fed,resident,profile --watch "fed --compile default" train_vit.py
 
-Each --watch starts a training run in this process, with additional flags. The run ends after its last watch.
-A failed run reports an `error` and does not end the other runs.
+Each --watch starts a training run in this process, with additional flags. The training run ends after the
+last of its watches. A failed run reports an `error` and does not end the other runs.
 
-fed       Images/s in three windows of --seconds, after a warm-up of --seconds.
-resident  The same measurement with one batch that stays on the device.
-profile   Kernels per step, fraction of the time in which the GPU was busy, and the most expensive kernels.
-waits     Calls per step that wait for the GPU, and the source lines of these calls
+fed       Measure images/s in three windows of --seconds each, after a warm-up of --seconds.
+resident  Measure images/s in the same way on one batch that stays on the device.
+profile   Report the number of kernels per step, the fraction of the time in which the GPU was busy, and the
+          most expensive kernels.
+waits     Report the number of calls per step that wait for the GPU, and the source lines of these calls
           (torch.cuda.set_sync_debug_mode).
 
 The output also contains the model's FLOPs per image, and the device's FLOP/s according to a matrix product
@@ -43,9 +44,9 @@ from onecurve.run.run import Run
 from onecurve.system.cli import split_at_script
 from onecurve.telemetry import flops
 
-WINDOWS, LEAST_STEPS = 3, 3  # number of windows, and minimum number of steps per window
+WINDOWS, LEAST_STEPS = 3, 3  # number of measured windows, and minimum number of steps per window
 KERNELS = 15
-Watch = Generator[None, int, dict[str, Any]]  # receives each step's number of images, and returns a result
+Watch = Generator[None, int, dict[str, Any]]  # receives each step's image count, returns a result
 
 
 def main() -> None:
@@ -63,19 +64,19 @@ def main() -> None:
         action="append",
         required=True,
         metavar="WATCHES",
-        help=f"watches from {','.join(WATCHES)}, then flags of the script (repeatable)",
+        help=f"one or more of {','.join(WATCHES)}, followed by flags of the script (repeatable)",
     )
-    add("--seconds", type=float, default=1.0, metavar="SECONDS", help="length of a window (default: 1)")
+    add("--seconds", type=float, default=1.0, metavar="SECONDS", help="seconds per window (default: 1)")
     add("--steps", type=int, default=20, metavar="N", help="steps of `profile` and `waits` (default: 20)")
     arguments, script_words = split_at_script(sys.argv[1:])
     flags = parser.parse_args(arguments)
     if not script_words:
-        parser.error("the script is missing. Name it after these flags, for example train_vit.py.")
+        parser.error("the script is missing. Add a script after these flags, for example train_vit.py.")
     file, *words = script_words
     script = load_script(Path(file).resolve())
     results = [watched(script, words, flags, *shlex.split(watch)) for watch in flags.watch]
     print(json.dumps(results), flush=True)
-    os._exit(0)  # threads of the training runs are still running
+    os._exit(0)  # exit without waiting for the threads of the training runs
 
 
 def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -> dict[str, Any]:
@@ -109,11 +110,11 @@ def watched(script: Any, words: list[str], flags: Any, names: str, *more: str) -
             torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    return {"error": "the training ended before its last watch"} if pending else results
+    return {"error": "the training run ended before its last watch"} if pending else results
 
 
 def facts_of(script: Any, run: Run) -> dict[str, Any]:
-    """Return the FLOPs per image, and the device's FLOP/s, both measured (bf16) and in its data sheet."""
+    """Return the FLOPs per image and the device's FLOP/s, both measured (bf16) and from its data sheet."""
     if not isinstance(run.recipe, ImageRecipe):
         return {}
     name = device_name(run.accelerator)
@@ -156,7 +157,7 @@ def profile(seconds: float, steps: int) -> Watch:
     kernel_ms: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in profiler.events():
-        # An annotation covers several kernels, for example all kernels of a step.
+        # Exclude annotations, which cover several kernels, for example all kernels of a step.
         if event.device_type == device_type and not event.is_user_annotation:
             kernel_ms[event.name] += (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3
             count[event.name] += 1
@@ -175,7 +176,7 @@ def waits(seconds: float, steps: int) -> Watch:
         for _ in range(steps):
             yield
         set_mode("default")
-    # torch also prints a warning that the mode is a prototype.
+    # Exclude torch's warning that the debug mode is a prototype.
     waiting = [w for w in caught or () if "called a synchronizing" in str(w.message)]
     lines = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waiting)
     return {"waits": len(waiting) / steps, "places": dict(lines.most_common(5))}

@@ -1,4 +1,4 @@
-"""Rows of the GPU suite, which are measurements or checks, and helpers that run commands for them."""
+"""Define the rows of the GPU suite, which are measurements or checks, and run commands for them."""
 
 import contextlib
 import importlib.util
@@ -24,11 +24,12 @@ import psutil
 from onecurve.system.processes import end_with_parent, kill
 
 OK, FAIL, SKIPPED, OFF = "ok", "FAIL", "skipped", "off by half"
-PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}  # package that rows with a word need
+# Package that a row needs if its name contains the key
+PACKAGES = {"zero": "deepspeed", "vit": "timm", "hello": "matplotlib"}
 
 
 class Skip(Exception):
-    """Exception that a row raises if it can't run on this machine. The text is the reason."""
+    """Exception that a row raises if it can't run on this machine. The text states the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Result:
     expected: Any = ""  # estimate for a measurement, or the promise that a check verifies
     verdict: str = ""  # ok or FAIL for a check or a measurement with a goal
     note: str = ""
-    kernels: tuple[tuple[str, float, float], ...] = ()  # name, ms per step and count per step
+    kernels: tuple[tuple[str, float, float], ...] = ()  # name, ms per step and number of launches per step
 
 
 @dataclass
@@ -73,22 +74,22 @@ def check(holds: bool, value: Any = "", unit: str = "", promised: Any = "", note
     return Result(value, unit, promised, OK if holds else FAIL, note)
 
 
-# A row is a function that returns one result, or several results by suffix of the row's name.
+# Function that returns one result, or a dict of results whose keys are appended to the row's name
 Row = Callable[[Setting], Result | dict[str, Result]]
-_this = threading.local()  # attribute `outputs` contains the output of all commands of this thread's row
+_this = threading.local()  # `outputs` contains the output of all commands that this thread's row ran
 
 
 def row(measure: Callable, *words: Any) -> Row:
-    """Return the row whose result is measure(setting, *words)."""
+    """Return a row that calls measure(setting, *words)."""
     return lambda setting: measure(setting, *words)
 
 
 def on_gpu(measure: Callable, *words: Any) -> Row:
-    """Return a row that a dry run skips, because another row tests the same on a CPU."""
+    """Return a row that a dry run skips, because another row tests the same behaviour on a CPU."""
 
     def measure_on_gpu(setting: Setting) -> Result | dict[str, Result]:
         if setting.dry_run:
-            raise Skip("not in a dry run")
+            raise Skip("a dry run does not include this row")
         return measure(setting, *words)
 
     return measure_on_gpu
@@ -97,13 +98,13 @@ def on_gpu(measure: Callable, *words: Any) -> Row:
 def run_rows(
     rows: dict[str, Row], setting: Setting, at_once: int = 1
 ) -> Generator[dict[str, Any], None, None]:
-    """Run all rows, and yield each row as a dict when it ends. A failed row does not end other rows."""
+    """Run all rows, and yield each row as a dict when it ends. A failed row does not end the other rows."""
     threads = ThreadPoolExecutor(at_once)
     try:
         for ended in as_completed([threads.submit(run_row, *row, setting) for row in rows.items()]):
             yield from ended.result()
     finally:
-        setting.ends_at = 0  # this ends rows that are still running
+        setting.ends_at = 0  # end the rows that are still running
         threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -116,11 +117,11 @@ def run_row(name: str, row: Row, setting: Setting) -> list[dict[str, Any]]:
         if missing:
             raise Skip(f"{missing[0]} is not installed")
         if setting.left_s <= 0:
-            raise Skip("did not fit into the section's time")
+            raise Skip("the row did not fit into the section's time")
         outcome = row(setting)
     except Skip as reason:
         outcome = Result(verdict=SKIPPED, note=str(reason))
-    except Exception as error:  # a failed row must not end the other rows
+    except Exception as error:  # continue with the other rows after any error
         _this.outputs.append(traceback.format_exc())
         outcome = Result(verdict=FAIL, note=f"{type(error).__name__}: {str(error)[-300:]}")
         if setting.left_s <= 0:
@@ -145,7 +146,10 @@ def _cells(setting: Setting, result: Result) -> dict[str, Any]:
 
 
 def once(make: Callable) -> Callable:
-    """Cache make(setting, *words) per section. The first row computes a result while other rows wait."""
+    """Cache the result of make(setting, *words) for each section.
+
+    While the first row computes a result, other rows wait.
+    """
     made: dict[tuple, Any] = {}
     locks: defaultdict[tuple, threading.Lock] = defaultdict(threading.Lock)
 
@@ -164,7 +168,7 @@ def once(make: Callable) -> Callable:
 
 
 class Done(NamedTuple):
-    """Result of a command that has ended."""
+    """Exit status and output of a command."""
 
     status: int | None  # None if the command did not end in time
     output: str
@@ -172,7 +176,7 @@ class Done(NamedTuple):
 
 @contextlib.contextmanager
 def started(words: list[Any], output: IO[str], env: dict[str, str] | None = None) -> Iterator[psutil.Popen]:
-    """Start a Python command of the project. Kill all remaining processes at the end of the block."""
+    """Start a Python command in this project. At the end of the block, kill all its remaining processes."""
     process = psutil.Popen(
         [sys.executable, *map(str, words)],
         env=os.environ | (env or {}),
@@ -207,21 +211,22 @@ def command(setting: Setting, words: list[Any], env: dict[str, str] | None = Non
 
 
 def succeeds(setting: Setting, words: list[Any], env: dict[str, str] | None = None) -> str:
-    """Run a command and return its last line.
+    """Run a command and return the last line of its output.
 
     Raises:
-        RuntimeError: The command failed or did not end in time. The message contains its last output.
+        RuntimeError: If the command failed or did not end in time. The message contains the end of the
+            command's output.
     """
     done = command(setting, words, env)
     last = [line for line in done.output.splitlines() if line.strip()][-3:]
     if done.status != 0:
-        reason = "did not end in time" if done.status is None else f"exit status {done.status}"
+        reason = "the command did not end in time" if done.status is None else f"exit status {done.status}"
         raise RuntimeError(f"{reason}: {' | '.join(last)}")
     return last[-1] if last else ""
 
 
 def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
-    """Return the flags of a run that only writes to the suite's scratch folder."""
+    """Return the flags that make a run write only to the suite's scratch folder."""
     flags = ["--trackers", "none", "--output_dir", folder]
     return flags if "train_hello.py" in words else [*flags, "--cache_dir", setting.folder.parent / "cache"]
 
@@ -229,7 +234,7 @@ def run_flags(setting: Setting, folder: Path, words: list[Any]) -> list[Any]:
 def train(
     setting: Setting, name: str, words: list[Any], *flags: Any, env: dict[str, str] | None = None
 ) -> tuple[Path, dict[str, Any]]:
-    """Run a train script with a launcher. Return the run folder and the content of result.json."""
+    """Run a train script with a launcher, and return the run folder and the content of result.json."""
     folder = setting.folder / name.replace(" ", "_").replace("/", "_")
     succeeds(setting, [*words, *run_flags(setting, folder, words), *flags], env)
     return folder, json.loads((folder / "result.json").read_text())
@@ -242,10 +247,12 @@ def train_all(
     launcher: Sequence[Any] = ("-m", "benchmarks.gpu.trainings"),
     env: dict[str, str] | None = None,
 ) -> None:
-    """Run several training commands in turn in one process or one launch. Each must pass --output_dir.
+    """Run several training commands in turn in one process or one launch.
 
-    A failed run does not end the other runs. The run folder of a failed run contains no result with status
-    `finished`.
+    Each command must pass --output_dir.
+
+    A failed run does not end the other runs. The run folder of a failed run contains no result with the
+    status `finished`.
     """
     spec = setting.folder / f"{name}.json"
     spec.write_text(json.dumps([list(map(str, words)) for words in commands]))
@@ -261,7 +268,10 @@ def trained(setting: Setting, name: str, *words: Any, **named: Any) -> Iterator[
 
 
 def small_images(setting: Setting, script: str) -> list[Any]:
-    """Return a train script and flags for images of 32 pixels. A dry run uses a small model."""
+    """Return a train script with flags for images of 32 pixels.
+
+    In a dry run, the flags select a small model.
+    """
     words = [f"{script}.py", "--data", setting.data]
     if script == "train_vit":
         small = ["--model", "test_vit", "--image_size", 32, "--patch_size", 8, "--batch_size", 64]

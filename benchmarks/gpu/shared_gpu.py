@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node=2 -m benchmarks.gpu.shared_gpu train_cnn_a.py [SCRIPT_FLAGS ...]
 
-With this command, one GPU is sufficient to check the collectives of all strategies and the order of the
-collectives. The command is not suited to measure speed, because the ranks take turns, and it does not test
-links between GPUs or hosts.
+With this command, one GPU is sufficient to check the collectives of all strategies and their order. The
+command can't measure speed, because the ranks take turns, and it does not test links between GPUs or hosts.
 """
 
 import os
@@ -21,7 +20,7 @@ from onecurve.distributed import accelerator, rendezvous, step_graph
 from onecurve.system.env import LOCAL_NUMBER
 
 COLLECTIVES = torch.library.Library("_c10d_functional", "IMPL")
-LEAST_NCCL = (2, 30)  # first version that accepts several ranks on one GPU
+LEAST_NCCL = (2, 30)  # first version of NCCL that accepts several ranks on one GPU
 NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 
 
@@ -29,7 +28,7 @@ def main() -> None:
     processes = int(os.environ["WORLD_SIZE"])
     # LOCAL_RANK selects the GPU. RANK stays unchanged, and LOCAL_NUMBER stores the rank's index on the host.
     os.environ[LOCAL_NUMBER], os.environ["LOCAL_RANK"] = os.environ["LOCAL_RANK"], "0"
-    if torch.cuda.is_available():  # init() reads the properties of all GPUs in device_count()
+    if torch.cuda.is_available():  # init() reads the properties of device_count() GPUs
         torch.cuda.init()
     torch.cuda.device_count = lambda: processes
     if has_new_nccl():
@@ -45,7 +44,10 @@ def has_new_nccl() -> bool:
 
 
 def use_nccl() -> None:
-    """Let the ranks share the GPU over NCCL. Skip the project's check that each rank uses another GPU."""
+    """Let the ranks share the GPU over NCCL.
+
+    The project's check that each rank uses a different GPU is disabled.
+    """
     os.environ |= NCCL
     accelerator.check_own_gpu = lambda *_: None
     if os.environ["RANK"] == "0":

@@ -2,7 +2,7 @@
 
 Each case runs in a separate process. MFU is the model's FLOP/s (counted by torch, forward and backward)
 relative to the FLOP/s of a large bf16 product on this device, and relative to the peak in the device's data
-sheet. Expected values were measured on one H200 at commit f763543 (docs/gpu.md).
+sheet. All expected values were measured on one H200 at commit f763543 (docs/gpu.md).
 """
 
 import io
@@ -30,15 +30,15 @@ from benchmarks.gpu.rows import (
     trained,
 )
 
-END_TO_END = 0.95  # goal for the training speed, relative to the speed on a resident batch
+END_TO_END = 0.95  # goal for the training speed, as a fraction of the speed on a resident batch
 
 
 class Variant(NamedTuple):
-    """Additional flags of a case, with expected speeds."""
+    """Additional flags of a case, with the expected speed."""
 
     flags: tuple[Any, ...] = ()
-    expected: float | None = None  # images/s
-    goal: float | None = None  # images/s
+    expected: float | None = None  # expected images/s on one H200
+    goal: float | None = None  # goal in images/s
 
 
 PLAIN = Variant()
@@ -46,21 +46,21 @@ PLAIN = Variant()
 
 @dataclass(frozen=True)
 class Case:
-    """A script with its flags, measured in one process with all variants."""
+    """Script with its flags, which one process measures with all variants."""
 
     script: str
     flags: tuple[Any, ...]
     base: Variant = PLAIN
     kernels: float | None = None  # expected kernels per step
     variants: dict[str, Variant] = field(default_factory=dict)
-    repeated: dict[str, Variant] = field(default_factory=dict)  # variants that only section `thorough` runs
+    repeated: dict[str, Variant] = field(default_factory=dict)  # variants that only `thorough` runs
     photographs: Sequence[tuple[int, int]] = ()  # width and height of generated images that replace --data
 
 
 COMPILED, EAGER, DETERMINISTIC = ("--compile", "default"), ("--no_step_graph",), ("--deterministic",)
 GRAPHS, FP16 = ("--compile", "reduce-overhead"), ("--mixed_precision", "fp16")
 VIT_S = ("--model", "vit_small_patch16_224", "--randaug_layers", 2, "--batch_size", 256)
-# ViT-B/32 was measured with a prototype of the attention kernel at commit 43a1a9c.
+# ViT-B/32's expected speeds were measured with a prototype of the attention kernel at commit 43a1a9c.
 VIT_B = Case("train_vit", ("--batch_size", 512), Variant((), 11_528, 11_500), 1130)
 VIT_B.variants["compiled"] = Variant(COMPILED, 13_742, 14_500)
 RESNET = Case("train_cnn_b", ("--batch_size", 512), Variant((), 63_042), 397)
@@ -78,13 +78,16 @@ CASES = {
     "CNN-A, batch 512": CNN_A,
     "vit ViT-S/16 at 224, RandAugment, batch 256": SMALL_VIT,
 }
-# These sizes are the most common in ImageNet. Two sizes are needed, because images that all have the same
-# size would be decoded only once instead of during training.
+# These image sizes are the most common in ImageNet. Two sizes are needed, because images that all have the
+# same size would be decoded only once instead of during training.
 DECODED = replace(SMALL_VIT, photographs=[(500, 375), (375, 500)], flags=(*VIT_S, "--workers", 12))
 
 
 def rows() -> dict[str, Row]:
-    """Return a row per case. A dry run only includes the fastest network and the generated photographs."""
+    """Return a row for each case.
+
+    A dry run includes only the fastest network and the generated photographs.
+    """
     dry = (CNN_A, SMALL_VIT)
     table = {name: (row if case in dry else on_gpu)(measured, case) for name, case in CASES.items()}
     return table | {"vit ViT-B/32, deterministic": on_gpu(alone, VIT_B, Variant(DETERMINISTIC, 11_527))}
@@ -143,8 +146,8 @@ def share_of_resident(setting: Setting, probed: dict[str, Any]) -> Result:
 def speed(setting: Setting, variant: Variant, probed: dict[str, Any]) -> Result:
     fed, goal = probed["fed"], variant.goal
     flops = 100 * fed["images_per_s"] * probed["flops_per_image"]
-    sheet = f", {flops / probed['sheet']:.1f} % of the data sheet" if probed["sheet"] else ""
-    note = f"MFU {flops / probed['product']:.1f} % of a measured product{sheet}"
+    sheet = f", {flops / probed['sheet']:.1f} % of the data sheet's peak" if probed["sheet"] else ""
+    note = f"MFU {flops / probed['product']:.1f} % of a measured matrix product{sheet}"
     note += f"; spread {100 * fed['spread']:.0f} %" + (f"; goal {goal:,g}" if goal else "")
     value = round(fed["images_per_s"])
     verdict = setting.judge(value >= goal) if goal else ""
@@ -152,11 +155,12 @@ def speed(setting: Setting, variant: Variant, probed: dict[str, Any]) -> Result:
 
 
 def probe(setting: Setting, case: Case, watches: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
-    """Run benchmarks.gpu.probe on a case with the given watches, and on each variant with watch `fed`.
+    """Run benchmarks.gpu.probe on a case with all `watches`, and on each variant with the watch `fed`.
 
     All training runs share one process and write no telemetry, log lines or checkpoints.
     """
-    seconds = setting.size(3 if case is DECODED else 1, 0.2)  # the first windows use decoded images
+    # Workers decode images before the first window, so longer windows are needed to measure decoding.
+    seconds = setting.size(3 if case is DECODED else 1, 0.2)
     words = ["-m", "benchmarks.gpu.probe", "--seconds", seconds]
     for names, variant in ((watches, case.base), *(("fed", variant) for variant in variants.values())):
         words += ["--watch", shlex.join(map(str, (names, *variant.flags)))]
@@ -178,7 +182,7 @@ def script_words(setting: Setting, case: Case) -> list[Any]:
 
 
 def photographs(setting: Setting, sizes: Sequence[tuple[int, int]]) -> Path:
-    """Write class folders of smooth noise, whose JPEGs are as large as photographs. Return their root."""
+    """Write class folders of smooth noise, whose JPEGs are as large as photographs, and return their root."""
     random, root = np.random.default_rng(0), setting.folder / "x".join(map(str, sizes[0]))
     count = setting.size(2048, 128)
     for split, images in (("train", count), ("val", count // 16)) if not root.exists() else ():
@@ -205,17 +209,20 @@ def decoding(setting: Setting) -> Result:
 # --- Recipes with goals on CIFAR-10 for accuracy, and for training time with and without the first epoch
 
 FAST = ("--config", "recipes/cnn_b_cifar10_fast.yaml")
-IMAGES = 50_000  # training images of CIFAR-10
+IMAGES = 50_000  # number of CIFAR-10's training images
 
 
-# Goals for the accuracy on the original images and on a JPEG copy. airbench94 reaches 0.9401 on the original
-# images. On the copy, airbench94 reached 0.8989 without averaging over test images, and the fast recipe
+# Accuracy goals on CIFAR-10's original images and on a JPEG copy. airbench94 reaches 0.9401 on the original
+# images. On the JPEG copy, airbench94 reached 0.8989 without averaging over test images, and the fast recipe
 # reached 0.9032.
 FAST_ACCURACY, CNN_A_ACCURACY = (0.94, 0.90), (0.75, 0.75)
 
 
 def recipes() -> dict[str, Row]:
-    """Return a row per recipe, with an H200's expected seconds. A dry run only runs the uncompiled recipe."""
+    """Return a row for each recipe, with an H200's expected seconds.
+
+    A dry run includes only the uncompiled recipe.
+    """
     fast = ("train_cnn_b", FAST_ACCURACY, 15.7, 17, *FAST, *COMPILED)
     return {
         "fast recipe, compiled": on_gpu(trains, *fast),
@@ -224,7 +231,10 @@ def recipes() -> dict[str, Row]:
 
 
 def is_jpeg(data: str) -> bool:
-    """Return True for tables with JPEGs. CIFAR-10 on the hub contains PNGs, which keep the exact pixels."""
+    """Return True if the data is a table with JPEGs.
+
+    CIFAR-10 on the hub contains PNGs, which keep the exact pixels.
+    """
     if not (tables := sorted(Path(data).rglob("train-*.parquet"))):
         return False
     import pyarrow.parquet
@@ -245,12 +255,12 @@ def trains(
     """Train a recipe and measure its time and accuracy.
 
     Args:
-        setting: Setting of the section.
-        script: Train script.
-        accuracies: Goals for the accuracy on CIFAR-10's original images and on a JPEG copy.
-        expected_s: Expected seconds of training after the first epoch.
-        goal_s: Goal for these seconds.
-        flags: Flags of the script.
+        setting: Settings of the section.
+        script: Name of the train script, without its suffix.
+        accuracies: Accuracy goals on CIFAR-10's original images and on a JPEG copy.
+        expected_s: Expected seconds of training without start-up costs.
+        goal_s: Maximum seconds of training without start-up costs.
+        flags: Additional flags for the script.
     """
     accuracy = accuracies[is_jpeg(setting.data)]
     small = ["--epochs", 2, "--max_steps", 4, "--log_every", 1, "--max_val_images", 64]
@@ -263,13 +273,13 @@ def trains(
     seconds, settled = (s if is_whole else s * share for s in (seconds, settled))
     verdict = setting.judge(settled <= goal_s) if goal_s else ""
     note = f"goal {goal_s} s" if goal_s else ""
-    note += "" if is_whole else "; scaled to CIFAR-10's number of images"
+    note += "" if is_whole else "; time scaled to CIFAR-10's number of images"
     reached = round(result["final_accuracy"], 4)
     accuracy_verdict = setting.judge(reached >= accuracy) if is_whole else ""
     return {
-        "training": Result(round(seconds, 1), "s", note="with autotuning and compilation"),
+        "training": Result(round(seconds, 1), "s", note="includes autotuning and compilation"),
         "training after epoch 1": Result(round(settled, 1), "s", expected_s, verdict, note.lstrip("; ")),
-        "evaluations": Result(round(sum(evaluations), 2), "s", note=f"the first {evaluations[0]:.2f} s"),
+        "evaluations": Result(round(sum(evaluations), 2), "s", note=f"the first took {evaluations[0]:.2f} s"),
         "accuracy": Result(reached, "", f"at least {accuracy}" if is_whole else "", accuracy_verdict),
     }
 
@@ -277,9 +287,9 @@ def trains(
 def times(folder: Path, result: dict[str, Any]) -> tuple[float, float, list[float]]:
     """Return the seconds of training, of training without start-up costs, and of each evaluation.
 
-    The second value is the time of epochs 2 to n, multiplied by n / (n - 1), because the first epoch includes
-    autotuning and compilation. The first two values do not include evaluations. The first evaluation also
-    includes autotuning and compilation.
+    The time without start-up costs is the time of epochs 2 to n, multiplied by n / (n - 1), because the first
+    epoch includes autotuning and compilation. Both training times exclude evaluations. The first evaluation
+    also includes autotuning and compilation.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     per_epoch, epochs = result["steps"] / result["epochs"], result["epochs"]

@@ -229,7 +229,7 @@ def test_benchmark_of_saves(tmp_path):
     words = ["python", "-m", "benchmarks.checkpoint_saves", "--rounds", "2", "--folder", tmp_path / "saves"]
     words += ["--model", "vit_tiny_patch16_224"]
     output = run([*words, "--json", tmp_path / "out.json"])
-    assert "of save_state" in output
+    assert "ratio to save_state" in output
     assert len(json.loads((tmp_path / "out.json").read_text())["rounds"]) == 2
     assert "first step after step_000000" in run([*words, "--resume"])
 
