@@ -23,20 +23,20 @@ from torch import Tensor
 from tests.support import forks, packages
 from tests.support.forks import reset_signals
 
-# Containers often set this variable. Each process would then compile every imported module, which takes a
-# quarter of the tests' time.
+# Containers often set PYTHONDONTWRITEBYTECODE, which makes each process compile all imported modules. The
+# compilation would take a quarter of the tests' total time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
-# Small networks, so that a launch takes little longer than the import of torch.
+# Flags for small networks, so that a launch takes little longer than importing torch
 CNN = ["train_cnn_a.py", "--widths", "4,8,32"]
 RESNET = ["train_cnn_b.py", "--width", "8"]
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8"]
-# The recipe uses drop path, mixup, cutmix, label smoothing and EMA, a parameter group for each layer, and a
-# test split.
+# The default recipe enables drop path, mixup, cutmix, label smoothing, the EMA, parameter groups per layer
+# and a test split.
 VIT_WITH_ALL = [*VIT, "--data", "digits", "--dropout", "0.1", "--clip_norm", "0.1"]
 VIT_WITH_ALL += ["--layer_decay", "0.8", "--holdout", "0.2"]
 
@@ -60,20 +60,21 @@ def reserve_cores() -> None:
 
 reserve_cores()
 
-# Each process of `-n` uses a separate set of virtual hosts.
+# Each pytest process of `-n` uses a separate set of virtual hosts.
 os.environ["VIRTUAL_CLUSTER"] = "test-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
-# The slowest tests run first, so that the processes of `-n` finish at about the same time.
+# The slowest tests run first, so that all pytest processes of `-n` finish at about the same time.
 FIRST = ("tests/scripts/test_launch.py", "tests/scripts/test_launchers.py", "tests/distributed/")
 FIRST += ("tests/checkpoint/", "tests/test_gpu_suite.py", "tests/scripts/", "tests/cluster/")
 
-# The number of threads per process in runs with two processes. A different summation order occasionally moves
-# an activation across ReLU's threshold. In a small ResNet, one such activation changes a gradient by 0.5 %.
+# OpenMP threads per process in runs with two processes. A different number of threads changes the summation
+# order, which occasionally moves an activation across ReLU's threshold. In a small ResNet, a single such
+# activation changes a gradient by 0.5%.
 HALF_THE_CORES = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
 def pytest_configure() -> None:
-    """Make hypothesis use the same examples in each run and store none of them."""
+    """Make hypothesis generate the same examples in every run and store none of them."""
     from hypothesis import settings
 
     settings.register_profile("tests", derandomize=True, database=None, deadline=None)
@@ -81,7 +82,7 @@ def pytest_configure() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Run all tests of a file in one process of `-n`."""
+    """Run all tests of a file in the same pytest process of `-n`."""
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
@@ -92,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def needs(*names: str) -> None:
-    """Skip a test if the machine lacks one of the given requirements. In CI, fail the test instead.
+    """Skip a test if the machine lacks one of these requirements, or fail the test in CI.
 
     A requirement is the name of a program, "root" or "TEST_DATA_DIR". Fixtures call this function, and tests
     use the mark with the same name.
@@ -102,7 +103,7 @@ def needs(*names: str) -> None:
         refuse(NEEDS + ", ".join(missing))
 
 
-NEEDS = "needs "  # prefix of the reason that such a skip reports
+NEEDS = "needs "  # Prefix of the reason for skipping a test whose requirements are missing
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -110,7 +111,8 @@ def pytest_sessionfinish(session: pytest.Session):
     """Report the number of skipped tests for each missing package at the end of the session."""
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = reporter.stats.get("skipped", []) if reporter else []  # processes of `-n` have no reporter
+    # Worker processes of `-n` have no reporter
+    skipped = reporter.stats.get("skipped", []) if reporter else []
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
     missing = [name for r in reasons if r.startswith(NEEDS) for name in r.removeprefix(NEEDS).split(", ")]
     if counts := [f"{name} ({missing.count(name)})" for name in sorted(set(missing))]:
@@ -124,7 +126,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def rows_of(table: str) -> Any:
-    """Return the test inputs and expected results of a table in rows.yaml."""
+    """Return the test inputs and expected results in a table of rows.yaml."""
     return yaml.safe_load((ROOT / "tests" / "rows.yaml").read_text())[table]
 
 
@@ -138,9 +140,9 @@ def python() -> list[str]:
 
 
 def accelerate(config: str, *flags: str) -> list[str]:
-    """Return the command of `accelerate launch`, run as a module.
+    """Return a command that runs `accelerate launch` as a module.
 
-    The installed command imports timm and transformers first, which takes 4 s per launch.
+    The installed `accelerate` command imports timm and transformers first, which takes 4 s per launch.
     """
     file = f"accelerate_configs/{config}.yaml"
     return [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file, *flags]
@@ -151,14 +153,14 @@ def torchrun(processes: int, *flags: str) -> list[str]:
 
 
 def deepspeed(*flags: str) -> list:
-    """Return DeepSpeed's command, with a port that is chosen when the job starts.
+    """Return a DeepSpeed command whose port is selected when the job starts.
 
-    If the port were chosen earlier, another process might bind it before the job starts.
+    If the port were selected earlier, another process might bind the port before the job starts.
     """
     return [str(BIN / "deepspeed"), "--master_port", free_port, *flags]
 
 
-STRATEGIES = {  # maps each strategy to its launcher; all strategies except `single` start two processes
+STRATEGIES = {  # Launch command for each strategy. All launchers except `single` start two processes.
     "single": python(),
     "ddp": accelerate("ddp_2gpu"),
     "fsdp": accelerate("fsdp_2gpu"),
@@ -175,14 +177,14 @@ def free_port() -> int:
 
 
 class Job:
-    """A command that runs in a separate session, so that none of its processes outlives the test.
+    """Command that runs in a separate session, so that none of its processes outlives the test.
 
     The current Python interpreter runs scripts. A word of the command may be a function that returns the
     word. Python processes, including a launcher's ranks, are forked from a process that has already imported
     torch (support/forks.py), except with `warm=False` and in tests marked `real_processes`.
     """
 
-    warm = True  # set for each test by pytest_runtest_setup
+    warm = True  # Value that pytest_runtest_setup sets for each test
 
     def __init__(self, words: list, cwd: Path = ROOT, env: dict | None = None, warm: bool | None = None):
         # Tests must not use the W&B account of the person who runs the tests.
@@ -203,9 +205,9 @@ class Job:
         )
 
     def wait(self, timeout_s: float = 240) -> tuple[int, str]:
-        """Return the exit status and output of the job. Fail the test after the timeout.
+        """Return the job's exit status and output, or fail the test after the timeout.
 
-        The function kills all remaining processes of the job before it returns.
+        All remaining processes of the job are killed before this function returns.
         """
         try:
             output, _ = self.process.communicate(timeout=timeout_s)
@@ -223,7 +225,7 @@ class Job:
 
 
 def wait_until(condition: Callable[[], object], job: Job | None = None, timeout_s: float = 60) -> None:
-    """Wait until the condition is true. Fail the test after the timeout, or if the job ends first."""
+    """Wait until the condition is true, but fail the test after the timeout or if the job ends first."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert job is None or job.process.poll() is None, job.wait()[1]
@@ -232,7 +234,7 @@ def wait_until(condition: Callable[[], object], job: Job | None = None, timeout_
 
 
 def read_until(words: str, job: Job) -> None:
-    """Read the job's output until a line contains the given words."""
+    """Read the job's output until a line contains `words`."""
     while words not in (line := job.process.stdout.readline()):
         assert line, job.wait()
 
@@ -260,7 +262,7 @@ def result(folder: Path) -> dict:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory) -> list:
-    """Return the flag that makes all launches share one cache of decoded images."""
+    """Return the flag that makes all launches share a cache of decoded images."""
     return ["--cache_dir", tmp_path_factory.mktemp("cache")]
 
 
@@ -288,19 +290,22 @@ def real_data() -> Path:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """Mount an in-memory file system of the given size at the folder."""
+    """Mount an in-memory file system of this size at the folder."""
     needs("root")
     folder.mkdir(exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)  # a thread may still be writing
+        # --lazy is needed because a thread may still be writing
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.fixture
 def ssh(tmp_path):
-    """Start a real sshd on loopback. Yield an environment in which `ssh localhost` connects to it."""
+    """Start a real sshd on the loopback interface, and yield an environment in which `ssh localhost` reaches
+    it.
+    """
     needs("root", "ssh", "ssh-keygen", "sshd")
     sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
     folder, port = tmp_path / "ssh", free_port()
@@ -332,8 +337,8 @@ def ssh(tmp_path):
         server.wait()
 
 
-# The training run of all multi-host tests, whose results are compared with a one-process run. Each step
-# trains on 96 images in micro-batches of 24, or of 12 with 8 processes.
+# Training run of all multi-host tests, which compare the run with a one-process run. Each step trains on 96
+# images in micro-batches of 24, or of 12 with 8 processes.
 TRAINING = [*VIT, "--data", "digits", "--batch_size", "96", "--log_every", "1", "--max_steps", "20"]
 TRAINING += ["--mixed_precision", "no", "--trackers", "none", "--per_device_batch_size"]
 
@@ -344,7 +349,7 @@ def per_device(processes: int) -> str:
 
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory, cache):
-    """Return a function that returns the folder of a one-process run with the given micro-batch size."""
+    """Return a function that maps a micro-batch size to the folder of a one-process run."""
     folders = {}
 
     def folder_of(size: str) -> Path:
@@ -365,9 +370,9 @@ def assert_same_losses(folder: Path, reference: Path) -> None:
 
 @pytest.fixture(scope="session")
 def cluster_tools():
-    """Remove leftover hosts and return the module cluster/virtual_hosts.py.
+    """Remove leftover virtual hosts and return the module cluster/virtual_hosts.py.
 
-    Skip the test if this machine cannot create virtual hosts.
+    The test is skipped if this machine can't create virtual hosts.
     """
     from cluster import virtual_hosts
 
@@ -395,11 +400,11 @@ def project_copy(tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def stoppable(tmp_path_factory) -> Path:
-    """Copy the project with scripts that stop or slow down on demand.
+    """Copy the project with train scripts that stop or slow down on demand.
 
     With STOP_AT=N, the script sends itself SIGTERM at step N. With several processes, rank 0 sends the signal
-    one step earlier, because the other ranks agree one step later. With STEP_S=SECONDS, each step takes that
-    much longer until torchrun restarts the script.
+    one step earlier, because all ranks agree on stopping one step later. With STEP_S=SECONDS, each step takes
+    that much longer until torchrun restarts the script.
     """
     project = copy_project(tmp_path_factory.mktemp("stoppable") / "project")
     code = (
@@ -418,7 +423,7 @@ SLOW_STEP = "__import__('time').sleep(float(__import__('os').environ.get('STEP_S
 
 
 def insert_in_loop(project: Path, script: str, *code: str) -> None:
-    """Insert lines of code before the end of each step."""
+    """Insert lines of code before the end of each step in a script's training loop."""
     call = "            run.checkpoint(step)\n"
     mutate(project, script, call, "".join(f"            {line}\n" for line in code) + call)
 
@@ -429,7 +434,7 @@ def copy_project(copy: Path) -> Path:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name in ("*.py", "*.toml", "*.yaml", "Makefile", "requirements.txt", "constraints.txt", "hostfile"):
         for file in ROOT.glob(name):
-            shutil.copy2(file, copy)  # preserves the modification time, which make compares
+            shutil.copy2(file, copy)  # copy2 preserves the modification times that make compares
     return copy
 
 
@@ -443,18 +448,18 @@ def link_environment(project: Path) -> None:
 
 
 def mutate(project: Path, file: str, old: str, new: str) -> None:
-    """Replace a piece of code that must occur exactly once."""
+    """Replace a piece of code that must occur exactly once in the file."""
     text = (project / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} x {old!r}"
     (project / file).write_text(text.replace(old, new))
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Return the tensors of all files of a checkpoint, with keys of the form `<file>:<name>`."""
+    """Return the tensors in all files of a checkpoint, with keys of the form `<file>:<name>`."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return {f"{file.stem}:{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def latest(folder: Path) -> Path:
-    """Return the newest checkpoint of a run."""
+    """Return the folder of a run's newest checkpoint."""
     return sorted((folder / "checkpoints").glob("step_*"))[-1]

@@ -1,4 +1,4 @@
-"""The two examples in docs/add_a_model.md: first their changes to the scripts, then their commands."""
+"""Tests of the two examples in docs/add_a_model.md: first their changes to scripts, then their commands."""
 
 import re
 import shlex
@@ -21,7 +21,7 @@ def commands(example: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Copy the project with its tests and documents, and apply the document's changes."""
+    """Copy the project with its tests and documents, and apply the changes in docs/add_a_model.md."""
     folder = tmp_path_factory.mktemp("add_a_model") / "project"
     left_out = shutil.ignore_patterns(".git", ".venv", "runs", "weights", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, folder, ignore=left_out)
@@ -64,7 +64,7 @@ def test_the_example_trains_resumes_and_is_validated(example, project, cache):
 
 
 def test_documents_and_tests_discover_the_script(project):
-    """Check that documents and tests discover the script without a list that someone must edit."""
+    """Check that documents and tests discover a new script without a list that someone must edit."""
     for words in map(shlex.split, commands("convnext")):
         if words[:2] == ["python", "-m"]:
             run(words, cwd=project)
@@ -84,9 +84,9 @@ NEW_METRIC = '    "surest": Metric("surest", lambda logits, _: logits.softmax(1)
 
 
 @pytest.mark.full
-@pytest.mark.real_processes  # The tests that this test starts fork processes
+@pytest.mark.real_processes  # This test starts pytest, whose tests fork processes
 def test_a_flag_a_metric_and_scripts_pass_the_tests_of_the_house(project):
-    """Follow the steps in CONTRIBUTING.md."""
+    """Follow the steps in CONTRIBUTING.md for a new flag, a new metric and new scripts."""
     for before, new in (("    image_column: str", NEW_FLAG), ('    "loss": Metric("loss"', NEW_METRIC)):
         mutate(project, "onecurve/flags/recipe.py", before, new + before)
     run([*python(), "-m", "docs.generate"], cwd=project)

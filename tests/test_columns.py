@@ -1,4 +1,4 @@
-"""COLUMNS of onecurve/numerics/augment.py: each column of a sample's random numbers has only one use."""
+"""Test that each column of a sample's random draws has only one use, as listed in augment.py's COLUMNS."""
 
 import ast
 import itertools

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_suite.py on a CPU: --dry_run, verdicts of rows, time limits, and flags for peer projects."""
+"""Tests of benchmarks/gpu_suite.py on a CPU: --dry_run, verdicts, time limits, and other projects' flags."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def test_a_dry_run(sections, tmp_path):
     assert {row["section"] for row in rows} == set(sections.split(","))
     assert {row["verdict"] for row in rows} <= {"", "ok", "skipped"}, rows
     assert all(row["note"] for row in rows if row["verdict"] == "skipped")
-    first = (tmp_path / "table.md").read_text().split("\n\n")[0]  # Tables of kernels follow the first table
+    first = (tmp_path / "table.md").read_text().split("\n\n")[0]  # The tables of kernels follow this table
     assert len(first.splitlines()) == len(rows) + 2
 
 
@@ -112,7 +112,7 @@ def test_ctrl_c_leaves_the_table_and_no_process(tmp_path):
     status, output = job.wait(60)
     assert status == 130, output
     assert "interrupted" in table.read_text()
-    # A killed process takes a moment to disappear.
+    # Killed processes take a moment to disappear.
     wait_until(lambda: not any(map(is_alive, children)), timeout_s=10)
 
 
@@ -123,7 +123,8 @@ def test_without_a_gpu_the_suite_suggests_a_dry_run():
     assert not (ROOT / "nowhere").exists()
 
 
-# --- Peer projects. Runs of timm's train.py are started manually: see the docstring of benchmarks/peers.py.
+# --- Peer projects
+# Runs of timm's train.py are started manually, as the docstring of benchmarks/peers.py explains.
 
 
 def test_the_flags_and_images_of_timms_train_py(tmp_path):
@@ -135,7 +136,7 @@ def test_the_flags_and_images_of_timms_train_py(tmp_path):
 
 
 def test_timms_speed_excludes_its_start(tmp_path):
-    """Print a log in timm's format.
+    """Check timm's speed in a log in timm's format.
 
     Updates of 512 images take 10 s each until the 16th update, then 0.1 s each.
     """
@@ -151,7 +152,7 @@ def test_timms_speed_excludes_its_start(tmp_path):
     with psutil.Popen(["sleep", "60"]) as bystander:
         assert peers.timms([str(log)], 32) == pytest.approx(5120, rel=1e-3)
         bystander.terminate()
-    assert bystander.returncode == -signal.SIGTERM  # The end of timm's process does not kill this process
+    assert bystander.returncode == -signal.SIGTERM  # Ending timm's process must not end this process
     with pytest.raises(ValueError, match="ended within 16 updates"):
         peers.timms(["-c", "print('Train: 0 [   0/97 (  1%)]  Time: 1s, 5/s  (1.000s,  512.00/s)')"], 32)
 

@@ -1,4 +1,4 @@
-"""Limits of the repository: line budgets, imports in one direction, and unique file names."""
+"""Tests of the repository's limits: line budgets, imports in one direction, and unique file names."""
 
 import ast
 import itertools
@@ -17,7 +17,7 @@ from tests.conftest import BIN, ROOT, Job, full, python
 # more should state the reason. The layer "" contains the commands at the top without the train scripts,
 # because anyone may add a train script.
 BUDGETS = {"onecurve/": 12_400, "tools/": 5_400, "": 1_250, "tests/": 20_400, "benchmarks/": 2_200}
-MAX_LINES = 600  # Maximum for a file outside of tests/ and benchmarks/
+MAX_LINES = 600  # Maximum number of lines in a file outside of tests/ and benchmarks/
 SHARED_FLAGS = 44  # Number of flags that all image scripts share
 
 
@@ -32,7 +32,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def statements_of(path: Path) -> int:
-    """Count the lines of code in a file, without blank lines, comments, docstrings and imports."""
+    """Count the lines of code in a file, excluding blank lines, comments, docstrings and imports."""
     lines, skipped = lines_of(path), set[int]()
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, (ast.Import, ast.ImportFrom)):

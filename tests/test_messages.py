@@ -1,4 +1,7 @@
-"""Complete messages for a user's mistakes, from messages.yaml. Other tests check an error's type and flag."""
+"""Tests of the complete messages for users' mistakes in messages.yaml.
+
+Tests in other files check only the type of an error and the name of the flag.
+"""
 
 import os
 import shutil
@@ -26,7 +29,7 @@ def data(path: str, **flags) -> None:
 
 
 def images(*files: str) -> None:
-    """Create empty files."""
+    """Create empty image files at these paths."""
     for file in files:
         os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
         open(file, "wb").close()
@@ -132,9 +135,8 @@ def test_timms_validate_has_other_flags_than_its_train(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("offline", "reason"), [(False, "refused"), (True, "")])
 def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, caplog):
-    """Check that the hub's client does not retry each file five times.
-
-    The message must suggest a download.
+    """Check that an unreachable hub causes a one-line error that suggests a download, without five retries
+    per file.
     """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -149,7 +151,9 @@ def test_a_hub_out_of_reach_is_one_line(offline, reason, monkeypatch, capfd, cap
 
 
 def test_heic_without_its_package_is_reported(tmp_path):
-    """Recognize HEIC files by their extension, or by their first bytes if the extension is different."""
+    """Check that HEIC files are recognized by their extension, or by their first bytes if the extension
+    differs.
+    """
     images(*(f"{tmp_path}/d/{name}" for name in ("cat/1.HEIC", "cat/2.heic", "dog/3.heif")))
     code = """import sys
 sys.modules["pillow_heif"] = None

@@ -1,4 +1,4 @@
-"""notebooks/first_run.ipynb, run cell by cell without a GPU, %run, and the command for Hugging Face jobs."""
+"""Tests of notebooks/first_run.ipynb without a GPU, of %run, and of the command for Hugging Face jobs."""
 
 import json
 import re
@@ -43,9 +43,9 @@ COMMIT = "git init -q && git add . && git -c user.name=me -c user.email=me@examp
 
 @pytest.mark.full
 def test_each_cell_runs(project_copy, tmp_path):
-    """Run `make setup` with an installed environment, in case there is no network.
+    """Run the notebook cell by cell in an installed environment, in case there is no network.
 
-    A kernel sets MPLBACKEND.
+    MPLBACKEND is set, as in a kernel.
     """
     session = tmp_path / "session"
     (session / "IPython").mkdir(parents=True)

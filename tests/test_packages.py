@@ -1,4 +1,4 @@
-"""Packages that `make setup` installs. On a bare Debian, tests without their package skip, or fail in CI."""
+"""Tests of packages that `make setup` installs. On a bare Debian, tests that lack a package skip or fail."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from packaging.utils import canonicalize_name
 from tests.conftest import ROOT
 from tests.support.packages import PACKAGES
 
-# A few tests for each requirement (hosts, Slurm, a compiler, ssh, real images), and some tests without
-# requirements
+# Test files that cover each requirement (hosts, Slurm, a compiler, ssh, real images) and contain tests
+# without requirements
 PART = ["tests/cluster", "tests/distributed/test_compilation.py", "tests/scripts/test_launchers.py"]
 PART += ["tests/scripts/test_real_data.py", "-m", "not full", "-k"]
 PART += ["cluster or slurm or flag or health or other_script or real_data"]
-# A mount namespace without /usr/sbin, which cluster/virtual_cluster.py adds to the PATH
+# Command that starts a mount namespace without /usr/sbin, which cluster/virtual_cluster.py adds to the PATH
 BARE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /usr/sbin && PATH=$0 exec "$@"']
 
 
@@ -61,7 +61,7 @@ def test_make_setup_installs_by(flags):
     assert f" V/bin/{INSTALLS[flags]} touch V/installed" in " ".join(commands)
 
 
-# Pretends that python3 is another version
+# Command that pretends that python3 is an unsupported version
 ANOTHER_PYTHON = ["make", "setup", "FITS=import sys; sys.exit(1)", "INSTALL=true"]
 
 
@@ -87,14 +87,16 @@ def test_pip_does_not_accept_another_python(tmp_path):
 def test_an_index_that_does_not_answer_is_one_line(tmp_path):
     words = ["make", "setup", f"VENV={tmp_path}/venv", "CPU=1", "CPU_INDEX=http://127.0.0.1:9"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    error, _ = done.stderr.splitlines()  # The other line is from make
+    error, _ = done.stderr.splitlines()  # The second line is printed by make
     assert error == "error: CPU=1 needs http://127.0.0.1:9, which does not answer. Leave out CPU=1"
     assert not (tmp_path / "venv").exists()
 
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """Return a folder for PATH: programs of Debian's required packages, Python, make and a fake apt-get."""
+    """Return a folder for PATH with the programs of Debian's required packages, Python, make and a fake
+    apt-get.
+    """
     listed = subprocess.check_output(["dpkg-query", "-W", "-f", "${Priority} ${Package}\n"], text=True)
     required = re.findall("^required (.*)", listed, re.MULTILINE)
     files = subprocess.check_output(["dpkg", "--listfiles", *required], text=True).splitlines()
@@ -111,7 +113,7 @@ def path(tmp_path) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.needs("root")  # Mounting requires root
+@pytest.mark.needs("root")  # Only root can mount
 @pytest.mark.parametrize("ci", ["", "true"])
 def test_tests_without_their_packages(ci, path, tmp_path):
     def bare(*words) -> tuple[int, str]:

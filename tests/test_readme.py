@@ -1,4 +1,4 @@
-"""Documents match the code: generated pages, links and recipes."""
+"""Tests that documents match the code: generated pages, links and recipes."""
 
 import dataclasses
 import re
@@ -71,7 +71,7 @@ def test_the_architecture_page_names_every_package_and_only_existing_files():
         assert (ROOT / name).exists() or (ROOT / "onecurve" / name).exists(), name
     for path in (*(ROOT / "onecurve").iterdir(), *(ROOT / "tools").iterdir()):
         name = f"`{path.name}/`" if path.is_dir() else f"`{path.name}`"
-        # The folder is left over from a package that has moved
+        # A folder without Python files remains if its package has moved.
         is_left_over = path.is_dir() and not list(path.rglob("*.py"))
         assert name in text or path.name == "__init__.py" or is_left_over, name
 

@@ -1,7 +1,8 @@
-"""Private names of other libraries: each function of onecurve/upstream/ is still needed and still works.
+"""Tests that each function of onecurve/upstream/ is still needed and works with the installed libraries.
 
-If a row fails after an update, the library has changed. Remove or adapt the function. Rows read a library's
-file, or a fresh copy of its module, because other tests replace names in this process.
+The functions use private names of other libraries. If a row fails after an update, the library has changed,
+and the function must be removed or adapted. Rows read a library's file, or a fresh copy of its module,
+because other tests replace names in this process.
 """
 
 import argparse
@@ -41,7 +42,7 @@ ROWS: dict[Callable, Row] = {}
 
 
 def needs(*functions: Callable) -> Callable[[Row], Row]:
-    """Declare a row for these functions. The row fails if the library no longer needs the functions."""
+    """Declare a row for these functions. The row fails if the library no longer needs a function."""
 
     def declare(row: Row) -> Row:
         ROWS.update(dict.fromkeys(functions, row))
@@ -64,11 +65,11 @@ def test_each_function_has_a_row():
 
 
 ALLOWED = {"_replace", "_asdict", "_exit"}  # Documented names of namedtuples and the os module
-ALLOWED |= {"_span_bytes", "_typeshed"}  # Names in this project and in mypy
+ALLOWED |= {"_span_bytes", "_typeshed"}  # Names in this project's code and in mypy
 
 
 def private_names(file: Path) -> set[str]:
-    """Return other objects' private names in a file: attributes, imports and arguments of getattr."""
+    """Return the private names of other objects that a file uses in attributes, imports and getattr."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
@@ -122,7 +123,7 @@ def code(module: str, function: str = "") -> str:
 
 
 def fresh(module: str) -> ModuleType:
-    """Return a copy of a module in the state right after its import, before anything in it is replaced."""
+    """Return a new copy of a module, in the state right after its import, without replaced names."""
     spec = importlib.util.find_spec(module)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
@@ -143,7 +144,7 @@ def looks_for_lomo_at_each_step():
 
 
 def process_state(**values):
-    """Return an Accelerate state of a process with only these values."""
+    """Return an Accelerate state of a process that contains only these values."""
     state_class = fresh("accelerate.state").PartialState
     state = state_class.__new__(state_class)
     vars(state).clear()
@@ -379,7 +380,10 @@ def test_a_step_imports_no_compiler(more):
 
 @needs(torch_.postpone_compiler)
 def imports_the_compiler_with_the_first_step():
-    """Check torch's code for the import. test_a_step_imports_no_compiler runs both cases."""
+    """Check that torch's optimizer code imports the compiler in the first step.
+
+    test_a_step_imports_no_compiler tests both the postponed import and the original import.
+    """
     assert "import torch._dynamo" in code("torch.optim.optimizer", "_use_grad_for_differentiable")
 
 
@@ -404,7 +408,7 @@ def raises_without_a_cpp_compiler():
 @needs(torch_.lerp_, torch_.add_, torch_.multiply_, torch_.norms)
 def computes_on_lists():
     oldest = re.search(r"^torch>=([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
-    assert int(oldest.split(".")[1]) < 15  # torch 2.15 introduces torch.foreach
+    assert int(oldest.split(".")[1]) < 15  # torch.foreach exists in torch 2.15 and later
     first, second = torch.ones(2), torch.full((3,), 2.0)
     torch_.lerp_([first, second], [torch.zeros(2), torch.zeros(3)], 0.5)
     torch_.add_((first, second), 1)
@@ -637,7 +641,7 @@ def lists_no_flags():
     assert not [name for name in vars(parser) if "option" in name and not name.startswith("_")]
 
 
-# --- other packages
+# --- Other packages
 
 
 @needs(packages_.allow_large_texts)

@@ -1,4 +1,4 @@
-"""Train scripts wait for the device only when they log a line and when they evaluate.
+"""Tests that train scripts wait for the device only when they log a line and when they evaluate.
 
 The tests use fake CUDA tensors. tests/support/waits.py explains the method and lists the waits that it can't
 detect.
@@ -32,16 +32,17 @@ RECIPES = {
     "train_cnn_b": dict(width=8),
     "train_vit": dict(model="test_vit", image_size=32, patch_size=8, **AUGMENTED),
 }
-# Waits in 2 epochs of 3 steps, with a line after every second step and at each end of an epoch
+# Waits in 2 epochs of 3 steps, with a log line after every second step and at each end of an epoch
 LINES = {"session.py:mean_loss": 4}
-# The images move to the device once.
+# Waits of a run with evaluations. The images move to the device once.
 EVALUATIONS = LINES | {"evaluation.py:evaluate": 2 * 5, "splits.py:_move": 2}
 WAITS = {
-    # The script draws a picture after the loop.
+    # After the loop, the script draws a picture.
     "train_hello": LINES | {"train_hello.py:evaluate": 2 * 2, "train_hello.py:main": 4},
     "train_cnn_a": EVALUATIONS,
     "train_cnn_b": EVALUATIONS,
-    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},  # Includes the evaluations of the EMA
+    # The EMA is evaluated as well as the model
+    "train_vit": EVALUATIONS | {"evaluation.py:evaluate": 2 * 2 * 5},
 }
 
 
@@ -82,7 +83,7 @@ def test_a_wait_in_a_loop_is_seen(name, old, new, added_waits, tmp_path):
     assert text.count(old) == 1
     changed = tmp_path / f"{name}.py"
     changed.write_text(text.replace(old, new))
-    if added_waits is None:  # Only the device knows this size
+    if added_waits is None:  # Only the device knows the size of the result
         with pytest.raises(Exception, match="nonzero"):
             waits(changed, name, tmp_path)
         return
@@ -102,13 +103,14 @@ def test_arrays_cross_to_the_device_in_one_copy(monkeypatch):
         plan = [(epoch, np.arange(16)) for epoch in (0, 1) for _ in range(AHEAD + 1)]
         options = dict(device="cuda", size=32, seed=0, workers=0)
         copies = [waits_seen.copies for _ in split.batches(iter(plan), train=True, **options)]
-    assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]  # The images are copied first, then the groups
+    # Copies of the images precede the copies of the groups
+    assert copies == [3] * AHEAD + [4] + [5] * AHEAD + [6]
     assert set(waits_seen.places) == {"splits.py:_move"}
 
 
 @pytest.mark.parametrize("train", [True, False])
 def test_a_step_uses_its_part_of_a_group(train):
-    """Check that the images and labels are the same as for a step without a group."""
+    """Check that a step that uses part of a group receives the same images and labels as without a group."""
     pixels = np.random.RandomState(0).randint(0, 256, (64, 8, 8, 3), np.uint8)
     split, draw = ArraySplit(pixels, SplitPart("train", np.arange(64) % 10)), np.random.RandomState(1)
     split.mirror = True
@@ -126,12 +128,12 @@ def test_a_step_uses_its_part_of_a_group(train):
         assert torch.equal(batch.labels, single_batch.labels)
     begin_groups = {first + index for first in (0, AHEAD + 2) for index in (0, AHEAD)}
     steps = {tuple(names) for index, (_, names) in enumerate(grouped) if index not in begin_groups}
-    # NumPy's `take` also runs, but it is not a torch operator.
+    # NumPy's `take`, which is not a torch operator, also runs.
     assert steps == {("empty", "add", "index_select") if train else ("empty",)}
 
 
 def test_packed_arrays_arrive_whole(monkeypatch):
-    """Replace the copy, which would need a device."""
+    """Replace the copy to the device, because this test has no device."""
     monkeypatch.setattr(augment, "send", lambda tensor, device: tensor)
     arrays = [
         np.arange(5),

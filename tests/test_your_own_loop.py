@@ -1,6 +1,6 @@
-"""docs/your_own_loop.md as written, on the installed package.
+"""Tests of the loop in docs/your_own_loop.md, run unchanged with the installed package.
 
-A killed loop ends with bitwise identical results.
+A killed loop must end with bitwise identical results.
 """
 
 import random
@@ -22,11 +22,12 @@ from tests.support.s3 import BUCKET, s3, use_s3  # noqa: F401 (a fixture)
 
 TEXT = (ROOT / "docs" / "your_own_loop.md").read_text()
 (LOOP,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-EXACT = [("EVERY = 0, 10, 64, 32,", "EVERY = 0, 10, 64, 16,")]  # Use four micro-batches
+# Replacement that makes each step use four micro-batches
+EXACT = [("EVERY = 0, 10, 64, 32,", "EVERY = 0, 10, 64, 16,")]
 for change in re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL):
     EXACT.append(tuple("\n".join(re.findall(rf"^[{sign}](.*)$", change, re.MULTILINE)) for sign in "-+"))
 # Layers that half of the micro-batches skip: all micro-batches of some steps, or all micro-batches of one
-# process.
+# process
 DROP = """class Layers(nn.Sequential):
     def forward(self, x):
         return x + super().forward(x) if torch.rand(()) < 0.5 else x
@@ -36,12 +37,12 @@ torch.manual_seed(SEED)
 LAYERS = "nn.Dropout(0.2), Layers(nn.Linear(128, 128), nn.GELU()), Layers(nn.Linear(128, 128), nn.GELU()),"
 LAYER_DROP = [*EXACT, ("torch.manual_seed(SEED)\n", DROP), ("nn.Dropout(0.2),", LAYERS)]
 ENV = {"OMP_NUM_THREADS": "1"}
-STEPS = 280  # 28 steps per epoch
-MAX_LINES = 4300  # Maximum in the part of the core that the loop loads, including docstrings
+STEPS = 280  # Number of steps, in ten epochs of 28 steps
+MAX_LINES = 4300  # Maximum number of lines, including docstrings, in the part of the core that the loop loads
 
 
 def weights(folder: Path) -> list[bytes]:
-    """Return the model and the optimizer state in the last checkpoint."""
+    """Return the bytes of the model and optimizer files in the last checkpoint."""
     return [file.read_bytes() for file in sorted(folder.glob(f"checkpoints/*{STEPS}/*.safetensors"))]
 
 
@@ -69,7 +70,9 @@ def python(tmp_path_factory) -> Path:
 
 
 def test_the_package_contains_only_the_core(python, tmp_path):
-    """Check that the loop needs no scripts or tools, and loads no flags or communication between ranks."""
+    """Check that the loop runs without scripts and tools, and loads no flags and no communication between
+    ranks.
+    """
     imports = re.findall("^from onecurve.*$", LOOP, re.MULTILINE)
     shown = "import importlib.util, sys\n"
     shown += "print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('onecurve')))"
@@ -95,7 +98,7 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     s3,  # noqa: F811
     monkeypatch,
 ):
-    """Leave the state of a killed loop only in S3, as if another machine continued the loop."""
+    """Keep the state of a killed loop only in S3, as if another machine continued the loop."""
     use_s3(monkeypatch, s3)
     url, script = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "my_loop.py"
     script.write_text(LOOP)
@@ -104,14 +107,14 @@ def test_a_loop_that_is_killed_at_random_ends_with_the_same_bits(
     run([python, script, "--folder", tmp_path / "alone"], env=ENV, cwd=tmp_path)
     store, outputs = ObjectStore(url), []
     for count in processes:
-        folder = tmp_path / f"run{len(outputs)}"  # A new folder simulates another disk
+        folder = tmp_path / f"run{len(outputs)}"  # A new folder simulates another machine's disk
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
         words = [python, *torchrun[: 4 * (count > 1)], script, "--folder", folder, "--s3", url]
         job = Job(words, env=ENV, cwd=tmp_path)
         if len(outputs) < len(processes) - 1:
             step = max(committed(store), default=0) + random.randint(1, STEPS // 5)
             wait_until(lambda: max(committed(store), default=0) >= step or job.process.poll() is not None)  # noqa: B023
-            # On a busy machine, the loop may end before the test sees the store's last step
+            # On a busy machine, the loop may end before the test sees the store's last step.
             if job.process.poll() is None:
                 kill(psutil.Process(job.process.pid).children(recursive=True))
                 job.process.kill()

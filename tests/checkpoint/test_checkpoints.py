@@ -1,4 +1,4 @@
-"""Tests that checkpoints survive kills, full disks and damage, and that a run resumes from an intact one."""
+"""Tests that checkpoints survive kills, full disks and damage, and that runs resume from intact ones."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from tests.distributed.test_agreement import ranks_of
 from tests.support.compare import assert_same_end, assert_same_tensors
 from tests.support.faults import at_file_operation, called_first, mark, operations, without_folders
 
-# 4 steps per epoch and 6 epochs, with a checkpoint after each epoch. The run removes old checkpoints from the
+# Flags for 6 epochs of 4 steps, with a checkpoint after each epoch. The run removes old checkpoints from the
 # third epoch onward.
 HELLO = ["train_hello.py", "--data_size", "256", "--batch_size", "64", "--epochs", "6", "--log_every", "1"]
 HELLO += ["--trackers", "none", "--mixed_precision", "no", "--checkpoint_s", "0"]
@@ -66,10 +66,12 @@ EACH |= {"os.rename .step_", "shutil.rmtree .step_"}
 
 @pytest.mark.parametrize("parts", [*({part} for part in sorted(QUICK)), full(EACH)], ids=len)
 def test_killed_in_a_commit(parts, straight, tmp_path):
-    """Kill the run before the first operation of each type, and in full runs before every operation."""
+    """Kill the run before the first checkpoint operation of each type, or in full runs before every
+    operation.
+    """
     starts = [i for i, line in enumerate(straight[1]) if re.search(r"os.remove \.step_\d+\.tmp", line)]
     assert len(starts) == 6
-    commit = range(starts[3] + 1, starts[4] + 1)  # the operations of one late commit
+    commit = range(starts[3] + 1, starts[4] + 1)  # Numbers of the file operations in one late commit
     firsts = [next(n for n in commit if part in straight[1][n - 1]) for part in parts]
     for number in firsts if parts <= QUICK else commit:
         folder = tmp_path / str(number)
@@ -86,14 +88,14 @@ def test_killed_in_a_commit(parts, straight, tmp_path):
         assert not list((folder / "run" / "checkpoints").glob(".*"))
 
 
-# 100 steps per epoch leave enough time to kill the run between two checkpoints.
+# Flags for epochs of 100 steps, which leave enough time to kill the run between two checkpoints
 LONG = [*HELLO, "--data_size", "6400", "--epochs", "30", "--checkpoint_every", "50", "--log_every", "10"]
-# slows the scripts of `stoppable`, so that a run with LONG does not end before the test acts
+# Slows the scripts of `stoppable`, so that a run with LONG does not end before the test acts
 SLOW = {"STEP_S": "0.05"}
 
 
 def start_and_wait(words: list, folder: Path, checkpoints: int = 1, **options) -> Job:
-    """Start a run and return after the run has written the given number of checkpoints."""
+    """Start a run and return its job after the run has written this number of checkpoints."""
     newest_before = max(steps_in(folder / "checkpoints"), default=0)
     job = Job([*words, "--output_dir", folder], **options)
     parent = folder / "checkpoints"
@@ -147,7 +149,7 @@ def test_torchrun_restarts_and_the_run_continues(stoppable, tmp_path):
 
 @pytest.mark.full
 def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_path):
-    """Kill the process in the same step after each restart."""
+    """Kill the process in the same step after each restart, until the run gives up."""
     text = (stoppable / "train_hello.py").read_text()
     assert text.count("signal').raise_signal(15)") == 1
     (stoppable / "dies.py").write_text(text.replace("raise_signal(15)", "raise_signal(9)"))
@@ -161,14 +163,14 @@ def test_gives_up_after_three_restarts_without_a_new_checkpoint(stoppable, tmp_p
     assert verify(latest(tmp_path / "run")).step == 4
 
 
-# --- A failure while the shards of a checkpoint are gathered
+# --- Failures while the shards of a checkpoint are gathered
 
 SENT = "                        self._transfer(dist.send, part, 0)\n"
 ONCE = f"""                        import os, signal, subprocess
                         if self.rank == 1 and os.path.isdir(os.environ["SAVED"]):
                             FAULT
 {SENT}"""
-# Kills the stopped process after 9 s, because torchrun would wait 30 s for the process to end.
+# Code that stops the process and kills it after 9 s, because torchrun would wait 30 s for the process to end
 STOP = """subprocess.Popen(["sh", "-c", f"sleep 9; kill -9 {os.getpid()}"], start_new_session=True)
                             os.kill(os.getpid(), signal.SIGSTOP)"""
 FAULTS = {
@@ -187,7 +189,7 @@ FAULTS = {
     [row if row == ("fsdp", "killed") else full(*row) for row in product(("fsdp", "zero2", "zero3"), FAULTS)],
 )
 def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
-    """Simulate a broken connection with a thread that stops answering. The training continues."""
+    """Check that training continues if a connection breaks, which a silent thread simulates."""
     code, message = FAULTS[fault]
     mutate(project_copy, "onecurve/checkpoint/gather.py", SENT, ONCE.replace("FAULT", code))
     words = [*STRATEGIES[strategy], *HELLO, "--timeout_s", "5", "--output_dir", tmp_path / "run"]
@@ -196,7 +198,8 @@ def test_a_rank_fails_in_a_gather(strategy, fault, project_copy, tmp_path):
     status, output = Job(words, cwd=project_copy, env=env).wait(60)
     assert status != 0
     assert re.search(message, output), output
-    if fault != "stopped":  # otherwise the training's collective also reports that it is waiting
+    # If the rank is stopped, the training step's collective also reports that it is waiting
+    if fault != "stopped":
         assert output.count("error: ") == 1, output
         assert "[/" not in "".join(line for line in output.splitlines() if "error: " in line), output
     assert verify(latest(tmp_path / "run")).step == 4
@@ -218,7 +221,7 @@ def test_the_main_process_is_killed_in_a_commit(strategy, tmp_path):
 
 @pytest.mark.needs("root")
 def test_a_run_continues_if_an_old_checkpoint_cannot_be_removed(tmp_path):
-    """Mount a file system inside the checkpoint, so that the checkpoint's folder cannot be emptied.
+    """Mount a file system inside a checkpoint, so that the checkpoint's folder can't be emptied.
 
     Over NFS, a process that reads the checkpoint causes the same problem.
     """
@@ -257,7 +260,7 @@ def disk(tmp_path):
     ],
 )
 def test_a_full_disk(launcher, operation, disk, tmp_path):
-    """Check that the run reports only the first problem.
+    """Check that a run reports only the first problem with a full disk.
 
     The next save starts before all ranks know about the first problem.
     """
@@ -304,7 +307,7 @@ def test_a_full_disk_in_the_log(disk, tmp_path):
     assert steps == [*range(1, checkpoint.step + 9)]
 
 
-# --- Damage
+# --- Damaged checkpoints
 
 
 def damage(path: Path, form: str) -> None:
@@ -328,7 +331,7 @@ DAMAGE_FORMS = ("truncated", "emptied", "one bit flipped", "deleted", "a folder"
 def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, form, straight, tmp_path, capsys):
     shutil.copytree(straight[0] / "checkpoints", tmp_path / "checkpoints")
     last = tmp_path / "checkpoints" / LAST
-    # adds the EMA file that other recipes write
+    # Add the EMA file that other recipes write.
     shutil.copy(last / "model.safetensors", last / "ema.safetensors")
     files = json.loads((last / MANIFEST_FILE).read_text())["files"]
     forge(last, files=files | {"ema.safetensors": files["model.safetensors"]})
@@ -339,7 +342,8 @@ def test_damage_is_detected_and_the_previous_checkpoint_is_used(file, form, stra
     assert len(messages) == 1
     assert messages[0].startswith("warning: checkpoint of step 24 is damaged: ")
     assert file in messages[0]
-    assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()  # renamed, and never used again
+    # The damaged checkpoint was renamed and is never used again
+    assert (tmp_path / "checkpoints" / f"damaged_{LAST}").is_dir()
     assert newest(tmp_path / "checkpoints").step == 20
     assert not capsys.readouterr().err
 
@@ -368,7 +372,7 @@ def test_a_run_stops_if_all_checkpoints_are_damaged(straight, tmp_path):
 
 
 def forge(folder: Path, **changes) -> None:
-    """Write a manifest that contains the given changes and passes verification."""
+    """Write a manifest that contains these changes and passes verification."""
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     del manifest["digest"]
     for name in manifest["files"]:
@@ -379,7 +383,7 @@ def forge(folder: Path, **changes) -> None:
 
 
 class Trap:
-    """An object that runs a command when unpickled."""
+    """Object that runs a command when unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -396,7 +400,7 @@ def hostile(straight, tmp_path):
 
 
 def refusal(hostile: Path, tmp_path: Path) -> str:
-    """Resume from the checkpoint and return the output. The run must fail with exactly one error."""
+    """Resume from the hostile checkpoint, which must fail with exactly one error, and return the output."""
     status, output = Job([*HELLO, "--resume", hostile, "--output_dir", tmp_path / "run"]).wait()
     assert status == 1
     assert output.count("error: ") == 1, output
@@ -416,7 +420,8 @@ def test_pickle_in_any_file_is_not_run(file, hostile, tmp_path):
     assert "Traceback" not in output
     assert not canary.exists()
     (hostile / file).rename(tmp_path / "trap.pt")
-    torch.load(tmp_path / "trap.pt", weights_only=False)  # an unsafe load runs the command
+    # The trap works, because an unsafe load runs the command
+    torch.load(tmp_path / "trap.pt", weights_only=False)
     assert canary.exists()
 
 
@@ -456,11 +461,13 @@ def test_a_giant_header_is_refused(size, hostile):
         checkpoints.TensorFile(verify(hostile).folder / "model.safetensors")
 
 
-# --- Retention
+# --- Retention of checkpoints
 
 
 def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path, capsys):
-    """Replace an old checkpoint with a link to a copy on another disk."""
+    """Replace an old checkpoint with a link to a copy elsewhere. Removing the checkpoint must not remove the
+    copy.
+    """
     parent, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     shutil.copytree(straight[0] / "checkpoints", parent)
     shutil.copytree(straight[0] / "checkpoints", elsewhere)
@@ -483,9 +490,9 @@ def test_links_are_not_followed_when_checkpoints_are_removed(straight, tmp_path,
 
 @given(st.sets(st.integers(1, 40)), st.data())
 def test_the_best_the_last_two_and_every_nth_checkpoint_are_kept(saves, data):
-    """Check the kept checkpoints after each save, for any choice of best checkpoints.
+    """Check which checkpoints are kept after each save, for any choice of best checkpoints.
 
-    The test keeps only the checkpoints that `to_keep` returns.
+    Each selection starts from the checkpoints that the previous call of `to_keep` returned.
     """
     kept, best, saved = set(), None, sorted(saves)
     interval = data.draw(st.none() | st.integers(1, 9))
@@ -505,7 +512,7 @@ def test_a_run_keeps_these_checkpoints(straight):
 
 
 def test_a_file_system_that_cannot_sync_folders(tmp_path, capfd):
-    """Check that a run reports the missing support once. /proc is an example of such a file system."""
+    """Check that a run reports once that its file system, like /proc, can't sync folders."""
     sync(Path("/proc"))
     assert "this file system can't sync a folder (Invalid argument)" in capfd.readouterr().err
     words = [*LONG, "--max_steps", "100", "--output_dir", tmp_path / "run"]

@@ -1,9 +1,8 @@
 """Tests of checkpoints in S3, with a real server and injected faults.
 
-A fault proxy sits between the server and its client. The client is either a Mirror with a stored run or a
-whole training run. A training run takes less time than an upload, and the run waits only for the upload of
-the newest checkpoint. A test can therefore predict the bucket's final content, but not its intermediate
-content.
+A fault proxy sits between the server and its client, which is either a Mirror with a stored run or a whole
+training run. A training run takes less time than an upload and waits only for the upload of the newest
+checkpoint. Tests can therefore predict the bucket's final content, but not its intermediate content.
 """
 
 import itertools
@@ -34,7 +33,7 @@ from train_cnn_a import CnnA
 
 
 class Bucket:
-    """The test's prefix in the bucket. Training runs access it through the proxy, and tests directly."""
+    """A test's prefix in the bucket. Training runs use the proxy to access the prefix, but tests do not."""
 
     def __init__(self, name: str, server: str, proxy, monkeypatch):
         self.url, self.proxy = f"s3://{BUCKET}/{name}", proxy
@@ -68,7 +67,7 @@ def bucket(s3, s3_proxy, monkeypatch, request):  # noqa: F811
 def mirror(bucket, tmp_path, monkeypatch):
     """Return the Mirror of a stored run with checkpoints of steps 14, 16 and 20, behind the proxy.
 
-    The Mirror's attribute `messages` lists the printed messages.
+    The Mirror's attribute `messages` contains all printed messages.
     """
     shutil.copytree(STORED / "format_1", tmp_path / "run")
     for key, value in bucket.env.items():
@@ -86,7 +85,7 @@ def send(mirror: Mirror, step: int, best: int | None = 14) -> None:
 
 
 def test_the_best_checkpoint_stays_on_disk_until_it_is_uploaded(bucket, mirror):
-    """Check that the best checkpoint is kept during its upload, although a later one may become the best."""
+    """Check that the best checkpoint is kept during its upload, even if a later checkpoint is better."""
     needed = []
     bucket.proxy.on("PUT", ".*/step_00000014/manifest.json", lambda: needed.append(mirror.needs()))
     send(mirror, 16, best=14)
@@ -103,7 +102,7 @@ def fetched(mirror: Mirror, parent: Path, lost=lambda: None, newest: int = -1) -
 
 @pytest.fixture
 def impatient(project_copy):
-    """Copy the project and shorten its timeouts for stores that do not answer."""
+    """Copy the project with shorter timeouts for stores that do not respond."""
     mutate(project_copy, "onecurve/system/s3.py", "READ_S = 15", "READ_S = 3")
     mutate(project_copy, "onecurve/system/files.py", "ATTEMPTS = 4", "ATTEMPTS = 2")
     return project_copy
@@ -126,7 +125,7 @@ def test_a_fresh_machine_resumes_from_the_bucket(bucket, straight, tmp_path):  #
     output = bucket.run(tmp_path / "second")
     assert "downloading the checkpoint of step 14" in output
     assert "continuing at step 14" in output
-    log = metrics(tmp_path / "second")  # the first lines were downloaded from the bucket
+    log = metrics(tmp_path / "second")  # These lines of the log were downloaded from the bucket
     assert [line["step"] for line in log if "train/loss" in line] == [*range(1, 25)]
     (telemetry,) = (tmp_path / "second").glob("telemetry-*.jsonl")
     assert sum("host" in line for line in lines(telemetry)) == 2, "the first machine's telemetry is lost"
@@ -157,7 +156,7 @@ def test_an_older_log_is_replaced_by_another_machines_log(bucket, tmp_path):
 
 
 def kill(job: Job) -> bool:
-    """Kill the job, which aborts its current request. Return True once the process has ended."""
+    """Kill the job, which aborts its current request, and return True after the process has ended."""
     job.kill()
     job.process.wait()
     return True
@@ -173,11 +172,11 @@ def test_killed_between_data_and_manifest(bucket, straight, tmp_path):  # noqa: 
     assert len(new) == 3, "the data was not uploaded"
     assert bucket.steps()[-1] == 8, "a checkpoint without a manifest counts"
     assert verify(folder / "checkpoints" / new[0].split("/")[1])
-    # another machine sees only step 8, and the lock belongs to a dead process of this machine
+    # Another machine can see only step 8, and the run's lock belongs to a dead process of this machine.
     output = bucket.run(tmp_path / "elsewhere", "--max_steps", "9")
     assert "continuing at step 8" in output
     assert "which is dead: taken over" in output
-    # this machine has later checkpoints on disk and finishes the upload
+    # The folder contains later checkpoints, whose upload is finished now.
     assert "continuing at step" in bucket.run(folder)
     assert bucket.steps()[-1] == 24
     assert_same_end(folder, straight[0])
@@ -187,7 +186,7 @@ def test_another_machine_finishes_a_run_that_was_stopped_in_its_last_upload(buck
     flags, file = ("--max_steps", "4"), tmp_path / "run" / "result.json"
 
     def terminate() -> bool:
-        wait_until(file.exists)  # the run closes the log before it writes result.json
+        wait_until(file.exists)  # The run closes the log before it writes result.json
         job.process.send_signal(signal.SIGTERM)
         wait_until(lambda: result(tmp_path / "run")["status"] == "preempted")
         return False
@@ -208,7 +207,7 @@ def test_another_machine_finishes_a_run_that_was_stopped_in_its_last_upload(buck
 
 @pytest.mark.full
 def test_a_black_hole_does_not_stop_training(bucket, impatient, straight, tmp_path):  # noqa: F811
-    """Start the black hole at the second upload. Starting the same command again repeats that upload."""
+    """Start a black hole at the second upload, which must be repeated when the same command runs again."""
     folder = tmp_path / "run"
     bucket.run(folder, "--max_steps", "4")
     bucket.proxy.on("PUT", ".*/step_.*", lambda: bucket.proxy.black_hole(times=None))
@@ -273,7 +272,7 @@ def test_a_prefix_has_one_owner(bucket, tmp_path):
     assert "owner.json" not in bucket.store.list()
 
 
-# maps a name to the request before which an upload pauses, and the number of equal requests to skip
+# For each pause, the request before which an upload pauses and the number of identical requests to skip
 PAUSES = {
     "before index.json": ("PUT", "step_00000016/manifest", 0),
     "before a removal": ("PUT", "/result.json", 0),
@@ -283,7 +282,7 @@ PAUSES = {
 
 @pytest.mark.parametrize("pause", PAUSES)
 def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirror, tmp_path):
-    """Pause the owner while it uploads step 16 and a successor trains from step 14 to step 20."""
+    """Pause a run's owner while it uploads step 16 and a successor trains from step 14 to step 20."""
     owner = Lease(PrefixRecord(mirror.store), lambda: None)
     mirror.lost = owner.check
     send(mirror, 14)
@@ -314,11 +313,11 @@ def test_a_paused_owner_does_not_remove_its_successors_files(pause, bucket, mirr
 
 @pytest.mark.full
 def test_a_suspended_run_leaves_its_successors_files(bucket, stoppable, tmp_path):
-    """Write the successor's record, checkpoints and index.json while the first run's process is suspended."""
+    """Write a successor's record, checkpoints and index.json while the first run's process is suspended."""
     words = [*LONG, "--epochs", "3000", "--keep_every", "100000", "--s3", bucket.url]
-    env = bucket.env | {"STEP_S": "0.1"}  # a checkpoint every 5 s
+    env = bucket.env | {"STEP_S": "0.1"}  # The run writes a checkpoint every 5 s
     job = start_and_wait(words, tmp_path / "run", env=env, cwd=stoppable)
-    # from here on, the run sends no request that the test checks
+    # From here on, the run sends no request that the test checks.
     wait_until(lambda: "metrics.jsonl" in bucket.store.list())
     job.process.send_signal(signal.SIGSTOP)
     folder, steps = tmp_path / "run" / "checkpoints", [50_000, 60_000, 70_000]
@@ -367,7 +366,7 @@ def test_damage_in_the_bucket_is_detected(form, bucket, mirror, tmp_path):
 
 
 def test_the_target_of_a_link_is_not_uploaded(mirror, tmp_path):
-    """Use symbolic links, because a run folder may come from an untrusted user."""
+    """Mirror a run folder with symbolic links. A run folder may come from an untrusted user."""
     (tmp_path / "id_rsa").write_text("SECRET")
     names = ["nvidia-smi-h.txt", "telemetry-h.jsonl", "confusion.json", "checkpoints/step_00000020/more"]
     for name in names:
@@ -421,7 +420,7 @@ def test_a_run_killed_after_starting_from_anothers_checkpoint_is_still_new(bucke
     for _ in range(2):
         run_folder = RunFolder(recipe, "new", 24, lambda: None)
         assert (run_folder.is_new, run_folder.checkpoint.step) == (True, 14)
-        # a run writes recipe.json before its first step
+        # A run writes recipe.json before its first step.
         shutil.copy(tmp_path / "run" / "recipe.json", run_folder.path)
         run_folder.release()
 

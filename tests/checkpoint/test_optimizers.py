@@ -31,7 +31,9 @@ REFUSED = {
 
 
 def check_resumes(strategy: str, folder: Path, cases: list[str]) -> None:
-    """Train with each optimizer. Check that the run is refused as expected or resumes bitwise identically."""
+    """Train with each optimizer, and check that the run is refused as expected or resumes bitwise
+    identically.
+    """
     words = [*STRATEGIES[strategy], "-m", "tests.support.optimizers", folder, "--only", ",".join(cases)]
     run(words, env={"PYTHONWARNINGS": "ignore"})
     for case in cases:
@@ -43,7 +45,7 @@ def check_resumes(strategy: str, folder: Path, cases: list[str]) -> None:
         assert state(straight) == state(resumed), case
         half = tensors(latest_of(folder / case / "half"))
         change = max((t - half[n]).abs().max() for n, t in tensors(straight).items() if n[:6] == "model:")
-        assert change > 1e-4, case  # the second half of the training changes the weights
+        assert change > 1e-4, case  # The steps after the resume change the weights
 
 
 def latest_of(folder: Path) -> Path:
@@ -83,7 +85,7 @@ def test_an_optimizer_resumes_and_matches_one_process_or_is_refused(strategy, ca
         actual, expected = (tensors(latest_of(folder / case / "straight")) for folder in (tmp_path, single))
         assert actual.keys() >= expected.keys()  # ZeRO stores zeros for a parameter without gradients
         for name, tensor in expected.items():
-            # timm's Muon orthogonalises gradients in bf16, which has a precision of 2^-8.
+            # timm's Muon orthogonalizes gradients in bf16, which has a precision of 2^-8.
             atol = 1e-4 if case == "muon_mixed" else 1e-5
             torch.testing.assert_close(actual[name], tensor, atol=atol, rtol=0, msg=f"{case} {name}")
 
@@ -142,7 +144,7 @@ def test_a_refusal_is_one_line(strategy, old, new, flags, message, project_copy,
     assert not log.exists() or "train/loss" not in log.read_text(), "a step was taken before"
 
 
-# --- In the test process
+# --- Checks without launches
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
@@ -179,7 +181,8 @@ def test_vits_schedules():
     assert rates["linear"] == [1, 0.75, 0.5, 0.25]
     assert rates["constant"] == [1] * 4
     assert rates["step"] == pytest.approx([1, 1, 0.1, 0.01])
-    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5  # `step` uses the same warm-up
+    # The schedule `step` uses the same warm-up
+    assert learning_rate(Vit(lr=1, warmup=0.5, schedule="step"), 2, 12) == 0.5
 
 
 class Flat(Layout):
@@ -214,7 +217,7 @@ def test_flat_partitions_need_an_elementwise_optimizer(make, reason):
 
 
 class Rows(Layout):
-    """Layout that gives the optimizer each parameter as two tensors, each with half of the rows."""
+    """Layout in which the optimizer receives each parameter as two tensors, each with half of the rows."""
 
     parts = "shards"
 
@@ -229,9 +232,10 @@ WITH_TAILS = [timm.optim.MADGRAD, partial(torch.optim.AdamW, fused=True)]
 
 @pytest.mark.parametrize("make", [*ELEMENTWISE, *WITH_TAILS])
 def test_with_same_bits_shards_match_whole_parameters_or_are_refused(make):
-    """Check on the CPU, where torch uses different code for the last elements of a tensor.
+    """Check optimizers whose update of a tensor's last elements uses different code on the CPU.
 
-    The difference affects powers and every operation of fused optimizers.
+    On the CPU, powers and all operations of fused optimizers round differently in the last elements of a
+    tensor.
     """
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Linear(64, 64))
     layout = Rows(model, SimpleNamespace(optimizer=make(model.parameters(), lr=0.01)))

@@ -1,4 +1,4 @@
-"""Tests that a resumed run equals the uninterrupted run bit by bit, or within 1e-5 across strategies."""
+"""Tests that a resumed run matches the uninterrupted run bit by bit, or within 1e-5 across strategies."""
 
 import functools
 import json
@@ -30,15 +30,18 @@ from tests.support.compare import (
     assert_same_training,
 )
 
-# 14 steps per epoch and a log line every 4 steps, so that most stops fall between two log lines.
+# Number of steps in a run. An epoch has 14 steps, and every fourth step writes a log line, so that most stops
+# fall between two log lines.
 STEPS = 32
 FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "3"]
 FLAGS += ["--max_steps", STEPS, "--log_every", "4", "--log_samples", "--mixed_precision", "no"]
 FLAGS += ["--trackers", "none"]
 SCRIPTS = {
     "cnn_a": CNN,
-    "cnn_b": [*RESNET, "--label_smoothing", "0.1"],  # SGD with momentum, and BatchNorm
-    "vit": [*VIT, "--dropout", "0.1"],  # AdamW in two groups, drop path, mixup, clipping and EMA
+    # CNN-B contains BatchNorm and trains with SGD and momentum
+    "cnn_b": [*RESNET, "--label_smoothing", "0.1"],
+    # The ViT trains with AdamW in two groups, drop path, mixup, clipping and EMA
+    "vit": [*VIT, "--dropout", "0.1"],
 }
 LAUNCHERS = STRATEGIES | {
     "offload": accelerate("zero3_offload_4gpu", "--num_processes", "2"),
@@ -46,19 +49,20 @@ LAUNCHERS = STRATEGIES | {
     "zero3-3": accelerate("zero3_4gpu", "--num_processes", "3"),
     "ddp3": accelerate("ddp_4gpu", "--num_processes", "3"),
     "ddp4": accelerate("ddp_4gpu"),
-    # Simulates the hybrid sharding of two hosts on one host: two replicas of the model, each in two shards.
+    # Simulates the hybrid sharding of two hosts on one host: two replicas of the model, each in two shards
     "hybrid": accelerate(
         "fsdp_2x4gpu",
         *("--num_machines", "1", "--main_process_port", "0", "--num_processes", "4"),
         *("--parallelism_config_dp_shard_size", "2"),
     ),
 }
-# at step 1, inside an epoch, at an epoch's last step, and at the next epoch's first step
+# Steps at which runs stop: the first step, a step inside an epoch, an epoch's last step, and the next epoch's
+# first step
 STOPS = (1, 9, 14, 15)
 
 
 class Training:
-    """A training run of one script that is started several times."""
+    """Training run of one script that is started several times."""
 
     def __init__(self, script: str, folder, cache, project, *flags):
         self.words = [*SCRIPTS[script], *FLAGS, *flags, *cache, "--output_dir", folder]
@@ -95,7 +99,7 @@ def uninterrupted(tmp_path_factory, cache, stoppable):
 @pytest.mark.parametrize(
     ("script", "launcher", "flags"),
     [
-        ("cnn_a", "single", ()),  # test_a_ring_of_strategies covers the ViT
+        ("cnn_a", "single", ()),  # test_a_ring_of_strategies resumes the ViT
         full("vit", "ddp", ("--per_device_batch_size", "24")),
         full("vit", "single", ("--per_device_batch_size", "96")),
         *(full("vit", on, ("--mixed_precision", "bf16")) for on in ("zero2", "fsdp", "zero3")),
@@ -135,7 +139,7 @@ def test_compiled_and_eager_training_resume_each_other(launcher, uninterrupted, 
     ("script", "launcher"), [("cnn_a", "ddp3"), ("vit", "ddp3"), ("vit", "fsdp3"), ("vit", "zero3-3")]
 )
 def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_path, cache, stoppable):
-    """Use three processes, because few sizes are divisible by three. Shards are uneven, and ZeRO pads.
+    """Train on three processes, by which few sizes are divisible, so that shards are uneven and ZeRO pads.
 
     DDP rebuilds its buckets after the first step, so a resumed run adds the gradients of the three ranks in a
     different order. The gradient of the attention keys' bias consists only of rounding errors, which AdamW
@@ -151,7 +155,9 @@ def test_three_processes_agree_within_1e_6(script, launcher, uninterrupted, tmp_
 
 @pytest.mark.full
 def test_another_per_device_batch_size_keeps_the_mean_loss(uninterrupted, tmp_path, cache, stoppable):
-    """Check that CNN-A, without BatchNorm, keeps its losses within 1e-5, also in the log line at the stop."""
+    """Check that CNN-A, which has no BatchNorm, keeps its losses within 1e-5, also in the log line at the
+    stop.
+    """
     training = Training("cnn_a", tmp_path / "run", cache, stoppable)
     training.start("single", 9)
     training.start("single", None, "--per_device_batch_size", "24")
@@ -170,9 +176,9 @@ def test_a_ring_of_strategies(script, uninterrupted, tmp_path, cache, stoppable)
 
 
 EACH = [(a, b) for a in STRATEGIES for b in STRATEGIES]
-# Each run divides four micro-batches among one, two or four processes. The ring of strategies trains
-# ResNet-18 with two micro-batches, because a sum of two terms does not depend on their order. Different
-# rounding in a sum can move an activation across ReLU's threshold.
+# Strategies before and after the stop of a run. Each run divides four micro-batches among one, two or four
+# processes. The ring of strategies trains ResNet-18 with two micro-batches, because a sum of two terms does
+# not depend on their order. Different rounding in a sum can move an activation across ReLU's threshold.
 MORE = [("ddp", "ddp4"), ("zero3", "ddp4"), ("offload", "single"), ("single", "hybrid"), ("hybrid", "zero3")]
 
 
@@ -199,7 +205,10 @@ def test_each_strategy_resumes_each_other(source, target, uninterrupted, stopped
 
 
 def test_fp16_resumes_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppable):
-    """Let the first steps overflow. A run that resumed with the initial loss scale would skip other steps."""
+    """Check that a run resumes with its loss scale, by letting the first steps overflow.
+
+    A run that resumed with the initial loss scale would skip other steps.
+    """
     flags = ("--mixed_precision", "fp16", "--max_steps", "12")
     training = Training("cnn_a", tmp_path / "run", cache, stoppable, *flags)
     training.start("single", 5)
@@ -212,9 +221,9 @@ def test_fp16_resumes_with_its_loss_scale(uninterrupted, tmp_path, cache, stoppa
 
 @pytest.mark.full
 def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
-    """Start two launches with separate folders, as on two hosts.
+    """Start two launches with separate folders, as on two hosts without a shared folder.
 
-    Only rank 0 creates its folder. Rank 0 sends the checkpoint to rank 1.
+    Only rank 0 creates its folder and sends the checkpoint to rank 1.
     """
     words = [*CNN, *FLAGS]
     for env, statuses in (({"STOP_AT": "9"}, {1}), ({}, {0})):
@@ -226,7 +235,7 @@ def test_hosts_without_a_shared_folder(tmp_path, cache, stoppable):
 
 
 def test_a_run_started_from_anothers_checkpoint(tmp_path, cache, stoppable):
-    """Check that the new run's folder contains its best checkpoint, even after a stop at the first step."""
+    """Check that a new run's folder contains the best checkpoint, even after a stop at the first step."""
     Training("cnn_a", tmp_path / "first", cache, stoppable).start("single", 14)
     new = Training("cnn_a", tmp_path / "new", cache, stoppable, "--resume", tmp_path / "first")
     for stop in (14, 15):

@@ -17,7 +17,7 @@ SPECS = {"odd": (torch.bfloat16, (3, 7, 5)), "large": (torch.float32, (100, 1001
 
 
 class Cudart:
-    """Simulated CUDA runtime that locks only whole pages, and no page more than once."""
+    """Simulated CUDA runtime that locks only whole pages, and locks no page more than once."""
 
     def __init__(self, status: int = 0):
         self.status, self.locked, self.calls = status, {}, 0
@@ -45,7 +45,10 @@ def cudart(monkeypatch):
 
 
 def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tmp_path):
-    """Check the size. torch's allocator would allocate 512 KiB for these 392 KiB, and 4 GiB for 2.1 GiB."""
+    """Check the size of the pinned memory.
+
+    torch's allocator would allocate 512 KiB for 392 KiB, and 4 GiB for 2.1 GiB.
+    """
     snapshots = [Snapshot(SPECS, pinned=True) for _ in range(3)]
     for snapshot in snapshots:
         start, size = snapshot.buffer.data_ptr(), cudart.locked[snapshot.buffer.data_ptr()]
@@ -64,20 +67,21 @@ def test_a_pinned_snapshot_uses_whole_pages_instead_of_a_power_of_two(cudart, tm
 
 def test_a_write_leaves_most_of_its_core_to_the_training(tmp_path):
     waits, gathering = [], Gather.__new__(Gather)
-    gathering.hurry = SimpleNamespace(wait=waits.append)  # returns at once while the training is waiting
+    # Return immediately while a training step is waiting
+    gathering.hurry = SimpleNamespace(wait=waits.append)
     Snapshot({"x": (torch.uint8, (2 * CHUNK_BYTES + 1,))}, False, gathering.pause).write(tmp_path / "file")
     assert [wait > 0 for wait in waits] == [True] * 3
 
 
 def test_memory_is_not_locked_without_cuda_or_without_state(cudart):
     Snapshot(SPECS, pinned=False)
-    Snapshot({}, pinned=True)  # an optimizer without state
+    Snapshot({}, pinned=True)  # A snapshot of an optimizer without state
     assert cudart.calls == 0
 
 
 @pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
 def test_the_saver_thread_uses_its_processs_gpu(device, number, monkeypatch):
-    """Use a device without an index, as Accelerate does on one process. torch.cuda refuses such a device."""
+    """Check devices without an index, which Accelerate uses on one process and torch.cuda refuses."""
     chosen = []
     monkeypatch.setattr("torch.cuda.set_device", lambda d: chosen.append(torch.cuda._get_device_index(d)))
     accelerator = SimpleNamespace(device=torch.device(device))

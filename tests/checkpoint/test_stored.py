@@ -1,4 +1,4 @@
-"""Tests that runs stored by earlier versions can be resumed by the current code.
+"""Tests that current code can resume runs that earlier versions stored.
 
 docs/checkpoints.md describes how to store a run.
 """
@@ -17,7 +17,7 @@ from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
 STORED = Path(__file__).parent / "stored"
-LATER = "step_00000020"  # the checkpoint that the stored run wrote after step 16
+LATER = "step_00000020"  # Checkpoint that the stored run wrote after its checkpoint of step 16
 
 
 def test_the_format_of_this_version_is_stored():
@@ -26,7 +26,7 @@ def test_the_format_of_this_version_is_stored():
 
 @pytest.mark.parametrize("stored", sorted(STORED.iterdir()), ids=lambda folder: folder.name)
 def test_a_stored_run_continues_with_the_same_result(stored, tmp_path, cache):
-    """Resume at step 16, between two log lines. The best checkpoint was written at step 14."""
+    """Resume stored runs at step 16, between two log lines. The best checkpoint was written at step 14."""
     folder = tmp_path / "run"
     shutil.copytree(stored, folder)
     shutil.rmtree(folder / "checkpoints" / LATER)

@@ -59,7 +59,8 @@ def test_embeddings_are_resampled_like_timm(flags, file):
 def test_another_number_of_classes_gets_a_new_head(file, tmp_path, capsys):
     state, source = load_into_model(file, classes=3), load_file(file)
     assert state["head.weight"].shape == (3, 64)
-    assert 0.01 < state["head.weight"].std() < 0.03  # timm's initialisation of a new head
+    # timm initializes the weights of a new head with small random values
+    assert 0.01 < state["head.weight"].std() < 0.03
     assert not state["head.bias"].any()
     for name in source.keys() - {"head.weight", "head.bias"}:
         assert torch.equal(state[name], source[name]), name
@@ -103,7 +104,7 @@ def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, t
     recipe |= {"drop_path": 0.0}
     source = build_model(Vit(**recipe), 3).state_dict()
     heads = [name for name in source if name.split(".")[0] in ("head", "head_dist", "fc")]
-    source |= {name: torch.randn_like(source[name]) for name in heads}  # the bias of a new head is 0
+    source |= {name: torch.randn_like(source[name]) for name in heads}  # The bias of a new head is 0
     save_file(source, file := tmp_path / "model.safetensors")
     if classes != ("a", "b", "c"):
         (tmp_path / "config.json").write_text('{"label_names": ["cat", "dog", "wolf"]}')
@@ -121,7 +122,7 @@ def test_a_head_keeps_the_rows_of_known_classes(model, classes, rows, message, t
 
 
 def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
-    """Check that the folder's configuration overrides timm's configuration for the architecture."""
+    """Check that a hub folder's config.json overrides timm's configuration for the architecture."""
     base = {"input_size": (3, 48, 48), "interpolation": "bilinear", "crop_pct": 0.7, "crop_mode": "squash"}
     base |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
     folder = tmp_path / "hub"
@@ -149,7 +150,9 @@ def test_a_hub_folder_defines_the_preprocessing(tmp_path, capsys):
 
 
 def checkpoint(run: Path, step: int, value: float, ema: float | None = None, **fields) -> Path:
-    """Write a checkpoint whose weights all equal `value`. `ema` is the value of the averaged weights."""
+    """Write a checkpoint in which all weights have the value `value`, and all averaged weights the value
+    `ema`.
+    """
     specs = {n: (t.dtype, tuple(t.shape)) for n, t in build_model(Vit(**SMALL), 10).state_dict().items()}
     names = {"model.safetensors": value} | ({} if ema is None else {"ema.safetensors": ema})
     snapshots = {"optimizer.safetensors": Snapshot({}, pinned=False)}
@@ -166,9 +169,9 @@ def test_weights_come_from_a_run_a_checkpoint_or_an_exported_folder(tmp_path):
 
     run = tmp_path / "run"
     best, latest = checkpoint(run, 10, 1.0, ema=2.0), checkpoint(run, 20, 3.0)
-    assert first(run) == 3.0  # without an index, the newest checkpoint is loaded
+    assert first(run) == 3.0  # Without an index, the newest checkpoint is loaded
     write_step_index(run / "checkpoints", 20, 10)
-    assert first(run) == 2.0  # the averaged weights of the best checkpoint are loaded
+    assert first(run) == 2.0  # The averaged weights of the best checkpoint are loaded
     assert first(best) == 2.0
     assert first(latest) == 3.0
     assert first(best / "model.safetensors") == 1.0
@@ -239,7 +242,7 @@ def test_names_of_a_wrapped_model(prefix, file, tmp_path, capsys):
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path, monkeypatch):
     state = load_file(file)
-    # some files store tensors that are not contiguous
+    # Some files store tensors that are not contiguous.
     state["head.weight"] = state["head.weight"].t().contiguous().t()
     pickle = tmp_path / "their model.pth"
     torch.save({"model": state, "epoch": 3}, pickle, _use_new_zipfile_serialization=is_zip)
@@ -254,7 +257,7 @@ def test_a_pickle_is_not_read_and_the_message_converts_it(is_zip, file, tmp_path
     assert all(torch.equal(converted[name], tensor) for name, tensor in state.items())
 
 
-# --- Layers
+# --- Layer groups
 
 
 @pytest.mark.parametrize("model", ["test_vit", "deit_tiny_distilled_patch16_224"])
@@ -270,7 +273,7 @@ def test_layers_get_timms_learning_rates(model):
     assert actual == {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in timms for p in g["params"]}
     depth = len(network.blocks)
     assert (actual["head.weight"], actual["head.bias"]) == ((1.0, 0.1), (1.0, 0.0))
-    assert actual["norm.weight"] == (0.5, 0.0)  # the norm belongs to the last block's group
+    assert actual["norm.weight"] == (0.5, 0.0)  # The norm belongs to the group of the last block
     assert actual[f"blocks.{depth - 1}.mlp.fc1.weight"] == (0.5, 0.1)
     assert actual["blocks.0.mlp.fc1.bias"] == (0.5**depth, 0.0)
     assert actual["pos_embed"] == (0.5 ** (depth + 1), 0.0)
@@ -300,9 +303,9 @@ def test_freeze_trains_only_the_head(model, layer_decay, tmp_path):
 
 
 def test_a_checkpoints_recipe_builds_the_model_without_its_initial_weights():
-    """Build a frozen run's model without its --weights file, as validate.py must when the file is gone."""
+    """Build the model of a frozen run without the --weights file, which may be missing on this machine."""
     recipe = {"weights": "gone", "freeze": True, "layer_decay": 0.7, "pretrained": True, **SMALL}
-    recipe |= {"half_residual": True}  # a flag that no longer exists
+    recipe |= {"half_residual": True}  # Flag that earlier versions defined
     assert parse(Vit, as_flags(json.loads(json.dumps(recipe)), Vit)) == Vit(**SMALL, layer_decay=0.7)
     with pytest.raises(ValueError, match="--freeze trains the head alone: give the rest by --pretrained or"):
         Vit(freeze=True)

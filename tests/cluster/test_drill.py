@@ -1,4 +1,4 @@
-"""Tests that the table of the fire drill in cluster/virtual_cluster.py reports what happened."""
+"""Tests that the table of the fire drill in cluster/virtual_cluster.py is correct."""
 
 import math
 import sys
@@ -13,7 +13,8 @@ TRAIN = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--e
 TRAIN += ["--max_steps", "1000", "--log_every", "16", "--checkpoint_every", "125", "--timeout_s", "20"]
 TO_S3 = ["--env", "AWS_ENDPOINT_URL", "--env", "AWS_ACCESS_KEY_ID", "--env", "AWS_SECRET_ACCESS_KEY"]
 TO_S3 += ["--env", "NO_PROXY"]
-# For each fault, changes to the code that make the fault's row wrong. The drill must detect each change.
+# Code changes that make the table's row for a fault wrong. MUTANTS lists the changes by fault, and the drill
+# must detect each change.
 WAIT_FOR_UPLOAD = "self.mirror.offer(step, best)\n                self.mirror.wait(1e9)\n"
 NOT_WRITTEN = "        except OSError as error:\n"
 REMOVE_ALL = "            for old in steps_in(parent):\n"
@@ -34,7 +35,7 @@ MUTANTS = {
     "stop-rank": [("onecurve/distributed/accelerator.py", BATCH, WITHOUT_TIMEOUT + BATCH)],
     "fill-disk": [
         ("onecurve/checkpoint/saver.py", NOT_WRITTEN, NOT_WRITTEN + REMOVE_ALL),
-        # the log may be the first file that cannot be written
+        # The log may be the first file that can't be written.
         ("onecurve/run/log.py", "self._set_problem(file.name, error)", "pass"),
     ],
     "preempt": [("onecurve/run/ending.py", "        ranks.flush()", "        pass")],
@@ -60,7 +61,7 @@ def test_repeated_steps_are_counted_from_the_log():
     log = f"{before}node1 | continuing at step 1,024 with /x\nepoch 5/9  step 1,104/2,000  loss 0.1\n"
     assert drill._repeated(f"{log}continuing at step 1,024; 76 steps to repeat") == 76
     assert drill._repeated(f"{log}node1 | continuing at step 1,088 with /x\n") == 76
-    # the job had no checkpoint
+    # A job without a checkpoint repeats all steps.
     assert drill._repeated(f"{before}continuing at step 0; 1,100 steps to repeat") == 1100
     assert drill._repeated(before) == 0
 
@@ -73,7 +74,7 @@ def test_a_wrong_flag_is_reported(words, message, cluster_tools):
 
 
 def rows(project: Path, folder: Path, launcher: list[str], faults: str, train: list[str]) -> list[list[str]]:
-    """Run a drill of the project's code and return the rows of its table, each split into words."""
+    """Run a drill of the project's code, and return the rows of the drill's table as lists of words."""
     command = ["launch.py", "--hostfile", "/etc/hostfile", "--log_dir", folder / "logs", *launcher, *train]
     flags = ["--hosts", "2", "--folder", folder / "runs", "--faults", faults]
     words = ["cluster/virtual_cluster.py", "drill", *flags, "--", sys.executable, *command]
@@ -84,7 +85,8 @@ def rows(project: Path, folder: Path, launcher: list[str], faults: str, train: l
 
 
 def is_expected(row: list[str], starts: int = 1) -> bool:
-    """Return True if the job recovered without help and trained the same model as an undisturbed job.
+    """Return True if a row reports that the job recovered without help and trained the undisturbed job's
+    model.
 
     The job must resume from the last checkpoint or from the last step before the fault.
     """

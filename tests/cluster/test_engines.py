@@ -19,7 +19,7 @@ from tests.conftest import BIN, ROOT, needs
 
 SKYPILOT, TRAINJOB = ROOT / "cluster" / "skypilot.yaml", ROOT / "cluster" / "trainjob.yaml"
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-# The variables that SkyPilot sets on the second of two nodes with four GPUs each.
+# Variables that SkyPilot sets on the second of two nodes with four GPUs each
 SKYPILOT_NODE = {
     "SKYPILOT_NODE_IPS": "10.0.0.11\n10.0.0.12",
     "SKYPILOT_NUM_NODES": "2",
@@ -27,14 +27,14 @@ SKYPILOT_NODE = {
     "SKYPILOT_NUM_GPUS_PER_NODE": "4",
 }
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD")
-# AWS key IDs, and values that follow the name of a secret.
+# Pattern of AWS key IDs, and of values that follow the name of a secret
 VALUES = re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}|(?i:secret|token|password)\w*[=:] *[\"']?[A-Za-z0-9/+]{16,}")
 
 
 def load(file: Path) -> dict:
     """Load the file and check that it contains no secret.
 
-    A variable named like a secret must be null or refer to a Kubernetes secret.
+    A variable whose name suggests a secret must be null or refer to a Kubernetes secret.
     """
 
     def check(part) -> None:
@@ -52,7 +52,7 @@ def load(file: Path) -> dict:
 
 
 def parse_torchrun(words: list[str]) -> tuple[dict, Recipe]:
-    """Parse the words as torchrun and the script would. Both parsers exit if a flag is unknown."""
+    """Parse the words as torchrun and the script would. Unknown flags make the test fail."""
     flags = parse_args(words)
     script = ROOT / flags.training_script
     assert script.exists()
@@ -68,7 +68,7 @@ def no_launcher(monkeypatch):
 
 
 def test_skypilots_run_block_starts_torchrun(tmp_path, no_launcher):
-    """Replace torchrun with a stub that writes its flags and the variable to a file."""
+    """Run the task's run block with a stub for torchrun that records the flags and a variable."""
     task = load(SKYPILOT)
     stub = tmp_path / ".venv" / "bin" / "torchrun"
     stub.parent.mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_the_trainjobs_container_starts_torchrun(no_launcher):
     assert (flags["nnodes"], flags["nproc_per_node"]) == ("2", "4")
     assert recipe.s3 == "s3://my-bucket/train/vit-1"
     assert env[SHARED_STORE] == "1"
-    assert not any(name.startswith("PET_") for name in env)  # the controller sets these variables
+    assert not any(name.startswith("PET_") for name in env)  # Kubeflow's controller sets these variables
     assert "$(" not in " ".join(command)
 
 
@@ -166,7 +166,7 @@ def test_the_images_python_is_supported():
 def ignored(path: str) -> bool:
     """Return True if .dockerignore excludes the path from the image.
 
-    The function implements only the Docker rules that .dockerignore uses.
+    This function implements only the Docker rules that .dockerignore uses.
     """
     patterns = (ROOT / ".dockerignore").read_text().splitlines()
     parts = path.split("/")
@@ -192,8 +192,8 @@ def test_the_image_gets_the_project_and_nothing_else():
         assert not ignored(name) or name.startswith(("tests/", ".")) or "__pycache__" in name, name
 
 
-# Runs in separate namespaces, which hide the processes of other tests. $1 is the folder. The remaining
-# arguments are the health check.
+# Script that runs a health check in separate namespaces, which hide the processes of other tests. $1 is the
+# folder, and the remaining arguments are the health check.
 IN_A_CONTAINER = """
 cd $1 && shift
 check() { "$@"; echo "status $?"; }

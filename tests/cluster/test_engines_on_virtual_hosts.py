@@ -1,7 +1,7 @@
 """Tests that SkyPilot and Kubeflow accept the files in cluster/, and that their jobs train on virtual hosts.
 
 Each package is installed into a separate environment, `.venv-<package>-<version>` in the repository's root,
-on first use. The tests need no cloud and no Kubernetes. They set the variables that SkyPilot and the
+on first use. The tests need no cloud and no Kubernetes. Tests set the variables that SkyPilot and Kubeflow's
 controller would set, and power off a host to simulate a machine that the cloud reclaims.
 """
 
@@ -44,7 +44,7 @@ print(json.dumps({
     "use_spot": resources.use_spot, "accelerators": resources.accelerators,
 }))
 """
-# Kubeflow's models silently drop unknown keys, so the script compares the job before and after parsing.
+# Script that compares a job before and after parsing, because Kubeflow's models silently drop unknown keys
 VALIDATE_JOB = """
 import json, sys
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
@@ -125,9 +125,9 @@ def test_kubeflows_models_accept_the_trainjob_and_reject_a_wrong_key():
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """Copy the project and its environment to a folder that is private on each host.
+    """Copy the project and its environment to a folder that each host has separately.
 
-    In the copy, STEP_S slows down each step.
+    In the copy, the variable STEP_S slows down each step.
     """
     project = copy_project(tmp_path_factory.mktemp("engines") / "project")
     insert_in_loop(project, "train_vit.py", SLOW_STEP)
@@ -161,7 +161,7 @@ def log_of(hosts, host: str, project: Path, run: str) -> Path:
 
 
 def wait_for_step(step: int, logs: list[Path], jobs: list[Job]) -> None:
-    """Wait until a log contains the given number of steps.
+    """Wait until one of the logs contains a line for `step`.
 
     At step 12, the upload of the checkpoint of step 10 is complete.
     """
@@ -177,7 +177,7 @@ def assert_trained(logs: list[Path], outputs: list[str], reference: Path) -> Non
 
 
 def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts, project, cache, one_process):
-    """Power off both machines. On two new, empty machines, the same task must resume from S3."""
+    """Check that SkyPilot's task resumes from S3 on two new, empty machines after a power failure."""
     task = json.loads(parse_task(SKYPILOT)[1])
     task["envs"] |= {"RUN": "sky-1", "FLAGS": " ".join(flags(cache))}
 
@@ -185,7 +185,8 @@ def test_skypilots_run_block_trains_on_two_hosts_and_recovers(parse_task, hosts,
         """Run the task's setup and run blocks on these hosts in the same way as SkyPilot."""
         addresses = "\n".join(f"10.77.0.{name.removeprefix('node')}" for name in names)
         node_env = {"SKYPILOT_NODE_IPS": addresses, "SKYPILOT_NUM_NODES": str(len(names))}
-        node_env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}  # one process per host, because the hosts have no GPU
+        # Starts one process per host, because the hosts have no GPU
+        node_env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}
         env = aws_env(S3) | task["envs"] | node_env | env
         for name in names:
             status, output = Job(hosts.inside(name, ["bash", "-c", task["setup"]], project), env=env).wait()
@@ -234,12 +235,12 @@ def pods_env(job: dict, rank: int) -> dict[str, str]:
 
 
 def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project, cache, one_process):
-    """Kill one container, which must end both. Containers restarted without files must resume from S3."""
+    """Check that killing one container ends both containers, and that new containers resume from S3."""
     job = load(TRAINJOB)
-    job["spec"]["trainer"]["numProcPerNode"] = 1  # the default is four, but the machine has few cores
+    job["spec"]["trainer"]["numProcPerNode"] = 1  # The default is 4 processes, but this machine has few cores
     trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
     pods = ["node3", "node4"]
-    for host in pods:  # adds the names that the headless service would resolve
+    for host in pods:  # Add the names that the headless service would resolve
         with open(hosts.STATE / host / "hosts", "a") as file:
             file.write(f"10.77.0.3 {name}-node-0-0.{name}\n")
     s3_env = {name: value for name, value in aws_env(S3).items() if "KEY" not in name}
@@ -253,7 +254,7 @@ def test_the_trainjobs_containers_train_on_two_hosts_and_restart(hosts, project,
 
     jobs, logs = start({"STEP_S": "0.7"}), [log_of(hosts, host, project, name) for host in pods]
     wait_for_step(12, logs, jobs)
-    # simulates a container that is killed because it ran out of memory
+    # Simulate a container that is killed when its memory is full.
     for process in hosts.processes("node4"):
         if "train_vit.py" in Path(f"/proc/{process}/cmdline").read_text():
             os.kill(process, 9)

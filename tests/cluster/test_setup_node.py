@@ -26,7 +26,7 @@ BLOCK = """\
 10.9.0.2 node2
 # END hosts of the training cluster
 """
-# All writes go to a tmpfs that overlays /etc and replaces /opt and /mnt.
+# Script that redirects all writes to a tmpfs, which overlays /etc and replaces /opt and /mnt
 INIT = """
 set -e
 sandbox=$1
@@ -54,7 +54,7 @@ setup: .venv/installed
 
 
 class Sandbox:
-    """A sandbox in which setup_node.sh runs.
+    """Sandbox in which setup_node.sh runs.
 
     `files` is the sandbox's root folder, and `scratch` is the test's folder inside it.
     """
@@ -71,9 +71,9 @@ class Sandbox:
         for name in ("etc", "opt", "mnt", "usr/bin", "sys"):
             assert (self.files / name).stat().st_dev != Path("/", name).stat().st_dev
         self.at("/etc/hosts").write_text(HOSTS)
-        # the last line does not end with a newline
+        # The last line of this file does not end with a newline.
         self.at("/etc/fstab").write_text("# as installed\nUUID=1 / ext4 defaults 0 1")
-        self.stub("nvidia-smi", "exit 9")  # nvidia-smi's exit status without a driver
+        self.stub("nvidia-smi", "exit 9")  # nvidia-smi exits with status 9 if there is no driver
         self.stub("apt-get", "exit 1")
 
     def at(self, path: str) -> Path:
@@ -83,7 +83,7 @@ class Sandbox:
         return self.at(path).read_text()
 
     def stub(self, name: str, script: str) -> None:
-        """Replace a command with a stub. `self.calls()` returns the calls of the stub."""
+        """Replace a command with a stub, whose calls `self.calls()` returns."""
         file = self.scratch / "bin" / name
         file.write_text(f'#!/bin/bash\necho "{name} $*" >> {self.folder}/calls\n{script}\n')
         file.chmod(0o755)
@@ -94,7 +94,7 @@ class Sandbox:
         return [line.removeprefix(f"{name} ") for line in lines if line.split()[0] == name]
 
     def do(self, *words, status: int = 0) -> str:
-        """Run a command that must exit with the given status, and return its output."""
+        """Run a command in the sandbox that must exit with this status, and return its output."""
         words = ["nsenter", "--target", str(self.init.process.pid), "--mount", "--uts", "--net", *words]
         env = {"PATH": f"{self.folder}/bin:{PATH}", "HOME": str(self.folder), "LC_ALL": "C"}
         completed = subprocess.run(
@@ -105,11 +105,11 @@ class Sandbox:
         return completed.stdout
 
     def setup(self, *flags, status: int = 0) -> str:
-        """Run the script, which must exit with the given status, and return its output."""
+        """Run setup_node.sh, which must exit with this status, and return its output."""
         return self.do(SCRIPT, *flags, status=status)
 
     def refused(self, *flags, status: int = 1) -> str:
-        """Run the script and return its one-line error. The script must refuse and change nothing."""
+        """Run setup_node.sh, which must refuse and change nothing, and return its one-line error."""
         before = self.snapshot()
         output_lines = self.setup(*flags, status=status).splitlines()
         assert self.snapshot() == before
@@ -152,7 +152,7 @@ def origin(sandbox) -> str:
 
 
 def push(sandbox: Sandbox, name: str, text: str) -> str:
-    """Commit and push a file. Return the short commit ID."""
+    """Commit and push a file, and return the short commit ID."""
     sandbox.at(f"/opt/mine/{name}").write_text(text)
     commit(sandbox, "/opt/mine", name)
     sandbox.do("git", "-C", "/opt/mine", "push", "--quiet", "origin", "main")
@@ -173,7 +173,8 @@ def stub_mount(sandbox: Sandbox, *programs: str) -> None:
     installs = "; ".join(f"install -m 755 /dev/null {sandbox.folder}/bin/{program}" for program in programs)
     sandbox.stub("apt-get", f"[[ $* != *install* ]] || {{ {installs}; }}")
     real_mount = shutil.which("mount")
-    # mount -t TYPE -o OPTIONS SOURCE FOLDER. The mount table lists S3 mounts as `s3fs`.
+    # The stub is called as `mount -t TYPE -o OPTIONS SOURCE FOLDER`. The mount table lists S3 mounts as
+    # `s3fs`.
     sandbox.stub("mount", f'[ "$2" = fuse.s3fs ] && what=s3fs || what=$5; {real_mount} -t tmpfs "$what" "$6"')
 
 
@@ -199,7 +200,8 @@ def test_a_dry_run_and_a_second_run_change_nothing(sandbox, origin):
     for dry_run in ([], ["--dry_run"]):
         assert sandbox.setup(*flags, *dry_run).splitlines()[-1] == "node1: nothing to do"
         assert sandbox.snapshot() == before
-    assert len(sandbox.calls("apt-get")) == 2  # one call to update the package lists, and one to install
+    # The first call updates the package lists, and the second call installs
+    assert len(sandbox.calls("apt-get")) == 2
     assert len(sandbox.calls("mount")) == 1
 
 
@@ -231,7 +233,7 @@ def test_hosts_are_written_as_one_block_without_loopback_names(sandbox):
     sandbox.setup("--host", "node1=10.9.0.1", "--host=node3=10.9.0.3")
     changed = BLOCK.replace("10.9.0.2 node2", "10.9.0.3 node3")
     assert sandbox.read("/etc/hosts") == kept + changed + "192.168.7.8 scanner\n"
-    assert "nothing to do" in sandbox.setup()  # a run without --host keeps the block
+    assert "nothing to do" in sandbox.setup()  # setup_node.sh without --host keeps the block in /etc/hosts
     assert sandbox.read("/etc/hosts") == kept + changed + "192.168.7.8 scanner\n"
 
 
@@ -240,7 +242,7 @@ def test_a_loopback_line_without_another_name_is_removed(sandbox):
     sandbox.at("/etc/hosts").chmod(0o640)
     sandbox.at("/etc/cloud").mkdir(exist_ok=True)
     sandbox.at("/etc/cloud/cloud.cfg").write_text("manage_etc_hosts: true\n")
-    # cloud-init would otherwise overwrite /etc/hosts
+    # cloud-init would otherwise overwrite /etc/hosts.
     assert "manage_etc_hosts: false" in sandbox.setup(*CLUSTER)
     assert sandbox.read("/etc/hosts") == "127.0.0.1 localhost\n" + BLOCK
     assert sandbox.at("/etc/hosts").stat().st_mode & 0o777 == 0o640
@@ -263,7 +265,8 @@ def test_warns_about_misleading_lines(sandbox):
 
 def test_an_etc_hosts_that_cannot_be_written_is_refused(sandbox):
     sandbox.at("/etc/hosts").write_text(BLOCK.splitlines(keepends=True)[0] + HOSTS)
-    assert "has only one of the lines" in sandbox.refused(*CLUSTER)  # an incomplete block is an error
+    # An incomplete block in /etc/hosts is an error
+    assert "has only one of the lines" in sandbox.refused(*CLUSTER)
     sandbox.at("/etc/hosts").write_text(HOSTS)
     sandbox.do("mount", "-o", "remount,ro", "/etc")
     error = sandbox.refused(*CLUSTER)
@@ -283,7 +286,7 @@ def test_a_repository_is_updated_by_fast_forward(sandbox, origin):
     output = sandbox.setup(*flags)
     assert sandbox.read("/opt/train/train.py") == "print('new')\n"
     assert sandbox.read("/opt/train/notes.txt") == "not in git\n"
-    # the installation was not repeated
+    # The second run does not repeat the installation.
     assert sandbox.at("/opt/train/.venv/installed").stat().st_mtime_ns == stamp
     assert f"ok: /opt/train is at {new} of main" in sandbox.setup(*flags)
     push(sandbox, "requirements.txt", "torch\nnumpy\n")
@@ -357,7 +360,7 @@ def test_a_windows_share(sandbox):
     assert "hunter2" not in output + sandbox.read("/etc/fstab")
     assert "nothing to do" in sandbox.setup(*flags)
     assert sandbox.read("/etc/fstab").count("/mnt/data") == 1
-    sandbox.do("umount", "/mnt/data")  # simulates a mount that failed at boot
+    sandbox.do("umount", "/mnt/data")  # Simulates a mount that failed at boot
     assert "node1: 1 change made" in sandbox.setup(*flags)
     line = sandbox.refused("--nfs", "10.9.0.9:/export", "--mount", "/mnt/data")
     assert "/etc/fstab mounts something else on /mnt/data" in line
@@ -422,7 +425,7 @@ def test_a_gpu_without_a_driver_is_not_ready(sandbox):
     (device / "class").write_text("0x030200\n")
     output = sandbox.setup(*CLUSTER, status=1)
     assert "ubuntu-drivers install" in output
-    assert "change: /etc/hosts" in output  # all other changes are made
+    assert "change: /etc/hosts" in output  # All changes are made, although the host is not ready
     assert output.splitlines()[-1].endswith("NOT READY: this host has an NVIDIA GPU, but no working driver")
     assert sandbox.calls("apt-get") == []
     sandbox.stub("nvidia-smi", "printf 'NVIDIA L4, 580.95.05\\nNVIDIA L4, 580.95.05\\n'")

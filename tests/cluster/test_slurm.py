@@ -28,9 +28,9 @@ HELLO = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no"]
 DDP = "accelerate_configs/ddp_2x2gpu.yaml"
 PATH = os.pathsep.join([str(BIN), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
-# A requeued job starts after its credential has expired. Slurm accepts lifetimes of 5 s or more; the default
-# is 120 s. Jobs of the higher tier preempt jobs of the lower tier. KillWait is the time between SIGTERM and
-# SIGKILL.
+# Configuration of the Slurm cluster. A requeued job starts after its credential has expired. Slurm accepts
+# lifetimes of 5 s or more, and the default is 120 s. Jobs of the higher tier preempt jobs of the lower tier.
+# KillWait is the time between SIGTERM and SIGKILL.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=node1(127.0.0.1)
@@ -63,7 +63,8 @@ PartitionName=low Nodes=node[1-4] Default=YES PriorityTier=1
 PartitionName=high Nodes=node[1-4] PriorityTier=2
 """
 
-# Runs in separate namespaces, in which the nodes have names. All processes end when the first one ends.
+# Script that runs in separate namespaces, in which nodes have names. All processes of the script end when its
+# first process ends.
 START = """
 set -eu
 cd "$1"
@@ -85,7 +86,7 @@ NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--m
 
 
 class Slurm:
-    """The commands of a cluster, run in the project's folder as a user would type them."""
+    """Slurm commands for a cluster, run in the project's folder as a user would type them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -103,7 +104,7 @@ class Slurm:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job, "--oneliner")))
 
     def wait(self, job: str, log: Path, restarts: int = 0) -> dict[str, str]:
-        """Wait for the job's end and return its information. Fail if the job restarted too often."""
+        """Wait for the job's end and return the job's information. Fail if the job restarted too often."""
         unfinished = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED")
         wait_until(lambda: self.job_info(job)["JobState"] not in unfinished, timeout_s=240)
         info = self.job_info(job)
@@ -138,7 +139,7 @@ def slurm(tmp_path_factory):
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     cluster = Slurm(folder)
-    # setpriv ends the cluster if the test is killed
+    # setpriv ends the cluster if the test is killed.
     words = ["setpriv", "--pdeathsig", "KILL", *NAMESPACES, "bash", "-c", START, "start", folder]
     daemons = Job(words, env=cluster.env)
     try:
@@ -171,7 +172,7 @@ def assert_trained(folder: Path, nodes: int, slots: int) -> None:
 
 @pytest.mark.full
 def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, tmp_path):
-    """Stop the job before its time limit and again by preemption. No step may be lost or repeated."""
+    """Stop a job before its time limit and again by preemption. No step may be lost or repeated."""
     slow = "if __import__('os').environ.get('SLURM_RESTART_COUNT') != '2': __import__('time').sleep(0.8)"
     insert_in_loop(project_copy, "train_hello.py", slow)
     folder, log, alone = tmp_path / "a run", tmp_path / "log", tmp_path / "alone"
@@ -200,7 +201,7 @@ def test_a_job_that_is_stopped_twice_trains_as_one_process(slurm, project_copy, 
 
 @pytest.mark.full
 def test_a_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
-    """Use one process. accelerate then uses another launcher, which would not wait for the script."""
+    """Cancel a job with one process, for which accelerate's launcher does not wait for the script."""
     folder, log = tmp_path / "run", tmp_path / "log"
     words = [*HELLO, "--epochs", "100000", "--log_every", "10", "--checkpoint_every", "1000000"]
     job = slurm.train(log, "accelerate_configs/single_gpu.yaml", *words, "--output_dir", folder, nodes=1)

@@ -36,7 +36,8 @@ def test_hosts_are_isolated(cluster):
 @pytest.mark.full
 @pytest.mark.needs("two cores")
 def test_each_host_has_its_own_cores(cluster_tools):
-    cores = sorted(os.sched_getaffinity(1))  # all cores, even if this process is limited to one core
+    # All cores of the machine, even if this process is limited to one core
+    cores = sorted(os.sched_getaffinity(1))
     env = {"VIRTUAL_CLUSTER": f"{hosts.CLUSTER}-cores"}
     show = [sys.executable, "-c", "import os; print(*sorted(os.sched_getaffinity(0)))"]
 
@@ -74,7 +75,7 @@ def test_a_cut_cable_and_a_host_without_power(cluster):
     hosts.cut("node2")
     status, output = Job(hosts.inside("node1", reach)).wait()
     assert status == 255, output
-    assert on("node2", "hostname") == "node2"  # the host is still running
+    assert on("node2", "hostname") == "node2"  # node2 is still running
     hosts.heal("node2")
     assert on("node1", "ssh", "node2", "hostname") == "node2"
     on("node3", "touch", "/dev/shm/lost")
@@ -86,7 +87,7 @@ def test_a_cut_cable_and_a_host_without_power(cluster):
 
 
 def test_a_lossy_cable(cluster):
-    """Check the kernel's rule, because the kernel selects the dropped packets at random."""
+    """Check the kernel's packet filter rule, because the kernel selects the dropped packets at random."""
     hosts.lose("node2", 30)
     assert "numgen random mod 10000 < 3000 drop" in on("node2", "nft", "list", "ruleset")
     hosts.lose("node2", 0)
@@ -94,7 +95,7 @@ def test_a_lossy_cable(cluster):
 
 
 def test_a_slow_and_a_delayed_cable(cluster):
-    """Check bandwidth and delay. If the kernel lacks netem, setting a delay fails and changes nothing."""
+    """Check bandwidth and delay of a cable. Without netem in the kernel, setting a delay changes nothing."""
     show = ["tc", "qdisc", "show", "dev", "eth0"]
     hosts.shape("node2", rate="10mbit")
     assert "rate 10Mbit" in on("node2", *show)
@@ -137,7 +138,9 @@ def test_root_is_needed(cluster_tools):
 
 
 def test_down_leaves_nothing(cluster_tools):
-    """Check that `down` also ends running processes. This test removes the hosts that the module shares."""
+    """Check that `down` also ends running processes. The module's tests share the hosts that this test
+    removes.
+    """
     hosts.down()
     before = run(["ip", "-brief", "link"])
     run([*SCRIPT, "up", "--hosts", "2"])

@@ -47,7 +47,7 @@ def prepare_with(data: Path, cache: Path, **flags) -> Prepared:
     return prepare_cache(ImageRecipe(data=str(data), cache_dir=str(cache), **flags), lambda: None)
 
 
-# Layouts
+# --- Folder layouts
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_first_evaluation_split_is_used_and_the_others_are_reported(tmp_path
 
 @pytest.mark.parametrize("name", ["train", "Valid", "val", "test"])
 def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
-    """Check a folder that directly contains images, next to the folders of other classes."""
+    """Check a class folder that contains images and has a split's name, next to other class folders."""
     names = sorted((name, "bus", "car"))
     root = put(tmp_path / "vehicles", *(f"{c}/{k}.png" for c in names for k in range(4)))
     images = open_images(Path(prepare_with(root, tmp_path / "cache", holdout=0.25).folder))
@@ -88,7 +88,7 @@ def test_a_class_may_have_the_name_of_a_split(name, tmp_path):
 def test_class_folders_next_to_a_split_are_reported(tmp_path):
     root = put(tmp_path / "a", *(f"{c}/{k}.png" for c in ("bus", "car", "train/i", "train/t") for k in "123"))
     assert prepare_with(root, tmp_path / "cache", holdout=0.5).left_out == "bus/, car/ (train/ is a split)"
-    # the layout of the dogs-vs-cats data
+    # Layout of the dogs-vs-cats data set
     with pytest.raises(ValueError, match=r"train has no class folders\. .*is a split"):
         list_splits(put(tmp_path / "c", "train/cat.1.png", "test1/1.png"), LeftOut())
 
@@ -105,7 +105,7 @@ def test_deeper_folders_belong_to_the_class_above(tmp_path):
 
 
 def test_extensions_are_matched_in_any_case(tmp_path):
-    """Check that all listed extensions are accepted, and that images are in the order of their file names."""
+    """Check that all listed extensions are accepted and that images are in the order of their file names."""
     pillow_heif.register_heif_opener()
     root = class_folders(tmp_path / "pets", train=2, val=2)
     formats = [(format, extension) for format, extensions in FORMATS.items() for extension in extensions]
@@ -139,7 +139,7 @@ def test_other_files_are_counted_and_do_not_block(tmp_path):
     (root / "train" / "a" / "twin.png").symlink_to(outside / "more" / "7.png")
     prepared = prepare_with(root, tmp_path / "cache")
     images = open_images(Path(prepared.folder))
-    # class a contains 1.png, deep/2.png, out/more/7.png and twin.png; class b contains 1.png
+    # Class a contains 1.png, deep/2.png, out/more/7.png and twin.png, and class b contains 1.png.
     assert len(images.train) == 5
     assert sorted(prepared.left_out.split(", ")) == [
         *("1 .html", "1 .psd", "1 dangling links", "1 without an extension", "2 .txt"),
@@ -166,7 +166,7 @@ def test_circular_links_are_refused(form, tmp_path):
         "above": (root / "train/a/deep/link", root),
         "through another": (outside / "link", root / "train/a"),
     }[form]
-    (root / "train/a/out").symlink_to(outside)  # a link that is not circular
+    (root / "train/a/out").symlink_to(outside)  # This symbolic link is not circular
     link.symlink_to(target)
     with pytest.raises(ValueError, match="link links to a folder above it"):
         list_splits(root, LeftOut())
@@ -194,7 +194,7 @@ def test_classes_with_equal_names_are_refused(tmp_path):
         prepare_with(root, tmp_path / "cache", holdout=0.5)
 
 
-# Pixels
+# --- Decoded pixels
 
 
 def photo() -> Image.Image:
@@ -239,7 +239,8 @@ AS_PIL = {
 @pytest.mark.parametrize("image_format", AS_PIL)
 def test_pixels_equal_pils(image_format):
     data = AS_PIL[image_format]
-    tolerance = 2 if "JPEG" in image_format else 0  # torchcodec decodes JPEGs and may round differently
+    # torchcodec decodes JPEGs and may round differently from PIL
+    tolerance = 2 if "JPEG" in image_format else 0
     assert np.abs(decode_image(data).astype(int) - pil(data)).max() <= tolerance
 
 
@@ -260,8 +261,8 @@ def test_transparent_pixels_are_white(image_format):
     rgba = np.asarray(Image.open(io.BytesIO(data)).convert("RGBA")).astype(float)
     alpha = rgba[..., 3:] / 255
     expected = rgba[..., :3] * alpha + 255 * (1 - alpha)
-    assert np.abs(decode_image(data) - expected).max() <= 1  # the rounding error
-    assert np.abs(pil(data) - expected).max() > 50  # PIL shows the hidden colours
+    assert np.abs(decode_image(data) - expected).max() <= 1  # The decoded pixels differ only by rounding
+    assert np.abs(pil(data) - expected).max() > 50  # PIL alone shows the hidden colors of transparent pixels
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF", "PPM"])
@@ -272,7 +273,7 @@ def test_sixteen_bits_are_scaled_by_257(format):
     assert (decode_image(data) == grey[:, :, None]).all()
 
 
-# Reports
+# --- Reports about the data
 
 
 def test_the_summary_line():
@@ -294,7 +295,7 @@ def test_imbalance_and_missing_classes_are_reported():
 
 
 def write_form(root: Path, form: str, classes: dict[str, str]) -> None:
-    """Write a data set. `classes` maps each split to a string with one letter, the class, per image."""
+    """Write a data set. `classes` maps each split to a string in which each letter is an image's class."""
     root.mkdir()
     rows = ["file,label,split"]
     for split, letters in classes.items():
@@ -370,9 +371,9 @@ def contradictions(count: int, both: str | None) -> list[str]:
 
 @pytest.mark.parametrize("form", ["folders", "several sizes", "links", "holdout"])
 def test_contradictory_labels_are_reported(form, tmp_path):
-    """Use three identical images in two classes, within one split or across splits.
+    """Check that identical images in two classes are reported, within one split or across splits.
 
-    Two identical images of the same class are not reported.
+    Two identical images in the same class must not be reported.
     """
     root = class_folders(tmp_path / "pets", train=20)
     shutil.copy(root / "train/a/0.png", root / "train/a/copy.png")
@@ -395,10 +396,10 @@ def test_contradictory_labels_are_reported(form, tmp_path):
 
 
 def test_broken_images_of_several_sizes_are_reported_at_the_start(tmp_path, monkeypatch):
-    """Check that all broken images of all splits are reported together.
+    """Check that all broken images in all splits are reported together.
 
-    The broken files are empty, are not images, are truncated, or have the header of a decompression bomb.
-    With --on_bad_image skip, only broken images in evaluated splits are errors. Half a JPEG is decoded with a
+    Broken files are empty, are not images, are truncated, or have the header of a decompression bomb. With
+    --on_bad_image skip, broken images are errors only in evaluated splits. Half a JPEG is decoded with a
     warning.
     """
     root = class_folders(tmp_path / "pets", size=(40, 30))
@@ -465,7 +466,7 @@ PLAIN += ["--telemetry_s", 0]
 
 @pytest.mark.parametrize("form", ["folders", full("list"), full("parquet"), full("saved")])
 def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
-    """Compare samples and losses for every format and several sizes. Only one rank describes the data."""
+    """Compare samples and losses on one and two processes. Only one rank may print the data's summary."""
     images = [*AS_PIL.values(), *OVER_WHITE.values(), encode(picture(5, 64, 50), "TIFF")]
     data = data_set(tmp_path / "pets", form, train=images, valid=images)
     os.makedirs(tmp_path / "pets/train/a", exist_ok=True)
@@ -491,7 +492,7 @@ def test_training_on_all_formats_on_one_and_two_processes(form, tmp_path):
 
 
 def test_folders_named_like_splits_are_not_classes(tmp_path):
-    """Check a Kaggle layout in which a CSV list contains the labels."""
+    """Check a Kaggle layout with labels in a CSV list."""
     root = put(tmp_path / "leaves", "train_images/1.png", "train_images/2.png", "test_images/3.png")
     (root / "train.csv").write_text("image_id,label\n1.png,0\n2.png,1\n")
     with pytest.raises(ValueError, match=rf"are splits, not classes.*give --data {root}/train.csv"):
@@ -509,7 +510,7 @@ def test_folders_named_like_splits_are_not_classes(tmp_path):
 
 
 def test_lost_and_found_is_not_part_of_the_data(tmp_path):
-    """Check that lost+found, which only root can read, is ignored."""
+    """Check that the folder lost+found, which only root can read, is ignored."""
     root = put(tmp_path / "disk", "train/a/1.png", "val/a/2.png", "lost+found/train/3.png")
     (root / "lost+found" / "train-0.parquet").touch()
     assert parquet_files(root) is None

@@ -6,10 +6,11 @@ import pytest
 from onecurve.data.class_names import NEW, match_classes
 
 NUMBERS = tuple(map(str, range(12)))
-AS_TEXT = tuple(sorted(NUMBERS))  # sorted as text, like class folders
+AS_TEXT = tuple(sorted(NUMBERS))  # Class names in text order, as for class folders
 SYNSETS = [("n1", "tench"), ("n2", "crane", "bird"), ("n3", "crane", "machine")]
 
-CASES = {  # each case: model, data, labels, known, unknown, absent, sentence
+# Model's classes, data's classes, labels, number of known classes, unknown and absent classes, and message
+CASES = {
     "the same": ("ab", "ab", [0, 1], 2, "", "", ""),
     "another order": (
         *("abc", "cab", [2, 0, 1], 3, "", ""),
@@ -52,10 +53,10 @@ def test_two_lists_of_classes(case):
 
 
 def test_labels_and_rows_follow_the_names():
-    # a model trained on class folders, and the same images as parquet
+    # Match a model trained on class folders with the same images in Parquet files.
     match = match_classes(AS_TEXT, NUMBERS)
     assert [AS_TEXT[label] for label in match.labels] == list(NUMBERS)
-    head = np.array([int(name) for name in AS_TEXT])  # each row contains the number of its class
+    head = np.array([int(name) for name in AS_TEXT])  # Each row of this head contains the number of its class
     assert head[match.labels].tolist() == list(range(12))
 
 

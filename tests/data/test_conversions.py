@@ -11,7 +11,7 @@ from tests.support.imagenet import prep
 
 
 def noise(high: int, dtype: type = np.uint8, *shape: int) -> np.ndarray:
-    """Return random values from 0 to `high`, with shape [32, 32] or the given shape."""
+    """Return random pixel values from 0 to `high`, with shape [32, 32] or the specified shape."""
     return np.random.RandomState(0).randint(0, high + 1, shape or (32, 32)).astype(dtype)
 
 
@@ -80,7 +80,7 @@ def test_a_conversion_that_can_erase_the_signal(image, format, warning):
 
 @pytest.mark.parametrize("form", ["one size", "several sizes", "shards"])
 def test_conversion_warnings_appear_at_the_start(form, tmp_path, capfd):
-    """Check that only a sample of the images is examined. Images of one size are evaluated uncropped."""
+    """Check that only a sample of images is examined, and that images of a single size are not cropped."""
     dark = encode(Image.fromarray(noise(4095, np.uint16, 20, 100)), "PNG")
     root = class_folders(tmp_path / "data", train=[dark] * 100, val=[dark] * 4)
     if form == "several sizes":

@@ -30,7 +30,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n0 0 9 9 
 
 
 def header_alone(side: int, options: dict) -> bytes:
-    """Return a JPEG whose header claims side x side pixels. An end marker replaces the image data."""
+    """Return a JPEG whose header specifies side x side pixels. An end marker replaces the image data."""
     data = encode(Image.new("RGB", (16, 16)), **options)
     offset = next(i for i in range(len(data)) if data[i] == 0xFF and data[i + 1] in (0xC0, 0xC2))
     edges = side.to_bytes(2) * 2
@@ -38,7 +38,7 @@ def header_alone(side: int, options: dict) -> bytes:
 
 
 def half(jpeg: bytes) -> bytes:
-    """Return the first half of a JPEG, followed by an end marker. Decoders raise no error for this file."""
+    """Return the first half of a JPEG, followed by an end marker. Decoders raise no error for such a file."""
     return jpeg[: len(jpeg) // 2] + b"\xff\xd9"
 
 
@@ -47,7 +47,7 @@ def one_image(data: bytes, name: str = "a.jpg") -> list[ImageBatch]:
 
 
 def pictures(root: Path, count: int, broken: str = "") -> Path:
-    """Write class folders of JPEGs, with the second half of the file `broken` missing."""
+    """Write class folders of JPEGs, and cut off the second half of the file `broken`."""
     names = [f"{split}/{c}/{i}.jpg" for split in ("train", "val") for c in "ab" for i in range(count)]
     images = {name: encode(picture(int(name[-5]))) for name in names}
     return write(root, images | ({broken: half(images[broken])} if broken else {}))
@@ -57,7 +57,7 @@ def pictures(root: Path, count: int, broken: str = "") -> Path:
     "opener", [decode_image, open_image, lambda data: list(recoded(one_image(data), 8, 90))]
 )
 def test_postscript_starts_no_interpreter(opener, tmp_path, monkeypatch):
-    """Decode EPS bytes under any file name. PIL would pass EPS to the program `gs` on the PATH."""
+    """Check that EPS data are refused under any file name. PIL would run the program `gs` to decode EPS."""
     marker = tmp_path / "started"
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
     (tmp_path / "gs").chmod(0o755)
@@ -77,7 +77,7 @@ def test_only_known_formats_are_opened():
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": "4:2:0"}], ids=str)
 def test_a_small_file_is_not_decoded_to_many_pixels(options):
-    """Use a JPEG of 330 bytes that libjpeg would decode to 20,000 x 20,000 pixels.
+    """Decode a JPEG of 330 bytes, which libjpeg would expand to 20,000 x 20,000 pixels.
 
     Memory use must stay below the size of the decoded image.
     """
@@ -89,7 +89,8 @@ def test_a_small_file_is_not_decoded_to_many_pixels(options):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             with pytest.raises(ValueError, match=f"{side:,} x {side:,} pixels"):
                 read(data)
-            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024  # KiB
+            # ru_maxrss is in KiB
+            assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
 
 
 def test_intact_jpegs_are_not_reported_as_damaged(photographs):
@@ -114,7 +115,7 @@ def test_half_a_jpeg_with_an_end_marker_is_damaged(options):
     options = dict(options)
     jpeg = encode(picture(width=256, height=256).convert(options.pop("mode", "RGB")), quality=95, **options)
     for part in (half(jpeg), jpeg[: len(jpeg) * 9 // 10] + b"\xff\xd9"):
-        decode_image(part)  # no decoder raises an error
+        decode_image(part)  # No decoder raises an error for this image
         assert damage(part)
 
 
@@ -137,9 +138,9 @@ def test_half_a_jpeg_is_reported_by_prep_imagenet(tmp_path):
 
 def test_endless_padding_is_not_read_byte_by_byte(monkeypatch):
     jpeg = encode(picture(), "JPEG")
-    padded = jpeg[:2] + b"\xff" * 1000 + jpeg[2:]  # the JPEG format allows padding
+    padded = jpeg[:2] + b"\xff" * 1000 + jpeg[2:]  # The JPEG format allows padding between markers
     assert decode_image(padded).shape == decode_image(jpeg).shape
-    # PIL would read the padding for half a minute
+    # PIL would take half a minute to read the padding.
     monkeypatch.setattr("onecurve.data.decode._decode_by_pil", None)
     padded, reason = jpeg[:2] + b"\xff" * 20_000_000 + jpeg[2:], "the header has 20,000,000 bytes of"
     with pytest.raises(ValueError, match=reason):
@@ -160,7 +161,7 @@ def test_bombs_are_refused_by_their_header(format, monkeypatch):
 @pytest.mark.parametrize(("height", "width"), [(3, 999), (1, 700), (700, 1), (9, 2_001), (40, 30), (5, 330)])
 @pytest.mark.parametrize("size", [9, 16])
 def test_a_long_image_is_cropped_before_it_is_resized(height, width, size):
-    """Compare the result with an image that is resized before it is cropped."""
+    """Check that cropping before resizing produces the same result as resizing before cropping."""
     image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     short = round(size * 256 / 224)
     h, w = (short, short * width // height) if height <= width else (short * height // width, short)
@@ -173,7 +174,9 @@ def test_a_long_image_is_cropped_before_it_is_resized(height, width, size):
 @pytest.mark.parametrize(("interpolation", "crop_pct"), [("bicubic", 0.9), ("bilinear", 0.875)])
 @pytest.mark.parametrize("size", [32, 224])
 def test_evaluation_crops_equal_timms(crop_mode, interpolation, crop_pct, size):
-    """Compare all pixels with timm's crop. At 32 pixels and a crop of 0.875, timm rounds 36.57 down."""
+    """Compare all pixels with timm's evaluation crop. timm rounds 36.57 down, for 32 pixels and a crop of
+    0.875.
+    """
     mean, std = (0.485, 0.456, 0.406), (0.2, 0.3, 0.4)
     config = {"mean": mean, "std": std, "interpolation": interpolation}
     config |= {"crop_pct": crop_pct, "crop_mode": crop_mode}
@@ -204,12 +207,12 @@ def test_the_longest_image_needs_little_memory():
         crops = [evaluation_crop(image, 224, crop) for crop in (Crop(), *other_modes)]
         for crop in (*crops, random_resized_crop(image, 224, np.full(40, 0.99))):
             assert crop.shape == (224, 224, 3)
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # ru_maxrss is in KiB
 
 
 @pytest.mark.parametrize("chunk", ["tEXt", "zTXt", "iTXt", "ICC"])
 def test_a_large_text_or_profile_does_not_prevent_decoding(chunk):
-    """Use a text or colour profile of 3 MiB that compresses to a few bytes."""
+    """Decode an image with a text or color profile of 3 MiB that is compressed to a few bytes."""
     info, size = PngImagePlugin.PngInfo(), 3 * 2**20
     if chunk != "ICC":
         (info.add_itxt if chunk == "iTXt" else info.add_text)("workflow", "a" * size, zip=chunk != "tEXt")
@@ -222,7 +225,7 @@ BROKEN = {
     "empty": b"",
     "not an image": b"hello",
     "not an image of": b"\xff\xd8\xff\xe0",
-    # PIL reads all colour profiles when it opens the file
+    # PIL reads all color profiles when it opens a file.
     "Truncated": b"\xff\xd8" + b"".join(PROFILES)[:-1000],
 }
 

@@ -30,7 +30,7 @@ def names_in(split) -> list[str]:
 @pytest.mark.parametrize("are_decoded", [True, False])
 @pytest.mark.parametrize("flags", [{}, {"holdout": 0.5}], ids=str)
 def test_an_image_has_the_name_of_its_file(form, are_decoded, flags, tmp_path):
-    """Check the names in whole and partial training splits, with encoded and with decoded images."""
+    """Check file names in whole and partial training splits, with encoded and with decoded images."""
     data = data_set(tmp_path / "pets", form, train=8, val=4, size=(32, 32) if are_decoded else (40, 30))
     if not are_decoded:
         write(tmp_path / "pets", {"train/a/0.png" if form == "folders" else "train/0.image": png(0, 50, 60)})
@@ -43,7 +43,7 @@ def test_an_image_has_the_name_of_its_file(form, are_decoded, flags, tmp_path):
             image = split.images[stored] if are_decoded else split.open().decode(position)
             assert image.tolist() == expected.tolist()
     folder = images.train.part.folder
-    for file in folder.glob("*_names.txt"):  # caches written by earlier versions contain no names
+    for file in folder.glob("*_names.txt"):  # Caches written by earlier versions contain no names
         file.unlink()
     assert {*names_in(opened(data, tmp_path / "cache", **flags).val)} == {""}
 
@@ -74,9 +74,9 @@ def test_a_table_gets_names_from_its_image_structs(form, tmp_path):
 
 
 def test_shards_get_names_from_their_members(tmp_path):
-    """Read the names from the file next to the index, in the order of the index.
+    """Read image names from the file next to the index, in the order of the index.
 
-    In shards written by an earlier version, only the tar headers contain the names.
+    Shards written by an earlier version contain names only in their tar headers.
     """
     data = data_set(tmp_path / "pets", train=20, val=6)
     prep("--from", "folder", "--data", data, "--out", out := tmp_path / "out", "--shard_mib", "0.004")
@@ -94,10 +94,10 @@ def test_shards_get_names_from_their_members(tmp_path):
 
 
 def test_shards_in_s3_have_their_names_next_to_the_index(s3, tmp_path, monkeypatch):  # noqa: F811
-    """Use shards in S3 and on disk. If the file of names is missing, images have no names."""
+    """Read the names of images in shards, in S3 and on disk. Names are optional."""
     use_s3(monkeypatch, s3)
     shards, store = ObjectStore(f"s3://{BUCKET}/named/tars"), ObjectStore(f"s3://{BUCKET}/named/index")
-    long_name = "n01440764/" + 120 * "x" + ".jpg"  # too long for a tar header
+    long_name = "n01440764/" + 120 * "x" + ".jpg"  # This name is too long for a tar header
     members = {long_name: jpeg(1), f"{long_name[:-4]}.cls": b"0", "n2/b.jpg": jpeg(2), "n2/b.cls": b"1"}
     for split in ("train", "val"):
         write(tmp_path, {f"tars/{split}-0.tar": tar(members)})
@@ -129,7 +129,7 @@ def test_names_need_little_memory(tmp_path):
 def test_the_report_contains_ids_and_names(tmp_path, monkeypatch):
     """Check that the report's files contain full names.
 
-    Captions shorten a long name, and show the ID of an image that has no name.
+    Captions shorten long names, and show the ID of an image that has no name.
     """
     names = {3: "a/=1.png", 5: f"{'b' * 99}.png", 9: ""}
     rows = {"id": [3, 5, 9], "label": [0, 0, 1], "predicted": [1, 1, 0], "probability": [0.7, 0.6, 0.8]}

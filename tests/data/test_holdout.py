@@ -27,7 +27,7 @@ def test_each_class_is_held_out_in_the_same_proportion(holdout, expected):
     is_held_out = held_out(labels, holdout)
     assert np.bincount(labels[is_held_out], minlength=3).tolist() == expected
     assert (held_out(labels, holdout) == is_held_out).all()
-    # The selection of images is the same on every machine.
+    # The same images must be selected on every machine.
     assert np.flatnonzero(held_out(np.zeros(20, np.int64), 5)).tolist() == [2, 4, 6, 8, 18]
 
 
@@ -48,7 +48,7 @@ def test_folds_partition_the_images_and_stratify_the_classes():
     assert [fold.sum() for fold in folds] == [31, 30, 30, 30, 30]
     counts = np.array([np.bincount(labels[fold], minlength=3) for fold in folds])
     assert (np.ptp(counts, 0) <= 1).all()
-    # The selection of images is the same on every machine.
+    # The same images must be selected on every machine.
     assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]
     for labels, text in (
         ([0] * 8 + [1], "9 images, 1 in the smallest class"),
@@ -72,7 +72,7 @@ def test_folds_split_the_same_data(tmp_path):
     [("folders", "Train"), *((k, "whole") for k in ("folders", "list", "parquet", "saved"))],
 )
 def test_data_without_a_held_out_split(form, split, tmp_path):
-    """Check that each image is in one split, in the original order. The selection depends only on IDs."""
+    """Check that each image is in one split, in the original order. Only image IDs affect the selection."""
     data, cache = data_set(tmp_path / "pets", form, labels=SORTED, **{split: 20}), tmp_path / "cache"
     with pytest.raises(ValueError, match=r"to evaluate on\. .* with --holdout 0\.1"):
         opened(data, cache)
@@ -97,7 +97,7 @@ def pixels_of(split) -> list[bytes]:
 
 @pytest.mark.parametrize("form", ["decoded", "several sizes", "shards"])
 def test_data_with_its_own_held_out_split(form, tmp_path):
-    """Check that each training image is in one part, in the original order.
+    """Check that each training image is either trained or held out, in the original order.
 
     The held-out split of the data becomes the test split.
     """
@@ -139,9 +139,9 @@ def test_a_broken_held_out_image_is_reported_by_its_name(form, tmp_path):
     assert f"  {name}: not an image" in str(error.value)
 
 
-# The end of a run whose data contains a held-out split
+# --- End of a run whose data contains a held-out split
 
-# Training stops while the learning rate is still high, so that the last evaluation is not the best one.
+# Flags that end training while the learning rate is still high, so that the last evaluation is not the best.
 DIGITS = [*CNN, "--data", "digits", "--holdout", 0.2, "--epochs", 20, "--max_steps", 48, "--batch_size", 96]
 DIGITS += ["--lr", 0.02, "--warmup", 0, "--per_device_batch_size", 48, "--mixed_precision", "no"]
 DIGITS += ["--trackers", "none", "--telemetry_s", 0]
@@ -156,7 +156,7 @@ def finished(tmp_path_factory, cache):
 
 
 def test_the_headline_evaluates_the_best_weights_on_the_test_split(finished, cache, tmp_path):
-    """Compare the run's result with validate.py. The best evaluation is not the last one."""
+    """Check that the run's test result, which uses the best weights, matches validate.py's result."""
     final = result(finished)
     assert final["best_step"] < final["steps"]
     assert (final["val_name"], final["val_images"]) == ("holdout", 287)
@@ -175,7 +175,10 @@ def test_the_headline_evaluates_the_best_weights_on_the_test_split(finished, cac
 
 
 def test_other_data_is_evaluated_whole(finished, cache, tmp_path):
-    """Check that the run's --holdout is not applied and that the run's page does not show the report."""
+    """Check that validate.py does not apply the run's --holdout to other data.
+
+    The run's page must not include the report on other data.
+    """
     data = put(tmp_path / "other", *(f"{c}/{k}.png" for c in range(10) for k in range(2)))
     command = [*python(), ROOT / "validate.py", finished, "--data", data, "--mixed_precision", "no", *cache]
     assert "The training's --holdout 0.2 is not applied" in run(command, cwd=tmp_path)

@@ -57,12 +57,12 @@ def read(split: FileSplit | ArraySplit, plan: list, **options) -> tuple[torch.Te
 
 
 def start(folder: Path, script: str, *arguments) -> Job:
-    """Start a Python script whose import path includes the project. The script is written to the folder."""
+    """Write a Python script to the folder and start it with the project on its import path."""
     (folder / "script.py").write_text(script)
     return Job([folder / "script.py", *arguments], env={"PYTHONPATH": str(ROOT)})
 
 
-# Prepares the cache in one thread, and pauses between the splits until the file `go` appears.
+# Script that prepares the cache in one thread, and pauses between the splits until the file `go` appears
 STALLED = """
 import sys, time
 from pathlib import Path
@@ -79,7 +79,7 @@ print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
 
 
-# Data sources
+# --- Data sources
 
 
 def test_digits_hold_out_36_of_each_class(tmp_path):
@@ -90,7 +90,7 @@ def test_digits_hold_out_36_of_each_class(tmp_path):
     assert images.train.size == (32, 32)
     assert images.train.images.nbytes == 1437 * 32 * 32 * 3
     assert np.bincount(images.val.labels).tolist() == [36] * 10
-    # the held-out images are the same on every machine
+    # The same images must be held out on every machine.
     assert images.val.labels[:12].tolist() == [4, 5, 6, 9, 4, 7, 8, 9, 9, 6, 9, 9]
     pixels, labels = read(images.train, [(0, np.array([5, 0, 5]))])
     assert pixels.dtype == torch.uint8
@@ -130,7 +130,7 @@ def test_cifar10_by_name_is_loaded_through_datasets(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    # load_dataset prefers a local folder with this name
+    # load_dataset prefers a local folder with this name.
     copy = parquet_folder(tmp_path / "uoft-cs" / "cifar10")
     monkeypatch.chdir(tmp_path)
     folder = prepare_data("cifar10", tmp_path / "cache")
@@ -152,16 +152,16 @@ def test_metadata_without_names_is_accepted(metadata, tmp_path):
 
 @pytest.mark.parametrize("name", ["we[1]rd*", "a::b", "http:", "caf\udce9"])
 def test_parquet_in_a_folder_of_any_name(name, tmp_path):
-    """Check that a folder name is not read as a pattern or a URL, and need not be valid UTF-8."""
+    """Check folder names that look like a pattern or a URL, or are not valid UTF-8."""
     root = parquet_folder(tmp_path / "data").rename(tmp_path / name)
     images = opened(root, tmp_path / "cache")
     assert (len(images.train), len(images.val)) == (40, 20)
 
 
 def test_label_types_of_parquet(tmp_path):
-    """Check labels of several types.
+    """Read labels from Parquet files, as plain or dictionary-encoded strings or integers of several widths.
 
-    Strings are plain or dictionary-encoded, and integers have several widths. One file has no rows.
+    One of the files contains no rows.
     """
     images = pa.array([{"bytes": PNG, "path": None}] * 3)
     label_columns = {
@@ -216,7 +216,7 @@ def test_large_data_stays_encoded(tmp_path, monkeypatch, form):
     assert (files.source, files.classes) == (array.source, array.classes)
     assert (array.identity[2], files.identity[2]) == (False, True)
     assert (files.train.labels == array.train.labels).all()
-    # size 28 resizes the shorter side to 32, so the result is the central crop of the stored pixels
+    # Size 28 resizes the shorter side to 32, so the result is the central crop of the stored pixels.
     pixels, labels = read(files.val, [(0, np.array([3, 1]))], train=False, size=28)
     assert (pixels.numpy() == array.val.images[[3, 1], 2:30, 2:30]).all()
     assert labels.tolist() == array.val.labels[[3, 1]].tolist()
@@ -240,7 +240,7 @@ def test_images_much_taller_than_wide_are_shifted_within_themselves():
 
 
 def test_one_image_of_another_size_at_the_end_is_detected(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversions, "SAMPLE", 2)  # examine only the first and last image of a split
+    monkeypatch.setattr(conversions, "SAMPLE", 2)  # Examine only the first and last image of a split
     root = class_folders(tmp_path / "data")
     picture(0, 32, 40).save(root / "val" / "b" / "1.png")
     folder = prepare_data(str(root), tmp_path / "cache")
@@ -248,7 +248,7 @@ def test_one_image_of_another_size_at_the_end_is_detected(tmp_path, monkeypatch)
     assert not list(folder.glob("*_images.npy"))
 
 
-# The cache
+# --- The cache
 
 
 def test_the_cache_key_is_the_content(tmp_path):
@@ -258,7 +258,7 @@ def test_the_cache_key_is_the_content(tmp_path):
     assert prepare_data(str(elsewhere), cache) == first
     path = elsewhere / "test-00000-of-00001.parquet"
     before, data = path.stat(), bytearray(path.read_bytes())
-    # damages the PNG header of an image without changing the length of the data
+    # Damage the PNG header of an image without changing the length of the data.
     data[data.index(b"IDAT") - 20] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -279,10 +279,10 @@ def test_large_data_is_keyed_on_names_sizes_samples_and_times(tmp_path, monkeypa
     os.utime(path, (1, 1))
     second = prepare_data(str(root), cache)
     assert second != first
-    # hosts compare `source`, which contains no times
+    # Hosts compare the attribute `source`, which contains no times.
     assert open_images(second).source == open_images(first).source
     size = path.stat().st_size
-    # decoders ignore the padding
+    # Decoders ignore padding at the end of a file.
     path.write_bytes(encode(Image.new("RGB", (32, 32), "red"), "PNG").ljust(size))
     os.utime(path, (1, 1))
     assert path.stat().st_size == size > 3 * image_cache.BLOCK_BYTES
@@ -318,7 +318,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
     read_until("MIDDLE", other)
     other.kill()
     other.wait()
-    # the killed job decoded some images, but the folder still has its temporary name
+    # The killed job decoded some images but did not rename its temporary folder.
     [work] = in_cache(cache)
     assert work.name == ".preparing"
     assert np.load(work / "train_images.npy").any()
@@ -330,7 +330,7 @@ def test_a_killed_preparation_leaves_no_valid_cache(tmp_path):
 
 
 def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
-    """Simulate NFS, which may show the other host's folder late."""
+    """Simulate NFS, which may show another host's new folder late."""
     root, cache = parquet_folder(tmp_path / "data"), tmp_path / "cache"
     folder = prepare_data(str(root), cache)
     before = folder.stat().st_ino
@@ -341,7 +341,7 @@ def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
 
 def test_an_exception_in_the_heartbeat_ends_the_threads_and_leaves_no_files(tmp_path, monkeypatch):
     root, decoded = parquet_folder(tmp_path / "data"), []
-    monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # each image is a chunk
+    monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # Make each image a separate chunk
     monkeypatch.setattr(image_cache, "_decode", lambda *chunk: time.sleep(0.1) or decoded.append(0) or [])
 
     def beat():
@@ -351,7 +351,7 @@ def test_an_exception_in_the_heartbeat_ends_the_threads_and_leaves_no_files(tmp_
     with pytest.raises(SystemExit):
         prepare_data(str(root), tmp_path / "cache", beat)
     count = len(decoded)
-    assert 0 < count <= 4 * image_cache.allowed_cores()  # the total is 60 images
+    assert 0 < count <= 4 * image_cache.allowed_cores()  # The data contain 60 images
     assert not in_cache(tmp_path / "cache")
     time.sleep(0.3)
     assert len(decoded) == count
@@ -366,7 +366,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     real_decode = image_cache._decode
 
     def decode(*chunk):
-        together.wait()  # each of the four chunks is decoded in parallel with another chunk
+        together.wait()  # Two chunks must be decoded at the same time to pass this barrier
         time.sleep(3)
         return real_decode(*chunk)
 
@@ -377,7 +377,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
     images = open_images(prepare_data(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
     for split, seed in ((images.train, 0), (images.val, 1000)):
         assert all((split.images[k] == np.asarray(picture(seed + k))).all() for k in range(len(split)))
-    assert np.diff(beats).max() < 3  # although decoding each chunk takes 3 s
+    assert np.diff(beats).max() < 3  # Heartbeats continue while a chunk is decoded for 3 s
     assert "decoding 700 images of data" in terminal.getvalue()
     assert "700/700" in terminal.getvalue()
 
@@ -392,7 +392,7 @@ def test_a_full_disk_is_a_clear_error(tmp_path, monkeypatch):
     assert not in_cache(tmp_path / "cache")
 
 
-# Decoding
+# --- Decoding
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG"])
@@ -415,11 +415,11 @@ def test_a_truncated_jpeg_is_an_error(options, part):
         decode_image(data[: int(len(data) * part)])
 
 
-# Batches of files
+# --- Batches of image files
 
 
 def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp_path):
-    """Use 100 photographs of two classes: 80 in the train folder and 20 in the val folder."""
+    """Read 100 photographs of two classes: 80 in the train folder and 20 in the val folder."""
     for k, path in enumerate(sorted(photographs.iterdir())):
         folder = tmp_path / "data" / ("train" if k % 5 else "val") / f"class{k % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -437,7 +437,7 @@ def test_photographs_keep_their_order_for_any_number_of_workers(photographs, tmp
     assert (in_process[1] == in_workers[1]).all()
     assert not [p for p in multiprocessing.active_children() if p.is_alive()]
 
-    # a crop depends only on the seed, epoch and sample
+    # A crop depends only on the seed, epoch and sample.
     single, _ = read(images.train, [(0, ids[3:4])])
     assert (single[0] == in_process[0][3]).all()
     for other in (read(images.train, [(1, ids[3:4])]), read(images.train, [(0, ids[3:4])], seed=6)):
@@ -471,9 +471,8 @@ def test_random_crops_have_torchvisions_distribution():
 
 
 def test_the_area_of_random_crops():
-    """Check that the default crops are the same in every version.
-
-    A different `scale` changes the limits of the crops' areas.
+    """Check that the areas of default crops are the same in every version and that `scale` limits these
+    areas.
     """
     from onecurve.data.crops import random_box
     from onecurve.numerics.order import uniforms
@@ -491,7 +490,7 @@ def test_the_area_of_random_crops():
 
 @pytest.mark.parametrize("name", ["train_cnn_a", "train_cnn_b", "train_vit"])
 def test_scripts_pass_the_area_of_crops(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(image_cache, "DECODED_BYTES", 0)  # keeps the images encoded
+    monkeypatch.setattr(image_cache, "DECODED_BYTES", 0)  # Keep the images encoded
     script = importlib.import_module(name)
     images = opened(class_folders(tmp_path / "data", train=8, val=8), tmp_path / "cache")
     assert isinstance(images.train, FileSplit)
@@ -516,7 +515,7 @@ def test_workers_ignore_signals_and_end_when_the_iterator_is_closed(tmp_path):
 
     def plan_with_signals():
         for k, item in enumerate(plan):
-            if k in (0, 20):  # the first item is requested while the workers are starting
+            if k in (0, 20):  # The workers are still starting when the first item is requested
                 workers[:] = multiprocessing.active_children()
                 for worker, number in product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                     os.kill(worker.pid, number)
@@ -527,7 +526,7 @@ def test_workers_ignore_signals_and_end_when_the_iterator_is_closed(tmp_path):
     assert len(workers) == 2
     assert all(worker.is_alive() for worker in workers)
     assert (torch.cat(images) == read(split, plan[:29], size=32, seed=0)[0]).all()
-    batches.close()  # stop before the last batch
+    batches.close()  # Stop before the last batch is read
     for worker in workers:
         worker.join(10)
         assert not worker.is_alive()
@@ -560,7 +559,7 @@ def test_workers_end_with_the_trainer(tmp_path, end):
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "slow.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('x')")
     words = [tmp_path / "trainer.py", ROOT, folder, end]
-    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # the job runs in another folder
+    trainer = Job(words, env={"PYTHONPATH": ""}, cwd=Path("/"))  # The job runs in a different folder
     try:
         line = next(line for line in trainer.process.stdout if line.startswith("workers "))
         workers = [int(pid) for pid in line.split()[1:]]
@@ -571,19 +570,19 @@ def test_workers_end_with_the_trainer(tmp_path, end):
         trainer.process.wait(30)
         wait_until(lambda: not any(is_running(pid, start_ticks(pid)) for pid in workers), timeout_s=10)
     finally:
-        trainer.kill()  # kills any remaining workers
+        trainer.kill()  # Kill any remaining workers
         trainer.wait()
-    # the script and the fork server import the script's modules, but the workers do not
+    # The script and the fork server import the script's modules, but the workers do not.
     assert (tmp_path / "imports").read_text() == "xx"
 
 
 class Flaky(CachedImages):
-    """Images on a network mount, on which the first read of each file 1.png fails."""
+    """Images on a network mount, where the first attempt to read a file named 1.png fails."""
 
     def __init__(self, number: int, *arguments):
         super().__init__(*arguments)
         self.number, self.seen = number, set[str]()
-        encoded_module.open = self.open  # monkeypatch does not affect worker processes
+        encoded_module.open = self.open  # Set directly, because monkeypatch does not affect worker processes
 
     def open(self, file: str, *options, **keywords):
         if file in self.seen or not file.endswith("1.png"):
@@ -628,7 +627,7 @@ def test_a_persistent_error_fails_after_four_attempts(monkeypatch):
     assert (len(calls), waits) == (4, pytest.approx([0.4, 0.8, 1.2]))
 
 
-# Bad input
+# --- Bad input
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -645,7 +644,7 @@ def test_a_broken_file_is_one_clear_error(tmp_path, workers):
     path.unlink()
     with pytest.raises(ValueError, match=r"train/b/1\.png: No such file"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
-    path.symlink_to("/proc/self/mem")  # a file that can be opened but not read
+    path.symlink_to("/proc/self/mem")  # This file can be opened but not read
     with pytest.raises(ValueError, match=r"train/b/1\.png: Input/output error"):
         read(split, [(0, np.arange(4, 8))], workers=workers)
 
@@ -689,7 +688,7 @@ def with_labels(root: Path, labels: pa.Array) -> None:
 
 
 def with_column(root: Path, name: str, values: pa.Array | None) -> None:
-    """Write a table with one row, in which the given values replace a column."""
+    """Write a table with one row, in which these values replace a column."""
     file = parquet_folder(root, train=1) / "train-00000-of-00001.parquet"
     table = pq.read_table(file).drop_columns([name])
     pq.write_table(table if values is None else table.append_column(name, values), file)
@@ -703,7 +702,8 @@ NO_NAMES_IN = {
     "a list": '{"info": {"features": [1]}}',
     "names no list": '{"info": {"features": {"label": {"names": "ab"}}}}',
 }
-# maps a name to a function that writes bad data and a pattern of the error; tests/test_messages.py has more
+# Function that writes bad data, and pattern of the expected error. tests/test_messages.py contains more
+# cases.
 BAD = {
     "a file": (lambda root: root.write_text("x"), ["is not a folder, CSV list or parquet file"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),
@@ -712,7 +712,7 @@ BAD = {
         ["no class folders"],
     ),
     "cut parquet": (lambda root: with_damage(root, slice(-100, None), b""), CUT),
-    # damages the header of a page
+    # The zeros damage the header of a page.
     "damaged parquet": (lambda root: with_damage(root, slice(4, 400), bytes(396)), CUT),
     "two sets": (
         lambda root: (parquet_folder(root / "fine"), parquet_folder(root / "coarse")),
@@ -764,7 +764,7 @@ def test_bad_input_is_one_clear_error(tmp_path, case):
 
 
 def test_a_user_without_a_home_folder_needs_cache_dir(tmp_path, monkeypatch):
-    """Simulate a container that runs under an arbitrary user ID."""
+    """Simulate a container that runs under an arbitrary user ID without a home folder."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):

@@ -18,12 +18,12 @@ ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in DOCUMENT.partition("| layout |")[2].partition("\n\n")[0].splitlines()[2:]
 ]
-EACH = 8  # images per split, half of them in the class `cat`
+EACH = 8  # Number of images per split, half of them in the class `cat`
 LABELS = [k % 2 for k in range(EACH)]
 
 
 def make(root: Path, layout: str) -> None:
-    """Create the files that are named in the code spans of a table row."""
+    """Create the files that a table row names in its code spans."""
     if "save_to_disk" in layout:
         data_set(root, "saved", train=EACH, validation=EACH, test=EACH)
         return
@@ -48,7 +48,7 @@ def make(root: Path, layout: str) -> None:
 
 
 def write_list(path: Path, header: str, first: int) -> None:
-    """Write a list of the images in the next code span. The images' numbers start at `first`."""
+    """Write a list of the images in the next code span, whose numbers start at `first`."""
     rows = [header]
     for k in range(3 * EACH if "split" in header else EACH):
         split = ("train", "val", "test")[k // EACH]

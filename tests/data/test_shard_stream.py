@@ -1,4 +1,4 @@
-"""Tests of shards from S3: equal samples, a bounded cache, one download per shard, and fault handling."""
+"""Tests of shards in S3: the same samples as on disk, a bounded cache, one download per shard, and faults."""
 
 import os
 import re
@@ -29,12 +29,13 @@ from tests.distributed.test_agreement import two_hosts
 from tests.support.data_sets import write_shards
 from tests.support.s3 import BUCKET, FaultProxy, aws_env, s3, s3_proxy, use_s3  # noqa: F401 (fixtures)
 
-TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)  # 4 streams of 54 images each; most streams end inside a shard
-STEPS = 9  # steps per epoch
+# Numbers of images per shard. Four streams read 54 images each, and most streams end inside a shard.
+TRAIN, VAL = (8, 10) * 12, (8, 8, 8, 8)
+STEPS = 9  # Number of steps per epoch
 SHARD_OF = np.repeat(np.arange(24), TRAIN)
 FILES = [f"train-{k:05d}.tar" for k in range(24)]
-SHARD_GIB = 30720 / 2**30  # includes headers, labels and tar padding
-ROOM = 18  # number of shards that fit into the cache
+SHARD_GIB = 30720 / 2**30  # Size of a shard in GiB, including headers, labels and tar padding
+ROOM = 18  # Number of shards that fit into the cache
 RECIPE = ImageRecipe(streams=4, shuffle_window=4, workers=0, cache_gib=ROOM * SHARD_GIB)
 STREAMS = ["--streams", "4", "--shuffle_window", "4", "--epochs", "2"]
 
@@ -70,7 +71,6 @@ def through_proxy(s3_proxy, monkeypatch):  # noqa: F811
 
 
 def training_split(data: str | Path, cache: Path, **changes) -> ShardSplit:
-    """Open the training split with RECIPE and the given changes."""
     return open_images(prepare_data(str(data), cache), replace(RECIPE, **changes)).train
 
 
@@ -102,12 +102,12 @@ def expected(epochs: int = 2) -> np.ndarray:
     return np.concatenate(orders).reshape(-1, 24)
 
 
-# Equality with a local folder
+# --- The same samples as from a local folder
 
 
 @pytest.mark.parametrize("workers", [0, full(2)])
 def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, through_proxy, tmp_path):
-    """Read the samples of two processes with a cache that fits two thirds of the shards."""
+    """Compare samples on two processes with samples from disk. The cache fits two thirds of the shards."""
     remote = open_images(prepare_data(url, tmp_path / "cache"), RECIPE)
     disk = open_images(prepare_data(str(local), tmp_path / "here"), RECIPE)
     counts = []
@@ -131,7 +131,9 @@ def test_samples_equal_local_ones_and_the_cache_is_bounded(workers, local, url, 
 
 
 def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_path):
-    """Use a cache that fits two thirds of the shards. No shard that a stream still needs may be evicted."""
+    """Check that no shard that a stream still needs is evicted from a cache that fits two thirds of the
+    shards.
+    """
     read_epoch(training_split(url, tmp_path))
     streams = expected(1).reshape(STEPS, 4, 6).swapaxes(0, 1).reshape(4, -1)
     readers = Counter(file for samples in streams.tolist() for file in shards_of(samples))
@@ -141,14 +143,14 @@ def test_an_epoch_fetches_each_shard_once_per_stream(url, through_proxy, tmp_pat
 
 
 def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypatch):
-    """Check the size with shuffle windows that span several batches in flight.
+    """Check the advised cache size with shuffle windows that span several prefetched batches.
 
-    An evaluation runs during the training and another at its end. By then, the training has prefetched as
-    many shards as the cache allows.
+    One evaluation runs during training and another at the end. By then, training has prefetched as many
+    shards as the cache allows.
     """
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 5)
     batch, small = share_out(24, 6, 1), training_split(url, tmp_path, workers=2, cache_gib=5 * SHARD_GIB)
-    enough = small.needed_bytes(batch) / 2**30  # not rounded up
+    enough = small.needed_bytes(batch) / 2**30  # Required cache size in GiB, not rounded up
     assert enough < 28 * SHARD_GIB
     images = open_images(prepare_data(url, tmp_path), replace(RECIPE, workers=2, cache_gib=enough))
     images.train.check(batch)
@@ -160,7 +162,7 @@ def test_the_advised_cache_size_is_enough(url, through_proxy, tmp_path, monkeypa
         if len(trained_ids) % 36 == 34:
             part = [(0, ids) for ids, _ in evaluation_plan(32, 6, 1, 0)]
             for _ in images.val.batches(part, train=False, **options):
-                # both splits share the cache limit
+                # Both splits share the cache limit.
                 assert images.val.cache.reserved_bytes <= images.val.cache.limit_bytes
     assert trained_ids == expected().reshape(-1, 6).tolist()
     assert images.val.cache.reserved_bytes == 0
@@ -174,12 +176,12 @@ def test_a_resume_reads_only_the_rest_of_the_epoch(url, through_proxy, tmp_path)
     assert len(rest) <= 12
 
 
-# Faults
+# --- Faults
 
 
 def test_a_shard_with_other_content_is_fetched_again_then_reported(local, through_proxy, s3, tmp_path):  # noqa: F811
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
-    break_image(copy, 100)  # damage the image after the manifest was written
+    break_image(copy, 100)  # Damage the image after the manifest was written
     train = training_split(upload(copy, "broken", s3), tmp_path / "cache")
     with pytest.raises(ValueError, match=r"broken/train-00011\.tar does not match its SHA-256"):
         read_epoch(train)
@@ -216,7 +218,7 @@ def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, t
 
 
 def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tmp_path, monkeypatch):
-    """Let another process use the whole cache. A read then fails after a timeout."""
+    """Let another process use the whole cache. A read must fail after a timeout and evict no shard."""
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
@@ -231,10 +233,10 @@ def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tm
 def test_the_least_recently_used_shard_is_removed_first(url, through_proxy, tmp_path):
     cache = training_split(url, tmp_path, cache_gib=3 * SHARD_GIB).cache
     stop = threading.Event()
-    # shard 2 is the least recently used shard when shard 3 arrives, and shard 0 comes next
+    # When shard 3 arrives, shard 2 is the least recently used shard, followed by shard 0.
     for k in (0, 1, 2, 0, 3, 1):
         cache.release(FILES[k], cache.hold(FILES[k], stop))
-        time.sleep(0.02)  # gives the files different modification times
+        time.sleep(0.02)  # Give the files different modification times
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 0)}
     cache.release(FILES[2], cache.hold(FILES[2], stop))
     assert {path.name for path in shards_in(tmp_path)} == {FILES[k] for k in (3, 1, 2)}
@@ -250,7 +252,7 @@ def test_shards_are_prefetched(url, through_proxy, tmp_path):
     prefetcher = shard_cache.ShardPrefetcher(plan, lambda ids: {FILES[ids[0]]}, cache, cache.limit_bytes, 1)
     with closing(prefetcher) as supply:
         next(iter(supply))
-        # no partial files remain
+        # No partial files remain.
         wait_until(lambda: {path.name for path in shards_in(tmp_path)} == set(FILES[:5]))
         assert set(supply.held) == set(fetched(through_proxy)) == set(FILES[:5])
 
@@ -274,7 +276,7 @@ def test_a_full_disk_is_a_clear_error(url, through_proxy, tmp_path):
 
 
 def test_an_unexpected_error_does_not_wait_for_downloads(url, s3_proxy, tmp_path):  # noqa: F811
-    """Raise an error while the job is prefetching shards that it will never read."""
+    """Raise an error while the job is prefetching shards. The error must not wait for the downloads."""
     s3_proxy.delay(0.5, times=None, method="GET", path=r"\.tar")
     status, output = reader(url, tmp_path, s3_proxy, "raise RuntimeError('NCCL is gone')").wait()
     assert status == 1
@@ -319,9 +321,9 @@ def test_after_a_kill_during_a_download_the_same_command_works(url, s3, s3_proxy
     job.process.send_signal(signal.SIGKILL)
     assert job.wait()[0] == -signal.SIGKILL
     complete = {path.name for path in shards_in(tmp_path) if path.suffix == ".tar"}
-    # a new proxy, because the first proxy may still count requests of the killed job
+    # Use a new proxy, because the first proxy may still count requests by the killed job.
     with closing(FaultProxy(s3)) as proxy:
-        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # both jobs share the cache
+        for job in [reader(url, tmp_path, proxy) for _ in range(2)]:  # Both jobs share the cache
             status, output = job.wait()
             assert status == 0, output
             assert output.splitlines()[-1] == str(expected(1).reshape(-1, 6).tolist())[1:-1]
@@ -329,7 +331,7 @@ def test_after_a_kill_during_a_download_the_same_command_works(url, s3, s3_proxy
     assert not list(tmp_path.glob("*/shards/*.part"))
 
 
-# Training runs
+# --- Training runs
 
 TRAINING = [*VIT, *STREAMS]
 
@@ -343,12 +345,12 @@ def test_two_processes_of_a_host_fetch_each_shard_once(workers, url, s3_proxy, t
     names = FILES + [f"val-{k:05d}.tar" for k in range(4)]
     assert fetched(s3_proxy) == {name: 1 for name in names}
     others = [path for method, path, _ in s3_proxy.requests if method == "GET" and ".tar" not in path]
-    assert len(others) == 3, others  # the manifest and two indices, which both processes share
+    assert len(others) == 3, others  # Requests for the manifest and two indices, which both processes share
 
 
 @pytest.mark.full
 def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
-    """Start two hosts with separate caches. Separate proxies count the requests of each host."""
+    """Start two hosts with separate caches, and count each host's requests with a separate proxy."""
     proxies = [s3_proxy, other := FaultProxy(s3)]
     words = [*TRAINING, *cache_of(ROOM), *NO_WORKERS, "--data", url, "--epochs", "1"]
     caches = [["--cache_dir", tmp_path / f"cache{node}"] for node in (0, 1)]
@@ -362,12 +364,12 @@ def test_each_host_reads_its_share(url, s3, s3_proxy, tmp_path):  # noqa: F811
         evaluated = np.concatenate([positions for positions, _ in evaluation_plan(sum(VAL), 6, 2, node)])
         val = {f"val-{k:05d}.tar" for k in evaluated // VAL[0]}
         assert fetched(proxy) == {name: 1 for name in train | val}
-        assert len(train) <= 14  # half of the 24 shards, and the shards at the ends of the streams
+        assert len(train) <= 14  # Half of the 24 shards, plus the shards at the ends of the streams
     other.close()
 
 
 def test_a_stop_signal_ends_the_wait_for_a_shard(url, through_proxy, tmp_path, monkeypatch):
-    """Use a single process, which can save and exit at once. With more processes, other ranks would wait."""
+    """Signal a run with a single process, which can save and exit immediately because no other rank waits."""
     train = training_split(url, tmp_path)
     through_proxy.stall_download(5000, times=None, path=r"train-00011\.tar")
     monkeypatch.setattr(shard_cache.watch, "wanted", lambda: through_proxy.faults["stall_download"] > 0)

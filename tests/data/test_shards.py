@@ -1,6 +1,6 @@
 """Tests of shards on this host: refusals, the order of samples, broken images and training runs.
 
-The tests write shards with tarfile instead of prep_imagenet.py. test_shard_stream.py tests shards from S3.
+The tests write shards with tarfile instead of prep_imagenet.py. test_shard_stream.py tests shards in S3.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ def as_index(folder: Path) -> Path:
 
 
 def break_image(folder: Path, sample: int, split: str = "train") -> tuple[str, int]:
-    """Overwrite the bytes of an image but not its header. Return the image's shard and offset."""
+    """Overwrite the bytes of an image after its header, and return the image's shard and offset."""
     number, offset, length, _ = np.load(folder / f"{split}_index.npy")[sample].tolist()
     path = folder / f"{split}-{number:05d}.tar"
     with open(path, "r+b") as file:
@@ -91,7 +91,7 @@ def read(split: ShardSplit, plan: list, **options) -> list[tuple]:
     return list(split.batches(iter(plan), **options))
 
 
-# Reading
+# --- Reading
 
 
 @pytest.mark.parametrize("form", ["shards", "index"])
@@ -105,22 +105,22 @@ def test_images_and_labels_equal_those_in_the_tars(form, shards, tmp_path):
     assert labels.tolist() == [0, 0, 1]
     for i, image in zip(ids.tolist(), pixels, strict=True):
         assert np.array_equal(image, evaluation_crop(decode_image(jpeg(183 + i)), 32))
-    # no image was copied to the cache
+    # No image was copied to the cache.
     assert sum(path.stat().st_size for path in tmp_path.glob("cache/*/*")) < 20_000
 
 
 def test_the_content_of_shards_identifies_the_data(shards, images, tmp_path):
     copy = opened(write_shards(tmp_path / "elsewhere"), tmp_path / "cache")
-    assert copy.source == images.source  # the source does not depend on the location of the data
+    assert copy.source == images.source  # Moving the data does not change `source`
     other = write_shards(tmp_path / "other", val=(13, 11))
     assert opened(other, tmp_path / "cache").source != images.source
 
 
-# The order of samples
+# --- The order of samples
 
 
 def test_the_order_never_changes():
-    """Compare with the order of the first version. If the order changed, old runs could not resume."""
+    """Compare with the sample order of the first version. With a different order, runs can't resume."""
     order = stream_order(7, 3, np.array([5, 3, 4, 6]), streams=2, window=4, batch_size=4)
     assert order.tolist() == [12, 13, 9, 8, 15, 16, 7, 10, 17, 14, 1, 11, 5, 6, 0, 2]
 
@@ -134,13 +134,13 @@ def test_each_epoch_has_another_order_and_leaves_out_other_images():
     left = Counter()
     for epoch in range(200):
         left.update(set(range(800)) - set(stream_order(0, epoch, COUNTS, 8, 64, 96).tolist()))
-    assert left  # each epoch leaves out 32 images
+    assert left  # Every epoch leaves out 32 images
     assert max(left.values()) < 60
 
 
 @pytest.mark.parametrize("window", [1, 50, 100_000])
 def test_a_stream_needs_few_shards_at_once(window):
-    """Check that a stream needs only the shards of its window and the shards at the stream's ends."""
+    """Check that a stream needs only the shards in its window and the shards at the stream's ends."""
     counts = np.full(64, 100)
     ids = stream_order(3, 0, counts, streams=4, window=window, batch_size=16).reshape(400, 4, 4)
     needed = 0
@@ -154,7 +154,7 @@ def test_a_stream_needs_few_shards_at_once(window):
         needed = max(needed, *active)
     assert needed <= min(2 + window // 100, 17)
     if window == 1:
-        # the stream shuffles shards, but not the images within a shard
+        # The stream shuffles shards but not the images within a shard.
         assert np.all(np.diff(ids[:, 0].reshape(-1)[:50]) >= 1)
 
 
@@ -167,7 +167,9 @@ def test_streams_that_do_not_divide_are_refused(shards, images, batch, streams, 
 
 @pytest.mark.parametrize("batch_size", [2, 24, 36, 60, 100])
 def test_the_default_streams_fit_any_batch_size(batch_size, shards, tmp_path):
-    """Check each number of processes up to four that divides the batch size."""
+    """Check that the default number of streams fits any number of processes up to 4 that divides the batch
+    size.
+    """
     train = open_images(prepare_data(str(shards), tmp_path), ImageRecipe(batch_size=batch_size)).train
     for processes in (p for p in (1, 2, 3, 4) if batch_size % p == 0):
         plan = training_plan(train, share_out(batch_size, None, processes), 0, 5, 0, 1)
@@ -175,7 +177,7 @@ def test_the_default_streams_fit_any_batch_size(batch_size, shards, tmp_path):
 
 
 def test_an_evaluation_of_some_images_needs_more_shards_at_once(tmp_path):
-    """Evaluate 4 of 40 images. A batch of 2 of these images spans half of the split."""
+    """Evaluate 4 of 40 images, so that a batch of 2 images spans half of the split."""
     folder = write_shards(tmp_path / "many", val=(4,) * 10)
     cached = prepare_data(str(folder), tmp_path / "cache")
     whole, part = (open_images(cached, replace(RECIPE, workers=0, max_val_images=n)).train for n in (None, 4))
@@ -184,7 +186,7 @@ def test_an_evaluation_of_some_images_needs_more_shards_at_once(tmp_path):
     assert 0.5 * total < part._evaluation_bytes(2) <= total
 
 
-# Refusals
+# --- Refusals
 
 
 def cut(file: str):
@@ -204,7 +206,7 @@ def without(key: str, *path: str):
 
 
 def shard(**fields):
-    """Change fields of the first shard of the val split."""
+    """Change fields of the first shard in the val split."""
     return lambda f: change(f, lambda m: m["splits"]["val"]["shards"][0].update(fields))
 
 
@@ -223,7 +225,7 @@ def index(save):
     return rewrite
 
 
-BAD = {  # maps a name to a function that damages the data and to the expected message
+BAD = {  # Function that damages the data, and expected message, for each fault
     "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command again to continue"),
     "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is not JSON"),
     "format": (manifest(format=2), "has format 2, but this code supports 1"),
@@ -264,7 +266,7 @@ def test_damaged_data_is_refused_in_one_line(case, tmp_path):
     assert not list(tmp_path.glob("cache/[!.]*"))
 
 
-ENDS = (2048, 4096)  # sizes of two shards, in bytes
+ENDS = (2048, 4096)  # Sizes of two shards in bytes
 ROWS = [[0, 512, 512, 0], [0, 1536, 512, 1], [1, 512, 512, 1], [1, 1024, 3072, 0]]
 BOUNDS = [-(2**63), -1, 0, 1, 2, 511, 512, 513, 1024, 1536, 2047, 2049, 3073, 2**63 - 1]
 ORDERS = [[0, 1, 2, 3], [1, 0, 2, 3], [0, 2, 1, 3]]
@@ -274,7 +276,7 @@ CHANGE = st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from(BOUNDS)
 @settings(max_examples=1000)
 @given(st.lists(CHANGE, max_size=2), st.sampled_from(ORDERS), st.sampled_from([1, 2, 2, 2]))
 def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards(changes, order, count):
-    """Use Python integers as the reference, because they do not overflow.
+    """Compare the check of an index with a check in Python integers, which do not overflow.
 
     `count` is the number of images in the first shard.
     """
@@ -298,13 +300,13 @@ def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards
             parse_shard_index(out.getvalue(), manifest, "train", "here")
 
 
-# File paths in an index
+# --- File paths in an index
 
 SECRET = "root:$6$hash:19000:0:99999:7:::\n" * 40
 
 
 def index_of(folder: Path, file: str) -> Path:
-    """Write an index that places all images in the given file."""
+    """Write an index that places all images in this file."""
     folder.mkdir()
     rows = np.array([[0, 512, 20, 0], [0, 600, 20, 1]], np.int64)
     shard = {"file": file, "bytes": len(SECRET), "images": 2, "sha256": None}
@@ -316,7 +318,7 @@ def index_of(folder: Path, file: str) -> Path:
 
 
 def test_no_message_quotes_a_file_that_is_not_a_tar(tmp_path):
-    """Use an index that refers to another file of this host, as a link in a class folder could do."""
+    """Check that no message quotes a file that an index refers to, as a link in a class folder could do."""
     (tmp_path / "shadow").write_text(SECRET)
     folder = prepare_data(str(index_of(tmp_path / "index", str(tmp_path / "shadow"))), tmp_path / "cache")
     with pytest.raises(ValueError, match="offset 600") as error:
@@ -332,7 +334,7 @@ def test_an_index_must_name_files_of_this_host(tmp_path):
         prepare_data(str(folder), tmp_path / "cache")
 
 
-# Broken images
+# --- Broken images
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -347,7 +349,7 @@ def test_a_broken_image_is_reported(tmp_path, workers):
 
 
 def test_a_broken_image_is_skipped(tmp_path, capsys):
-    """Check that broken images are skipped, and that a missing shard is still an error."""
+    """Check that broken images are skipped and that a missing shard is still an error."""
     folder = write_shards(tmp_path / "tiny")
     for sample in (3, 4, 9):
         break_image(folder, sample)
@@ -356,18 +358,18 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     workers._skipped.clear()
     plan = [(0, np.array([2, 3, 4, 5])), (0, np.array([8, 9])), (1, np.array([1, 3]))]
     batches = read(split, plan)
-    # the IDs are those of the plan, even for skipped images
+    # The returned IDs match the plan, even for skipped images.
     assert [ids.tolist() for _, ids, _, _ in batches] == [ids.tolist() for _, ids in plan]
-    # an image that replaces a broken one keeps its label
+    # The label of an image that replaces a broken image belongs to the new image.
     assert [labels.tolist() for *_, labels in batches] == [[2, 1, 1, 1], [0, 0], [1, 1]]
     for _, _, pixels, _ in batches:
-        assert pixels.flatten(1).float().std(1).min() > 0  # no image is uninitialised or blank
+        assert pixels.flatten(1).float().std(1).min() > 0  # No returned image is uninitialized or blank
     assert torch.equal(batches[0][2][1], batches[0][2][3])
     assert workers.skipped() == [3, 4, 9]
     assert capsys.readouterr().err.count("skipped: ") == 3
     with pytest.raises(ValueError, match=r"no image of a micro-batch of 2 can be decoded: .*key train_3"):
         read(split, [(0, np.array([3, 4]))])
-    with pytest.raises(ValueError, match="key train_3"):  # an evaluation must not skip images
+    with pytest.raises(ValueError, match="key train_3"):  # Evaluations must not skip images
         read(split, [(0, np.array([2, 3]))], train=False)
     (folder / "train-00001.tar").unlink()
     with pytest.raises(ValueError, match=r"train-00001\.tar: No such file"):
@@ -376,7 +378,7 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
 
 def test_a_missing_file_is_not_a_broken_image(tmp_path):
     root = class_folders(tmp_path / "data")
-    (root / "train" / "a" / "0.png").write_bytes(png(0, 40, 32))  # a different size keeps the images encoded
+    (root / "train" / "a" / "0.png").write_bytes(png(0, 40, 32))  # Images of different sizes stay encoded
     options = ImageRecipe(on_bad_image="skip")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), options).train
     (root / "train" / "b" / "1.png").write_bytes(b"broken")
@@ -386,7 +388,7 @@ def test_a_missing_file_is_not_a_broken_image(tmp_path):
         read(split, [(0, np.arange(len(split)))])
 
 
-# after 1 s, workers have announced batches that were not yet fetched
+# After 1 s, workers have announced batches that the trainer has not fetched yet.
 @pytest.mark.parametrize("wait_s", [0, 1])
 def test_a_killed_worker_is_one_line(wait_s, images):
     options = {"device": "cpu", "train": True, "size": 32, "seed": 5, "workers": 2}
@@ -410,7 +412,7 @@ def with_one_more_file(open_images):
 
 
 def test_a_worker_that_cannot_send_does_not_leave_the_trainer_waiting(images):
-    """Allow one open file, which the shared memory uses. Sending the memory would require a second file."""
+    """Allow a worker one open file, for its shared memory. Sending the memory requires a second file."""
     open_images, labels = partial(with_one_more_file, images.train.open), images.train.labels
     options = {"device": torch.device("cpu"), "train": True, "size": 32, "seed": 5, "workers": 1}
     batches = decoded(open_images, labels, [(0, np.arange(6))], skip=False, **options)
@@ -434,13 +436,13 @@ def test_tars_next_to_class_folders_are_ignored(tmp_path):
         prepare_data(str(root), tmp_path / "cache")
 
 
-# Training
+# --- Training
 
 VIT = ["train_vit.py", "--model", "test_vit", "--image_size", "32", "--patch_size", "8", "--log_samples"]
 VIT += ["--streams", "4", "--shuffle_window", "20", "--batch_size", "24", "--per_device_batch_size", "6"]
 VIT += ["--epochs", "3", "--log_every", "1", "--mixed_precision", "no", "--trackers", "none"]
 VIT += ["--workers", "1"]
-# The forkserver of the workers would import torch again in each process of each launch.
+# Workers are disabled, because their fork server would import torch again in each process of each launch.
 NO_WORKERS = ["--workers", "0"]
 LAUNCHERS = {1: python(), 2: accelerate("ddp_2gpu"), 4: accelerate("ddp_4gpu")}
 
@@ -451,7 +453,7 @@ def samples(folder: Path) -> list[list[int]]:
     return [line["samples"] for line in log]
 
 
-@pytest.mark.needs("root")  # the test mounts a file system
+@pytest.mark.needs("root")  # The test mounts a file system
 def test_a_full_dev_shm_is_one_line():
     code = "import torch; from onecurve.data.workers import _share; print(_share(torch.empty(2**20), 8))"
     mounted = 'mount -t tmpfs -o size=256k tmpfs /dev/shm && exec "$@"'
@@ -465,7 +467,7 @@ def test_a_full_dev_shm_is_one_line():
     [("D", 5, 0, True), ("D", 0, 0, False), ("D/*", 5, 0, False), (None, 5, 0, False), (None, 0, 3, True)],
 )
 def test_a_change_is_advised_only_if_the_run_can_resume(folder, logged, newest, resumes):
-    """Check runs with and without a checkpoint.
+    """Check that --allow_changed is advised only if the next start would resume the run.
 
     Without a checkpoint, the next start creates a new run. If no step was logged, the new run reuses the
     folder.
@@ -483,7 +485,8 @@ def test_a_run_does_not_continue_on_other_data(cache, tmp_path):
     write_shards(tmp_path / "tiny")
     run([*words, "--max_steps", "3"])
     shutil.rmtree(tmp_path / "tiny")
-    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))  # the same total number of images
+    # The total number of images stays the same, but the shards differ
+    write_shards(tmp_path / "tiny", (30, 31, 29, 31, 30, 32))
     status, output = Job(words).wait()
     assert status == 1
     assert "step_00000003 was trained on" in output
@@ -500,10 +503,10 @@ def test_broken_images_are_replaced_equally_on_any_number_of_processes(cache, tm
     run([*LAUNCHERS[1], *words, tmp_path / "one"])
     output = run([*LAUNCHERS[2], *words, tmp_path / "two", "--max_steps", "18"])
     for key in ("train_5", "train_60", "train_150"):
-        # at most once per process, because each process that decodes the image reports it
+        # Each of the two processes reports the image at most once.
         assert 1 <= output.count(f"key {key}: not an image") <= 2
     output = run([*LAUNCHERS[2], *words, tmp_path / "two"])
-    # the last three steps do not use the image, and the checkpoint lists it as broken
+    # The last three steps do not use the image, and the checkpoint lists the image as broken.
     assert "key train_60:" not in output
     counts = np.array([31, 30, 29, 31, 30, 32])
     orders = [stream_order(0, epoch, counts, 4, 20, 24) for epoch in range(3)]

@@ -16,12 +16,12 @@ from tests.support.data_sets import class_folders
 
 ALICE, MALLORY = 61001, 61002
 
-pytestmark = pytest.mark.needs("root")  # the tests switch between users
+pytestmark = pytest.mark.needs("root")  # The tests switch between users
 
 
 @contextmanager
 def user(uid: int):
-    """Run the body of the `with` statement as the given user, without root's permissions."""
+    """Run the body of the `with` statement as this user, without root's permissions."""
     os.setegid(uid)
     os.seteuid(uid)
     try:
@@ -35,13 +35,13 @@ def user(uid: int):
 def shared():
     """Return a folder that all users can read, with images and root's cache of these images.
 
-    The test does not use pytest's temporary folders, because only root can read them.
+    pytest's temporary folders are not suitable, because only root can read them.
     """
     folder = Path(tempfile.mkdtemp(prefix="shared-cache-"))
     folder.chmod(0o755)
     class_folders(folder / "images", train=4, val=2)
     (folder / "root").mkdir(0o755)
-    # imports modules that other users may be unable to read
+    # The call also imports modules that other users may be unable to read.
     prepare_data(str(folder / "images"), folder / "root")
     yield folder
     shutil.rmtree(folder)
@@ -56,7 +56,7 @@ def test_all_users_can_use_data_that_root_prepared(shared):
 
 @pytest.mark.parametrize("owned", ["the cache", "the data"])
 def test_a_folder_of_another_user_is_refused(owned, shared):
-    """Let another user create the folder first. Only root may still use the folder."""
+    """Check that a cache folder that another user created is refused, except for root."""
     cache = shared / "cache"
     cache.mkdir()
     cache.chmod(0o777)

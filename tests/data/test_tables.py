@@ -1,4 +1,4 @@
-"""Tests that --data accepts parquet, save_to_disk folders, the Hugging Face cache and CSV lists."""
+"""Tests that --data accepts Parquet files, save_to_disk folders, the Hugging Face cache and CSV lists."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def metadata(**features) -> dict:
 
 NAMES = {"_type": "ClassLabel", "names": ["cat", "dog"]}
 IMAGE, WORDS = {"_type": "Image"}, {"_type": "Value", "dtype": "string"}
-# maps a table's columns and features to the expected columns, or to the flags that select columns
+# Table columns and features, mapped to the expected columns or to the flags that select columns
 COLUMNS = {
     "labels": (["image", "labels"], {"image": IMAGE, "labels": NAMES}, {}),
     "other names": (["picture", "species"], {"picture": IMAGE, "species": NAMES}, {}),
@@ -82,7 +82,7 @@ def test_ambiguous_columns_are_refused_and_can_be_chosen_by_flags(tmp_path):
     with pytest.raises(ValueError, match=r"require a table\. --data digits has no columns"):
         opened("digits", cache, label_column="x")
     pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
-    # column x is not used as the label column
+    # Column x is not used as the label column.
     pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")
     with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only a, b, x"):
         opened(tmp_path, cache, image_column="a")
@@ -125,7 +125,9 @@ def test_parquet_without_splits_is_refused(files, message, tmp_path):
 
 @pytest.mark.parametrize("hidden", [-1, None])
 def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
-    """Check that unnamed numbers are classes, and that splits other than train may lack a class."""
+    """Check that label numbers without names are classes, and that only the train split must contain all
+    classes.
+    """
     for split, labels in {"train": [8, 3, 5], "val": [5, 3], "test": [hidden] * 2}.items():
         images = [png(len(labels) + (label or 0)) for label in labels]
         write_parquet(tmp_path / f"{split}.parquet", images, labels)
@@ -154,7 +156,7 @@ def assert_are_hub_data(images: Images) -> None:
 
 
 def test_a_folder_of_save_to_disk(hub_data, tmp_path):
-    """Check that the folder may have any name, may be moved, and is read without the package `datasets`."""
+    """Check that a save_to_disk folder may have any name, may be moved, and is read without `datasets`."""
     root = tmp_path / "we[1]rd::pets"
     hub_data.save_to_disk(tmp_path / "saved", num_shards={"train": 2, "test": 1, "valid": 1})
     (tmp_path / "saved").rename(root)
@@ -181,7 +183,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    for config in ("small", "large"):  # the layout of the cache of `datasets`
+    for config in ("small", "large"):  # Layout of the cache of `datasets`
         cached = tmp_path / "hf" / "lab___pets" / config / "0.0.0" / HUB_COMMIT
         for split, rows in hub_data.items():
             file = tmp_path / f"{config}-{split}.parquet"
@@ -210,7 +212,7 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
 
 
 def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
-    """Use rows that store paths instead of bytes. load_dataset prefers a local folder."""
+    """Open a hub data set whose rows store paths instead of bytes. load_dataset prefers a local folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -224,7 +226,9 @@ def test_a_hub_data_set_that_contains_files(tmp_path, monkeypatch):
 
 
 def test_labels_need_little_memory(tmp_path):
-    """Compare two column types. With Python objects, 30 million labels took 40 s and gigabytes of memory."""
+    """Compare the memory of two label column types. As Python objects, 30 million labels took 40 s and
+    gigabytes.
+    """
     words, count = np.array(["cat", "dog", "ox"]), 2_000_000
     numbers = np.arange(count) % 3
     for form in (pa.array(words[numbers]), pa.array(words[numbers]).dictionary_encode()):
@@ -249,7 +253,7 @@ def test_a_row_without_bytes_is_reported(tmp_path):
         write_tables(splits, Columns(), tmp_path, lambda: None)
 
 
-# CSV
+# --- CSV lists
 
 
 def write_list(root: Path, text: str, name: str = "pets.csv") -> Path:
@@ -298,7 +302,7 @@ def test_chosen_columns_absolute_paths_and_a_second_held_out_split(tmp_path):
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])
 def test_hub_metadata_in_the_folder_of_each_split(ending, tmp_path):
-    """Use images in the folder itself or in a subfolder. Class folders without a list are classes."""
+    """Check images in the metadata's folder or in a subfolder. Class folders without a list are classes."""
     splits = ("Train", "validation", "test")
     put(tmp_path, *(f"{split}/img/{k}.png" for split in splits for k in range(4)))
     for split in ("Train", "validation"):
@@ -378,7 +382,7 @@ def test_the_doctor_compares_lists_but_not_data_set_names(tmp_path):
 
 
 def test_the_doctor_follows_links_like_a_training(tmp_path):
-    """Check that hidden files are ignored, and that circular links do not cause an endless search."""
+    """Check that hidden files are ignored and that circular links do not cause an endless search."""
     shutil.copytree(put(tmp_path / "disk", "cat/1.png"), tmp_path / "here")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked/cat").symlink_to(tmp_path / "disk/cat")

@@ -34,12 +34,12 @@ def test_too_few_gpus(monkeypatch):
         check_devices()
     assert "Start 2 per host (accelerate's --num_processes, torchrun's --nproc_per_node" in str(error.value)
     assert "CUDA_VISIBLE_DEVICES=" in str(error.value)
-    for enough in (0, 4, 8):  # on a host without GPUs, the job is a rehearsal
+    for enough in (0, 4, 8):  # On a host without GPUs, the job is a rehearsal
         simulate_gpus(monkeypatch, enough)
         check_devices()
 
 
-# maps a host to its GPU's capability, and to True if its CPU supports bf16
+# Compute capability of each simulated host's GPU, and whether the host's CPU supports bf16 natively
 HOSTS = {"new gpu": ((9, 0), False), "old gpu": ((7, 5), True), "old cpu": (None, False)}
 IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
 
@@ -50,12 +50,12 @@ IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
         (None, None, "new gpu", "bf16", ""),
         (None, None, "old gpu", "no", ""),
         (None, None, "old cpu", "no", ""),
-        (None, "no", "new gpu", "no", IN_FP32),  # accelerate launch passes "no" if there is no config
+        (None, "no", "new gpu", "no", IN_FP32),  # Without a config, accelerate launch passes "no"
         ("no", "no", "new gpu", "no", ""),
-        (None, "no", "old gpu", "no", ""),  # this GPU does not support bf16
-        (None, "bf16", "old gpu", "fp16", "fp16 replaces the config's bf16"),  # the GPU would emulate bf16
-        ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # the flag overrides the config
-        (None, "bf16", "old cpu", "no", "this CPU has no native bf16"),  # a rehearsal with a config for GPUs
+        (None, "no", "old gpu", "no", ""),  # GPU without support for bf16
+        (None, "bf16", "old gpu", "fp16", "fp16 replaces the config's bf16"),  # GPU that would emulate bf16
+        ("bf16", "bf16", "old gpu", "bf16", "this GPU has no native bf16"),  # The flag overrides the config
+        (None, "bf16", "old cpu", "no", "this CPU has no native bf16"),  # A rehearsal with a config for GPUs
         ("bf16", "no", "old cpu", "bf16", ""),
         ("no", "bf16", "new gpu", "no", ""),
         ("fp16", None, "old gpu", "fp16", ""),
@@ -65,7 +65,7 @@ IN_FP32 = "training in fp32, because the launcher sets mixed precision no"
     ],
 )
 def test_precision(flag, launcher, host, expected, message, monkeypatch, capsys):
-    """Simulate the GPU and CPU properties that torch reports."""
+    """Simulate the GPU and CPU properties that torch reports, and check the selected precision."""
     capability, on_cpu = HOSTS[host]
     simulate_gpus(monkeypatch, 1 if capability else 0, capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: on_cpu)
@@ -85,13 +85,15 @@ LAUNCH = "python -m accelerate.commands.launch"
 @pytest.mark.parametrize(
     ("parent", "fields", "expected", "is_reported"),
     [
-        (f"{LAUNCH} --config_file a.yaml s.py", "zero_stage", "bf16", False),  # the user did not choose "no"
+        # accelerate passes "no" although the user did not choose a precision
+        (f"{LAUNCH} --config_file a.yaml s.py", "zero_stage", "bf16", False),
         ("python /bin/accelerate launch s.py", "", "bf16", False),
         (f"{LAUNCH} --mixed_precision no s.py", "", "no", False),
         (f"{LAUNCH} --mixed-precision=no s.py", "", "no", False),
         ("python /bin/accelerate launch --mixed_precision no s.py", "", "no", False),
-        (f"{LAUNCH} s.py", "zero_stage,mixed_precision", "no", False),  # the user's config sets the precision
-        ("nsys profile python s.py", "", "bf16", True),  # a wrapper hides the launcher
+        # The user's accelerate config sets the precision
+        (f"{LAUNCH} s.py", "zero_stage,mixed_precision", "no", False),
+        ("nsys profile python s.py", "", "bf16", True),  # A wrapper program hides the launcher
     ],
 )
 def test_accelerates_default_precision_with_a_deepspeed_file(
@@ -110,7 +112,8 @@ def test_deepspeeds_config_gets_the_recipes_numbers(capsys):
     config = {"train_batch_size": "auto", "gradient_clipping": 1.0}
     accelerator._fill_deepspeed_config(config, share_out(64, 8, 2), clip_norm=0.0)
     warning = logging.makeLogRecord({"msg": "**** You are using ZeRO with an untested optimizer"})
-    assert not logging.getLogger("DeepSpeed").filter(warning)  # the config allows untested optimizers
+    # The warning is filtered, because the config allows untested optimizers
+    assert not logging.getLogger("DeepSpeed").filter(warning)
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
     assert (sizes | {"gradient_clipping": 0.0}).items() <= config.items()
     assert capsys.readouterr().out == "replacing DeepSpeed's gradient_clipping 1.0 with the recipe's 0.0\n"
@@ -124,7 +127,7 @@ def test_deepspeeds_config_gets_the_recipes_numbers(capsys):
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), True),
-        # cuDNN's message
+        # Message of a cuDNN error
         (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("NCCL Error 1: Failed to CUDA calloc async 608 bytes"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), True),
@@ -139,7 +142,7 @@ def test_out_of_memory_errors_are_recognised(error, expected):
 
 
 def test_an_error_that_does_not_mention_memory_is_quoted():
-    """Quote the error, because memory may not be the cause. A convolution may have an unsupported type."""
+    """Check that the message quotes an error whose cause may not be memory, such as an unsupported type."""
     batch, on_cpu = share_out(64, 32, 1), Accelerator(cpu=True)
     error = RuntimeError("GET was unable to find an engine to execute this computation\nC++ stack")
     message = out_of_memory(on_cpu, batch, error)
@@ -151,7 +154,9 @@ def test_an_error_that_does_not_mention_memory_is_quoted():
 
 
 def test_no_more_threads_than_cores(monkeypatch):
-    """Limit the threads, because accelerate also counts cores that a container withholds from the process."""
+    """Check that a process uses only the cores that its container may use, although accelerate counts all
+    cores.
+    """
     before = torch.get_num_threads()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -163,9 +168,9 @@ def test_no_more_threads_than_cores(monkeypatch):
         monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
         torch.set_num_threads(2)
         devices.use_all_cores()
-        assert torch.get_num_threads() == 2  # with plain `python`, the user set the variable
+        assert torch.get_num_threads() == 2  # With plain `python`, only the user can have set the variable
         monkeypatch.delenv("OMP_NUM_THREADS")
         devices.use_all_cores()
-        assert torch.get_num_threads() == 1  # torch ignores the CPU quota of a container
+        assert torch.get_num_threads() == 1  # torch ignores a container's CPU quota
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Tests that ranks agree on shared settings, so that they neither diverge nor wait for ever."""
+"""Tests that ranks agree on shared settings, so that they neither diverge nor wait forever."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ FLAGS = ["--data", "synthetic", "--batch_size", "64", "--trackers", "none"]
 
 
 def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), envs=(None, None)):
-    """Start two launches with one process each, as on two hosts. Return [(status, output), ...]."""
+    """Start two launches with one process each, as on two hosts, and return [(status, output), ...]."""
     port, jobs = free_port(), []
     for node in (0, 1):
         address = ("--nnodes=2", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
@@ -33,7 +33,7 @@ def two_hosts(tmp_path, cache, words, projects=(None, None), flags=((), ()), env
 
 
 def assert_refused(jobs: list[tuple[int, str]], message: str) -> None:
-    """Check that both launches failed, and that the rank that detected the difference reported it once."""
+    """Check that both launches failed and that only one rank reported the difference."""
     assert all(status != 0 for status, _ in jobs)
     output = jobs[0][1] + jobs[1][1]
     assert message in output
@@ -50,10 +50,7 @@ def test_another_recipe_on_one_host(tmp_path, cache):
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 def test_a_difference_in_any_flag_is_reported_on_all_ranks(script, monkeypatch):
-    """Check every flag without a hard-coded list of flags.
-
-    If a difference is not reported, a rank could wait for ever.
-    """
+    """Check every flag, because a rank could wait forever if a difference in a flag were not reported."""
     recipe = parse(recipe_class(load_script(ROOT / f"{script}.py")), [])
     names = [field.name for field in dataclasses.fields(recipe)]
     unreported = [name for name in names if name not in disagreement(recipe, name, monkeypatch)]
@@ -61,7 +58,7 @@ def test_a_difference_in_any_flag_is_reported_on_all_ranks(script, monkeypatch):
 
 
 def disagreement(recipe, name: str, monkeypatch) -> str:
-    """Return the error that both ranks raise if a flag differs on one rank, or an empty string."""
+    """Return the error that both ranks raise if one flag differs between the ranks, or an empty string."""
     other, gathered, errors = copy.copy(recipe), [], []
     object.__setattr__(other, name, "another value")
     # The first two calls gather each rank's settings. In the last two calls, each rank compares all settings.
@@ -80,7 +77,7 @@ def disagreement(recipe, name: str, monkeypatch) -> str:
 def test_another_strategy_on_one_host(tmp_path, cache):
     """Simulate a config file that was edited on only one host.
 
-    Without agreement, the ranks would enter different collectives.
+    Ranks that do not compare their settings would run different collectives and hang.
     """
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     fsdp |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
@@ -89,7 +86,7 @@ def test_another_strategy_on_one_host(tmp_path, cache):
 
 
 def test_a_checkpoint_on_the_other_hosts_disk_is_refused(tmp_path, cache):
-    """Simulate a rank 0 that moved to a new host. A fresh start on that host would lose the progress."""
+    """Simulate a rank 0 on a new host without checkpoints, where a fresh start would lose the progress."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b" / "run" / "checkpoints" / "step_00000009").mkdir(parents=True)
     words, output_flags = [ROOT / CNN[0], *CNN[1:], *FLAGS], ["--output_dir", "run"]
@@ -105,7 +102,7 @@ def test_other_code_on_one_host(project_copy, tmp_path, cache):
 
 
 def test_other_data_on_one_host(tmp_path, cache):
-    """Use the same flags with different images. The recipe contains the folder's name, but not its images."""
+    """Train with the same flags on different images. A recipe contains only the name of the image folder."""
     from tests.support.data_sets import class_folders
 
     projects = (tmp_path / "cwd0", tmp_path / "cwd1")
@@ -118,7 +115,7 @@ def test_other_data_on_one_host(tmp_path, cache):
 
 
 def ranks_of(job: Job, script: str = "train_cnn_a.py", count: int = 2) -> list[psutil.Process]:
-    """Wait until all ranks of a launch run the script. Return their processes, sorted by rank."""
+    """Wait until all ranks of a launch run the script, and return the ranks' processes sorted by rank."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         processes = {}
@@ -135,7 +132,7 @@ def ranks_of(job: Job, script: str = "train_cnn_a.py", count: int = 2) -> list[p
 
 
 def start_long_training(tmp_path, cache, *flags, strategy: str = "ddp") -> Job:
-    """Start a training run and return once two ranks are training."""
+    """Start a long training run, and return its job once two ranks are training."""
     words = [*STRATEGIES[strategy], *CNN, *FLAGS, *cache, "--epochs", "100000", "--log_every", "1", *flags]
     job, file = Job([*words, "--output_dir", tmp_path / "run"]), tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: file.exists() and file.stat().st_size, job, 90)
@@ -185,7 +182,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_wait_for_the_process_that_prepares_data(project_copy):
-    """Check that the other ranks receive the result or the error, or notice that the process is silent."""
+    """Check that ranks that wait for prepared data receive the result or the error, or notice silence."""
     (project_copy / "once.py").write_text(ONCE)
     status, output = Job([*torchrun(2), "once.py"], cwd=project_copy).wait()
     assert status != 0, output
@@ -211,15 +208,15 @@ def test_sigint_to_one_rank_is_reported(tmp_path, cache):
     assert status == 1, output
     message = r"^error: rank 1 \(host .*\) was interrupted: it received SIGINT, which saves nothing$"
     assert len(re.findall(message, output, re.MULTILINE)) == 1, output
-    assert 'train_cnn_a.py", line' not in output, output  # only the launcher prints a traceback
+    assert 'train_cnn_a.py", line' not in output, output  # Only the launcher prints a traceback
 
 
 def test_ctrl_c_ends_everything(tmp_path, cache):
     job = start_long_training(tmp_path, cache)
     ranks = ranks_of(job)
-    os.killpg(job.process.pid, signal.SIGINT)  # a terminal sends SIGINT to the whole process group
+    os.killpg(job.process.pid, signal.SIGINT)  # Ctrl-C in a terminal sends SIGINT to the whole process group
     status, output = job.wait(timeout_s=60)
     assert status != 0
     wait_until(lambda: not any(map(is_alive, ranks)), timeout_s=10)
     assert output.count("\ninterrupted: run the same command to resume ") == 1, output
-    assert "train_cnn_a.py" not in output, output  # only torchrun prints a traceback
+    assert "train_cnn_a.py" not in output, output  # Only torchrun prints a traceback

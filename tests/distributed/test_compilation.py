@@ -40,7 +40,7 @@ def vit(depth: int = 12) -> nn.Module:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_twelve_blocks_with_twelve_rates_share_two_graphs(checkpointed):
-    """Run the traced graphs with eager operators, which takes seconds instead of Inductor's minutes."""
+    """Count the graphs with a backend that runs eager operators in seconds. Inductor would take minutes."""
     eager, model = vit(), vit()
     assert len({block.drop_path1.keep.item() for block in model.blocks[1:]}) == 11
     names = list(model.state_dict())
@@ -71,7 +71,7 @@ def test_drop_path_drops_whole_samples_at_its_rate_in_bf16():
     dropped = drop(torch.ones(10_000, 3, dtype=torch.bfloat16)).float()
     assert dropped.unique().tolist() == [0, torch.tensor(1 / 0.7).bfloat16().item()]
     assert torch.equal(dropped[:, :1].expand(-1, 3), dropped)
-    assert abs((dropped[:, 0] == 0).float().mean() - 0.3) < 0.02  # the tolerance is four standard deviations
+    assert abs((dropped[:, 0] == 0).float().mean() - 0.3) < 0.02  # The tolerance is four standard deviations
     assert drop.eval()(dropped) is dropped
 
 
@@ -110,9 +110,9 @@ def test_a_backend_that_this_host_lacks_is_refused(monkeypatch):
 def train_both(
     eager: nn.Module, model: nn.Module, compilation: Compilation, is_checkpointed: bool = False
 ) -> AcceleratedOptimizer:
-    """Train both models for three steps and compare them. Return the compiled model's optimizer.
+    """Train both models for three steps, compare them, and return the compiled model's optimizer.
 
-    The steps go through prepare() and therefore run the hooks that preserve BatchNorm's statistics. Losses,
+    The steps use prepare() and therefore run the hooks that preserve BatchNorm's statistics. Losses,
     gradients, weights and statistics must agree within the tolerance of their data type.
     """
     accelerator, optimizers = JobAccelerator(cpu=True), []
@@ -139,7 +139,10 @@ def train_both(
 
 @pytest.mark.parametrize("mode", ["default", full("reduce-overhead")])
 def test_a_cnn_has_one_training_graph_and_one_evaluation_graph(mode, monkeypatch):
-    """Run the graphs with eager operators. A new image size adds graphs, but averaged weights do not."""
+    """Count the graphs with a backend that runs eager operators.
+
+    A new image size adds a graph, but averaged weights do not.
+    """
     torch.manual_seed(0)
     eager = ResNet18(width=4, stem="cifar", classes=10)
     eager.stages, eager.head = eager.stages[:2], nn.Linear(8, 10)
@@ -162,20 +165,20 @@ def test_a_cnn_has_one_training_graph_and_one_evaluation_graph(mode, monkeypatch
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["one graph", "block by block"])
 def test_a_compiled_resnet_has_the_same_gradients_and_statistics(is_checkpointed):
-    """Compute in fp64. In fp32, a different summation order moves activations across ReLU's threshold."""
+    """Compare in fp64. In fp32, a different summation order can move activations across ReLU's threshold."""
     torch.manual_seed(0)
     eager = ResNet18(width=8, stem="cifar", classes=10).double()
     train_both(eager, copy.deepcopy(eager), Compilation("inductor"), is_checkpointed)
 
 
-GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # two modes and one backend that use CUDA graphs
+GRAPHS = ("reduce-overhead", "max-autotune", "cudagraphs")  # Two modes and one backend that use CUDA graphs
 NO_GRAPHS = "max-autotune-no-cudagraphs"
 
 
 class FakeGraphs:
-    """Stand-in for torch.compile on a CPU.
+    """Substitute for torch.compile on a CPU.
 
-    As with CUDA graphs, a call without gradients overwrites the previous output.
+    As with CUDA graphs, a call without gradients overwrites the previous call's output.
     """
 
     def __init__(self):

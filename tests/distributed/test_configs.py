@@ -34,7 +34,7 @@ def test_the_set_of_configs_is_complete():
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_a_config_file(path):
-    """Check that Accelerate can read the file.
+    """Check that Accelerate can read a config file.
 
     The file must contain no rank, address or fixed port, and must explain each key.
     """
@@ -43,12 +43,12 @@ def test_a_config_file(path):
     assert config.distributed_type == TYPES.get(strategy, DistributedType.NO)
     assert (config.num_processes, config.num_machines) == (GPU_COUNTS[path.stem], hosts)
     assert config.use_cpu == (strategy == "cpu")
-    # bf16 unless the script's flag sets a precision; accelerate refuses this key in combination with a
-    # DeepSpeed file
+    # Configs select bf16, which the script's flag overrides. Accelerate refuses this key if there is a
+    # DeepSpeed file.
     assert config.mixed_precision == (None if strategy == "zero" else "bf16")
     assert not {"machine_rank", "main_process_ip", "rdzv_backend", "gpu_ids"} & set(keys)
-    # Accelerate replaces port 0 with a free port if it starts several processes. With several hosts, each
-    # host would choose a different port.
+    # Accelerate replaces port 0 with a free port if it starts several processes. Several hosts would choose
+    # different ports.
     assert keys.get("main_process_port") == (0 if keys["num_processes"] > 1 and hosts == 1 else None)
     first, *lines = path.read_text().splitlines()
     assert first.startswith("# ")
@@ -62,10 +62,10 @@ def test_a_config_file(path):
         assert config.fsdp_config["fsdp_reshard_after_forward"] is True
         assert config.fsdp_config["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP"
         assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config
-        # true would fail for models with buffers
+        # The value True would fail for models with buffers.
         assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
     assert bool(config.deepspeed_config) == (strategy == "zero")
-    if strategy == "zero":  # the JSON contains all settings
+    if strategy == "zero":  # The JSON file contains all settings
         file = ROOT / config.deepspeed_config.pop("deepspeed_config_file")
         assert file.is_file()
         assert file.stem == strategy_of(path.stem)
@@ -75,14 +75,16 @@ def test_a_config_file(path):
 
 @pytest.mark.parametrize("path", JSONS, ids=lambda path: path.stem)
 def test_deepspeed_json(path):
-    """Check that Accelerate and DeepSpeed can read the file, and that the README explains each key."""
+    """Check that Accelerate and DeepSpeed can read a JSON file, and that the README explains each of its
+    keys.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = json.loads(path.read_text())
     assert HfDeepSpeedConfig(str(path)).config == config
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         assert config[key] == "auto"
-    assert config["gradient_clipping"] == "auto"  # without the key, DeepSpeed would clip at 1.0
+    assert config["gradient_clipping"] == "auto"  # Without this key, DeepSpeed would clip at 1.0
     assert config["bf16"] == config["fp16"] == {"enabled": "auto"}  # auto_cast would cast even without fp16
     assert not {"optimizer", "scheduler"} & set(config)
     assert config["zero_allow_untested_optimizer"] is True
@@ -109,7 +111,7 @@ def strategy_of(config: str) -> str:
 
 @pytest.fixture(scope="module")
 def parameters() -> int:
-    """Return the number of parameters of ViT-B/32 with 10 classes, the model used in the READMEs."""
+    """Return the number of parameters of ViT-B/32 with 10 classes, the model in the READMEs' tables."""
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch32_224", num_classes=10)
     return sum(p.numel() for p in model.parameters())
@@ -118,8 +120,8 @@ def parameters() -> int:
 def bytes_on_gpu(strategy: str, n: int) -> float:
     """Return the peak memory of a step in bytes per parameter, with AdamW and bf16.
 
-    The sum includes weights, gradients, fp32 copies and moments. The peak occurs either at the start of the
-    backward pass, when autocast's copies of the weights (2 bytes) exist, or in the optimizer's step.
+    The sum includes weights, gradients, fp32 copies and moments. The peak occurs at the start of the backward
+    pass, when autocast's weight copies (2 bytes) exist, or in the optimizer's step.
     """
     return {
         "single": 4 + 8 + max(2, 4),
@@ -136,9 +138,10 @@ def bytes_on_gpu(strategy: str, n: int) -> float:
 def bytes_sent(strategy: str, n: int) -> float:
     """Return the number of bytes per parameter that one GPU sends in a step.
 
-    The calculation assumes ring collectives and no gradient accumulation.
+    The calculation assumes ring collectives without gradient accumulation.
     """
-    # an all-gather or a reduce-scatter sends this fraction, and an all-reduce sends it twice
+    # Fraction of the data that each GPU sends in an all-gather or a reduce-scatter. An all-reduce sends this
+    # fraction twice.
     part = (n - 1) / n
     gradients_all_reduced = {"single": 4, "ddp": 4, "zero1": 4, "zero2": 4}.get(strategy, 0)
     gradients_scattered = {"fsdp": 4, "zero3": 4, "zero3_offload": 4}.get(strategy, 0)
@@ -147,7 +150,7 @@ def bytes_sent(strategy: str, n: int) -> float:
 
 
 def table(readme: Path, heading: str) -> dict[str, list[str]]:
-    """Return the rows of the table about ViT-B/32 in which the first column has the given heading."""
+    """Return the rows of the ViT-B/32 table whose first column has this heading."""
     rows, inside = {}, False
     for line in readme.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -167,7 +170,7 @@ def test_numbers_in_the_readme_of_accelerate_configs(parameters):
     assert set(rows) == set(GPU_COUNTS) - {"cpu"}
     for config, (_, gib, _, mb) in rows.items():
         n, strategy, sent = GPU_COUNTS[config], strategy_of(config), 0.0
-        if config == "fsdp_2x4gpu":  # two hosts all-reduce each quarter of the gradients
+        if config == "fsdp_2x4gpu":  # Two hosts all-reduce each quarter of the gradients
             n, sent = 4, 2 * (1 / 2) * 4 / 4
         sent += bytes_sent(strategy, n)
         assert gib == f"{bytes_on_gpu(strategy, n) * parameters / 2**30:.2f}", config
@@ -178,7 +181,7 @@ def test_numbers_in_the_readme_of_ds_configs(parameters):
     rows = table(ROOT / "ds_configs" / "README.md", "File")
     assert set(rows) == {path.stem for path in JSONS}
     for file, (_, _, gpu, _, host, _) in rows.items():
-        # 8 bytes for gradients or copies, 4 for fp32 weights and 8 for moments
+        # The host's memory contains 8 bytes for gradients or copies, 4 for fp32 weights and 8 for moments.
         on_host = 20 if file.endswith("_offload") else 0
         assert gpu == f"{bytes_on_gpu(file, 4) * parameters / 2**30:.2f}", file
         assert host == f"{on_host * parameters / 2**30:.2f}", file

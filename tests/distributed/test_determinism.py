@@ -1,6 +1,6 @@
 """Tests of --deterministic: the settings that the flag changes and the operations that run.
 
-The effect on a GPU can't be tested on a CPU.
+These tests run on a CPU and can't check the flag's effect on a GPU.
 """
 
 import os
@@ -16,9 +16,9 @@ from onecurve.run.ending import explained
 from tests.conftest import CNN, RESNET, VIT, result, run
 from tests.support.faults import called_first
 
-# Operations without a deterministic form on CUDA, as listed in the reference of
-# torch.use_deterministic_algorithms. nll_loss has a deterministic form, but nll_loss2d (for label maps) has
-# none.
+# Operations without a deterministic implementation on CUDA, according to the reference of
+# torch.use_deterministic_algorithms. nll_loss has a deterministic implementation, but nll_loss2d (for label
+# maps) does not.
 NONE_ON_CUDA = {
     *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "avg_pool3d_backward"),
     *("fractional_max_pool2d_backward", "grid_sampler_2d_backward", "reflection_pad2d_backward"),
@@ -64,12 +64,12 @@ def test_each_operation_has_a_deterministic_form_on_a_gpu(words, tmp_path, cache
     assert ", deterministic" in output
     assert result(tmp_path / "run")["deterministic"] is True
     operations = set((tmp_path / "operations").read_text().split())
-    assert "_log_softmax_backward_data" in operations, operations  # the recording includes the training loop
+    assert "_log_softmax_backward_data" in operations, operations  # The training loop runs this operation
     assert not operations & NONE_ON_CUDA
 
 
 def test_the_switches(monkeypatch):
-    # makes monkeypatch restore the variable after the test
+    # Make monkeypatch restore the variable after the test.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -92,7 +92,7 @@ def test_the_switches(monkeypatch):
 
 
 def test_an_operation_without_a_deterministic_form_is_reported():
-    """Use the text of an error that torch raises only on a GPU."""
+    """Pass the text of an error that torch raises only on a GPU."""
     error = RuntimeError(
         "upsample_bilinear2d_backward_out_cuda does not have a deterministic implementation, but you set"
         " 'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation"

@@ -1,6 +1,6 @@
 """Tests that a host is refused if torch can't use its GPUs.
 
-The tests replace functions of pynvml to simulate the driver.
+The tests simulate the driver by replacing functions of pynvml.
 """
 
 import json
@@ -68,9 +68,9 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
     [
         ({}, None, "13.2", "4 GPUs .Tesla T4.: driver 535.183.01 runs CUDA up to 12.2.*13.2.*driver 580 or"),
         ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
-        ({"error": MISMATCH}, None, "13.2", "does not answer"),  # the driver was updated but not reloaded
+        ({"error": MISMATCH}, None, "13.2", "does not answer"),  # The driver was updated but not reloaded
         ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
-        # torch's error message
+        # Error message from torch
         ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),
     ],
 )
@@ -93,9 +93,9 @@ def test_gpus_that_torch_cannot_use(simulated, visible, torchs_cuda, message, dr
     [
         (VISIBLE, "", None),
         (VISIBLE, "-1", None),
-        (VISIBLE, "NoDevFiles", None),  # Slurm sets this value
+        (VISIBLE, "NoDevFiles", None),  # Slurm sets this value on hosts without GPUs
         ("ACCELERATE_USE_CPU", "True", None),
-        ("", "", NO_LIBRARY),  # a host without GPUs
+        ("", "", NO_LIBRARY),  # The host has no GPUs
         ("", "", pynvml.NVML_ERROR_DRIVER_NOT_LOADED),
     ],
 )
@@ -110,7 +110,7 @@ def test_a_gpu_that_torch_has_no_code_for(monkeypatch):
     simulate_gpus(monkeypatch, 1, (7, 0))
     with pytest.raises(ValueError, match=r"no code for GPU 0, a GPU .*7\.0.*sm_75, sm_80, sm_90"):
         check_devices()
-    simulate_gpus(monkeypatch, 1, (8, 9))  # this GPU runs code compiled for sm_80
+    simulate_gpus(monkeypatch, 1, (8, 9))  # GPU that runs code compiled for sm_80
     check_devices()
 
 
@@ -120,14 +120,16 @@ ON_ONE_HOST = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", VISIBLE:
 @pytest.mark.parametrize(
     "launcher",
     [
-        {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},  # torchrun with --virtual-local-rank
-        {"LOCAL_RANK": "1"},  # Slurm with --gpus-per-task=1 and variables set by the user
+        # Variables that torchrun sets with --virtual-local-rank
+        {"LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"},
+        # Variables in a Slurm job with --gpus-per-task=1, where the user sets LOCAL_RANK
+        {"LOCAL_RANK": "1"},
     ],
 )
 def test_each_process_sees_only_its_gpu(launcher, monkeypatch):
     simulate_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: [(9, 0)][device])
-    monkeypatch.setenv(LOCAL_NUMBER, "")  # makes monkeypatch remove the variable after the test
+    monkeypatch.setenv(LOCAL_NUMBER, "")  # Makes monkeypatch remove the variable after the test
     for name, value in (ON_ONE_HOST | launcher).items():
         monkeypatch.setenv(name, value)
     check_devices()
@@ -162,7 +164,7 @@ def test_two_processes_on_one_gpu_are_refused():
 
 @pytest.mark.full
 def test_start_lines_appear_once_if_local_rank_is_0_in_each_process(tmp_path, cache):
-    """Use a rehearsal in which torchrun distributes the listed devices among the processes."""
+    """Start a rehearsal in which torchrun distributes the listed devices among the processes."""
     words = [*torchrun(2, "--standalone", "--virtual-local-rank"), *CNN]
     words += ["--data", "digits", "--max_steps", "1"]
     output = run([*words, *cache, "--output_dir", tmp_path / "run"], env={VISIBLE: "-1,-1"})
@@ -200,7 +202,6 @@ importlib.metadata.version, sys.modules["deepspeed"] = version, None
 @pytest.mark.real_processes
 @pytest.mark.parametrize("launcher", [python(), accelerate("fsdp_2gpu")], ids=["single", "fsdp"])
 def test_other_strategies_work_without_deepspeed(launcher, tmp_path, cache):
-    """Hide the package `deepspeed` from imports and from queries of its version."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEEPSPEED)
     words = ["train_cnn_a.py", "--data", "digits", "--max_steps", 1, "--output_dir", tmp_path / "run", *cache]
     run([*launcher, *words], env={"PYTHONPATH": str(tmp_path)})

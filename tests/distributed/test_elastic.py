@@ -1,4 +1,4 @@
-"""Tests of torchrun jobs whose hosts join and leave. Each agent on this machine represents a host."""
+"""Tests of torchrun jobs whose hosts join and leave. Each torchrun agent on this machine is one host."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 @pytest.fixture
 def agent(monkeypatch):
-    """Return a function that sets a process's environment as torchrun would."""
+    """Return a function that sets the environment that torchrun would set for a process."""
 
     def set_to(**variables: str) -> None:
         for name, value in ({"TORCHELASTIC_RUN_ID": "1"} | ALONE | variables).items():
@@ -70,12 +70,12 @@ def test_the_micro_batch_does_not_depend_on_the_number_of_hosts(agent):
         agent(PET_NNODES="1:4", WORLD_SIZE=str(2 * hosts), LOCAL_WORLD_SIZE="2")
         batch = rendezvous.elastic_batch(job)
         assert (batch.per_device, batch.accumulations) == (12, 4 // hosts)
-    agent(PET_NNODES="1:5", WORLD_SIZE="4", LOCAL_WORLD_SIZE="1")  # 96 is not divisible by 5
+    agent(PET_NNODES="1:5", WORLD_SIZE="4", LOCAL_WORLD_SIZE="1")  # A batch of 96 is not divisible by 5
     assert rendezvous.elastic_batch(job).per_device == 24
 
 
 def test_launch_py_receives_the_trained_micro_batch(agent, monkeypatch):
-    """Use three hosts, two of which can share the batch. Later rounds must use their micro-batch size."""
+    """Check that all rounds use the micro-batch size of two hosts. Three hosts can't share the batch."""
     reported = []
     monkeypatch.setattr(rendezvous, "report", lambda _, **facts: reported.append(facts["per_device"]))
     for processes in ("3", "2"):
@@ -103,7 +103,7 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch_waits_then_fails(agent
 
 
 def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
-    """Check the number in each process, because a launcher may start each process as a separate job."""
+    """Check the promised number in each process, because a launcher may start processes as separate jobs."""
     monkeypatch.setenv("LAUNCH_PROCESSES", "2")
     with pytest.raises(ValueError, match=r"^launch.py started 2 processes for this job, but this process is"):
         start(Recipe())
@@ -114,8 +114,8 @@ def test_each_process_checks_the_promised_number_of_processes(monkeypatch):
     [
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False),  # a job on one host
-        # accelerate and deepspeed use a static rendezvous
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, False),  # Environment of a job on one host
+        # The launchers accelerate and deepspeed use a static rendezvous.
         ({"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}, False),
     ],
 )
@@ -135,7 +135,7 @@ def test_each_attempt_gets_a_new_name_in_a_used_store():
             names[rank] = rendezvous._learn_attempt(client, rank, 10)
 
         threads = [threading.Thread(target=learn, args=(rank,)) for rank in (1, 2)]
-        threads[0].start()  # this rank starts before rank 0 and reads the name of the old attempt
+        threads[0].start()  # This rank starts before rank 0 and reads the name of the old attempt
         threads[0].join(0.3)
         threads[1].start()
         names[0] = rendezvous._name_attempt(store, 3)
@@ -149,9 +149,9 @@ def test_each_attempt_gets_a_new_name_in_a_used_store():
 
 
 def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monkeypatch):
-    """Check that the restart counts of the agents are ignored.
+    """Check that restarts are counted in the run folder, not by torchrun's agents.
 
-    A start is not counted if the previous run was told to stop, or if the start belongs to another agent.
+    A start does not count if the previous run was told to stop or if a different agent starts the process.
     """
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1000")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "7")
@@ -164,21 +164,22 @@ def test_restarts_without_progress_are_counted_in_the_run_folder(tmp_path, monke
     write_json(tmp_path / "result.json", {"status": "preempted"})
     count_restarts(tmp_path, 20)
     (tmp_path / "result.json").unlink()
-    # simulates another agent: this process's ID differs from its parent's ID, even if the parent's ID is 1
+    # Simulate a different agent, even if the parent's ID is 1. This process's ID always differs from its
+    # parent's ID.
     monkeypatch.setattr(os, "getppid", os.getpid)
     for _ in range(4):
         count_restarts(tmp_path, 20)
 
 
 def elastic_agent(port: int) -> list:
-    """Return the torchrun command for one host of up to two, with one process."""
+    """Return a torchrun command that starts one process on one of up to two hosts."""
     conf = "--rdzv_conf=last_call_timeout=1,keep_alive_interval=1"
     flags = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1", conf]
     return torchrun(1, "--nnodes=1:2", "--max_restarts=1000", *flags)
 
 
 def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
-    """Wait until the given number of hosts has trained the given number of additional steps."""
+    """Wait until this number of hosts has trained this number of additional steps."""
     steps_seen: list[int] = []
 
     def have_trained() -> bool:
@@ -194,7 +195,7 @@ def wait_for_steps(folder: Path, steps: int, hosts: int, job: Job) -> None:
 
 @pytest.mark.parametrize("numbers", [(signal.SIGKILL,), full((signal.SIGKILL, signal.SIGTERM))], ids=len)
 def test_hosts_join_are_lost_and_are_replaced(numbers, tmp_path, project_copy):
-    """Train on one host. A second host joins and is killed, and a third host joins and is told to stop.
+    """Train while a second host joins and is killed, and a third host joins and receives a stop signal.
 
     Each sample is trained once, in the order of the uninterrupted run. Losses differ only by rounding errors.
     """

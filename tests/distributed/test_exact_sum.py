@@ -36,13 +36,13 @@ from tests.conftest import (
 )
 from tests.models.test_timm_models import Operators
 
-STEPS = 16  # two more steps than one epoch
+STEPS = 16  # Number of steps in a run, two more than in an epoch
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "8", "--max_steps", str(STEPS), "--log_every", "5"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--telemetry_s", "0", "--deterministic"]
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", "--hidden_size", "50", *FLAGS],
-    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # uses fused AdamW
-    # uses BatchNorm, and 1x1 convolutions on inputs of one pixel
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # CNN-A uses fused AdamW
+    # CNN-B uses BatchNorm, and 1x1 convolutions on inputs of one pixel.
     "cnn_b": [*RESNET, "--image_size", "8", "--data", "digits", *FLAGS, "--clip_norm", "0.5"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
@@ -53,7 +53,8 @@ LAUNCHERS = {
     "fsdp 2": STRATEGIES["fsdp"],
     "fsdp 4": accelerate("fsdp_4gpu"),
 }
-# A test below kills `hello` on 4 and on 3 processes. scripts/test_any_model.py trains CNN-B under FSDP2.
+# Pair that `make test` runs in this file. A test in this file trains `hello` on 4, 3 and 1 processes, and
+# scripts/test_any_model.py trains CNN-B under FSDP2.
 QUICK = ("cnn_a", "ddp 2")
 TIMES = {"wall_s", "train/images_per_s", "train/mfu_pct"}
 
@@ -112,7 +113,7 @@ def test_bits_equal_those_of_one_process(script, launcher, one_process, tmp_path
     ],
 )
 def test_a_process_has_one_thread_or_the_users_number(launcher, user_env, monkeypatch, tmp_path):
-    """Check that a process uses one thread unless the user sets another number.
+    """Check that a process uses one thread unless the user sets a different number.
 
     With cpu.yaml, accelerate launch sets OMP_NUM_THREADS to the number of cores.
     """
@@ -139,7 +140,7 @@ def test_a_run_killed_on_four_and_three_processes_finishes_on_one(one_process, p
 
 @pytest.mark.full
 def test_a_block_that_each_micro_batch_may_skip(project_copy, tmp_path):
-    """Include steps in which none of a process's micro-batches has a gradient for the block."""
+    """Train a block that has no gradient in any micro-batch of some process in some steps."""
     drop = "x = self.blocks[0](x)\n        is_left_out = self.training and torch.rand(()) < 0.5\n"
     drop += "        return self.head(x if is_left_out else x + self.blocks[1](x))"
     mutate(project_copy, "train_hello.py", "return self.head(self.blocks(x))", drop)
@@ -168,7 +169,7 @@ HEAD = """self.head = nn.Linear(hidden_size, 1)
         return self.head("""
 HEADS = HEAD.replace("= nn.L", "= nn.ModuleList(nn.L").replace(", 1)", ", 1) for _ in range(2))")
 HEADS = HEADS.replace(".head(", ".head[torch.distributed.get_rank()](")
-MISTAKES = {  # maps a name to the launcher, file, code, replacement and message
+MISTAKES = {  # Launcher, file, code, replacement and expected message of each mistake
     "one thread more": (
         *(torchrun(2), "onecurve/distributed/devices.py", THREADS, f'{THREADS} + int(os.environ["RANK"])'),
         "the processes do not agree: threads is ",
@@ -200,7 +201,7 @@ def test_gradients_in_bf16_are_refused():
         ImageRecipe(deterministic=True, grad_compression="bf16")
 
 
-# --- The exact sum
+# --- Exact sums of simulated processes
 
 
 def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
@@ -213,7 +214,7 @@ def fake(accumulations=1, processes=1, sync_gradients=False) -> SimpleNamespace:
 
 
 def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> torch.Tensor:
-    """Return the summed gradient of the last process: [micro-batches, n] -> [n].
+    """Return the sum [n] that the last process computes for gradients of shape [micro-batches, n].
 
     The micro-batches are divided among the processes, which compute one after another. Each process adds its
     contribution to the sum of the earlier processes.
@@ -239,7 +240,7 @@ def added(module: ModuleType, gradients: torch.Tensor, processes: int = 1) -> to
 
 
 def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
-    """Return the module with a piece of its code replaced."""
+    """Return the module with one piece of its code replaced."""
     text = Path(module.__file__).read_text()
     assert text.count(old) == 1
     changed = ModuleType("mutant")
@@ -248,7 +249,7 @@ def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 def gradients_of(seed: int, drawn: list[float]) -> torch.Tensor:
-    """Return gradients of shape [35, 501]: one column of the drawn values, and random columns.
+    """Return gradients of shape [35, 501] with the drawn values in the first column and random other columns.
 
     In each random column, all values except one cancel out, and some values exceed the precision of float64.
     """
@@ -259,10 +260,10 @@ def gradients_of(seed: int, drawn: list[float]) -> torch.Tensor:
 
 
 FLOATS = st.lists(st.floats(-117, 117, width=32), min_size=35, max_size=35)
-SUMS = st.tuples(  # gradients of 35 micro-batches, their order, and the number of processes
+SUMS = st.tuples(  # Gradients of 35 micro-batches, their order, and the number of processes
     st.builds(gradients_of, st.integers(0, 2**32), FLOATS),
     st.permutations(range(35)),
-    st.sampled_from([1, 5, 7, 35]),  # in fp32, 1/5 of 1/7 is not 1/35
+    st.sampled_from([1, 5, 7, 35]),  # In fp32, 1/5 of 1/7 is not 1/35
 )
 
 
@@ -303,7 +304,7 @@ def test_a_gradient_that_is_too_large_is_refused():
 
 def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
     def all_reduce(tensor, operation=dist.ReduceOp.SUM, async_op=False):
-        tensor += exact_sum.UNIT  # every gradient element of the other process is 1
+        tensor += exact_sum.UNIT  # All gradient elements of the other process are 1
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -317,7 +318,9 @@ def test_a_bucket_without_gradients_adds_nothing_of_the_last_step(monkeypatch):
 
 
 def test_gradients_equal_torchs_and_are_none_where_torchs_are():
-    """Train the heads of a channels_last model: both heads in a step, then one head, then the other head."""
+    """Train a channels_last model with two heads: first both heads in a step, then each head in a separate
+    step.
+    """
     layers = nn.ModuleList([nn.Conv2d(3, 4, 3), nn.Linear(4, 2), nn.Linear(4, 2)])
     model, reference = (copy.deepcopy(layers).to(memory_format=torch.channels_last) for _ in range(2))
     accelerator = fake(accumulations=2)
@@ -341,7 +344,7 @@ def test_gradients_equal_torchs_and_are_none_where_torchs_are():
 
 
 def test_many_tensors_need_as_few_operators_as_one():
-    """Count operators, because each operator launches a kernel on a GPU."""
+    """Check that the number of operators, which are kernels on a GPU, does not grow with the tensors."""
     counts = []
     for tensors in (1, 300):
         model = nn.ParameterList([torch.ones(100) for _ in range(tensors)])
@@ -350,7 +353,8 @@ def test_many_tensors_need_as_few_operators_as_one():
         with Operators() as operators:
             summed.backward(loss)
             summed.clip_grad_norm_(model, 0.5)
-        # memory allocations, and views that are not marked as views in their schema
+        # Operators without kernels: memory allocations, and views that are not marked as views in their
+        # schema
         skipped = ("empty", "split")
         names = [func.name() for func in operators.called if not func.is_view]
         counts.append(sum(not any(word in name for word in skipped) for name in names))

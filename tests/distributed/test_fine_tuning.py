@@ -1,7 +1,7 @@
 """Tests of layer decay, frozen layers and held-out images, under every strategy and across strategies.
 
-The runs start from weights for images of 48 pixels and 5 classes. They train on images of 32 pixels and 10
-classes. test_parity.py also trains with a parameter group for each layer.
+The runs start from weights for images of 48 pixels and 5 classes, and train on images of 32 pixels and 10
+classes. test_parity.py also trains with one parameter group per layer.
 """
 
 import functools
@@ -69,7 +69,7 @@ def test_each_strategy_resumes_each_other(setting, ring, uninterrupted, tmp_path
 
 
 def test_only_the_head_of_a_frozen_model_is_trained_at_a_lower_cost(uninterrupted, weights):
-    """Check that MFU includes only the backward pass of the head."""
+    """Check that only the head is trained and that the MFU includes only the head's backward pass."""
     frozen, trained = (result(uninterrupted(setting))["flops_per_image"] for setting in ("frozen", "layers"))
     assert 0.3 * trained < frozen < 0.4 * trained
     assert_only_the_head_was_trained(uninterrupted("frozen"), load_file(weights))
@@ -84,26 +84,31 @@ def test_a_frozen_model_is_validated_without_its_initial_weights(uninterrupted, 
 
 
 def assert_only_the_head_was_trained(folder: Path, source: dict[str, torch.Tensor]) -> None:
-    """Check that all other tensors are bitwise equal to the source and have no optimizer state."""
+    """Check that all tensors except the head's are bitwise identical to the source and have no optimizer
+    state.
+    """
     checkpoint = latest(folder)
     model, ema, state = (load_file(checkpoint / f"{f}.safetensors") for f in ("model", "ema", "optimizer"))
     head = {"head.weight", "head.bias"}
     assert {name.rpartition("/")[0] for name in state} == head
     assert json.loads((checkpoint / "state.json").read_text())["optimizer"]["scalars"].keys() == head
     assert model.keys() == ema.keys() == source.keys()
-    assert (model["head.bias"] != 0).all()  # the initial bias of the head is 0
+    assert (model["head.bias"] != 0).all()  # The initial bias of the head is 0
     for name in source.keys() - head - {"pos_embed"}:
         assert torch.equal(model[name], source[name]), name
         assert torch.equal(ema[name], source[name]), name
 
 
 def test_each_layer_moves_by_its_learning_rate(uninterrupted, weights):
-    """Check early AdamW steps. They move elements with steady gradients by the sum of the learning rates."""
+    """Check the first AdamW steps, which move elements with steady gradients by the sum of the learning
+    rates.
+    """
     initial, final = load_file(weights), load_file(latest(uninterrupted("layers")) / "model.safetensors")
     total = sum(line.get("train/lr", 0) for line in lines(uninterrupted("layers") / "metrics.jsonl"))
     depth = len({name.split(".")[1] for name in initial if name.startswith("blocks.")})
     layers = {"cls_token": 0, "patch_embed.proj.bias": 0, "norm.bias": depth}
-    layers |= {f"blocks.{i}.mlp.fc1.bias": i + 1 for i in range(depth)}  # parameters without weight decay
+    # Layer of parameters without weight decay
+    layers |= {f"blocks.{i}.mlp.fc1.bias": i + 1 for i in range(depth)}
     for name, layer in layers.items():
         change = (final[name] - initial[name]).abs().max() / total
         scale = DECAY ** (depth + 1 - layer)

@@ -1,6 +1,6 @@
 """Tests that a hanging job reports the awaited rank and the position of each rank.
 
-If a rank fails, the other ranks end even while they are waiting in a collective, as they do under NCCL.
+If a rank fails, the other ranks must end even while they are waiting in a collective, as they do under NCCL.
 """
 
 import json
@@ -20,7 +20,7 @@ from tools.launch.job import JobRunner, LaunchPlan
 HELLO, RUN = "train_hello.py", "onecurve/run/run.py"
 CALL, READ = "            run.checkpoint(step)\n", "            if isinstance(batches, Generator):\n"
 ON_RANK_1 = "            if step == 5 and accelerator.process_index == 1:\n                "
-# Kills the stopped process after 12 s, because torchrun would wait 30 s for the process to end.
+# Code that stops rank 1 and kills it after 12 s, because torchrun would wait 30 s for the process to end
 STOP_ON_RANK_1 = f"""{ON_RANK_1}import os, signal, subprocess
                 subprocess.Popen(["sh", "-c", f"sleep 12; kill -9 {{os.getpid()}}"], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -56,7 +56,7 @@ def test_the_table_names_the_awaited_rank(second, third, message):
     ranks = [row for row in (WAITS, second, third) if row]
     first, *lines = hang_table([evidence(rank, *row) for rank, row in enumerate(ranks)])
     assert message in first
-    assert len(lines) == 4  # a header, and one row per rank
+    assert len(lines) == 4  # The table contains a header and one row per rank
     assert "gloo:all_reduce 7 of group 0, waits for 4 s" in lines[1]
     if third is None:
         assert lines[3].startswith("2     node2  silent")
@@ -78,7 +78,7 @@ def test_a_job_that_hangs_names_the_rank(file, code, message, tmp_path, project_
     script = HELLO if file == HELLO else CNN[0]
     flags = [*CNN[1:], "--data", "digits", *cache] if script == CNN[0] else []
     words = [*torchrun(2), script, *flags, "--trackers", "none", "--timeout_s", "10"]
-    # Rank 0 hosts the store, as in a job on several hosts. A stopped rank 0 does not answer.
+    # Rank 0 hosts the store, as in a job on several hosts. A stopped rank 0 does not respond.
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     status, output = Job([*words, "--output_dir", tmp_path / "run"], cwd=project_copy, env=env).wait(90)
     assert status != 0
@@ -92,7 +92,7 @@ def test_a_job_that_hangs_names_the_rank(file, code, message, tmp_path, project_
     ("numbers", "message"),
     [
         ((7, 7), "all ranks are in the same collective"),
-        ((9, 7), "all ranks are in the same collective"),  # rank 0's CPU has launched more replays
+        ((9, 7), "all ranks are in the same collective"),  # The CPU of rank 0 has launched more replays
         ((7, None), "rank 1 (node1) has not reached replay, where other ranks wait: training at train.py:7"),
     ],
 )
@@ -110,7 +110,7 @@ def test_the_table_names_replays(numbers, message, monkeypatch):
     assert f"replay {numbers[0]} of group graph, waits for 0 s" in lines[0]
 
 
-# In the third replay, rank 1 stops or dies, and rank 0 waits for ever, as if it were waiting for a device.
+# In the third replay, rank 1 stops or dies, and rank 0 waits forever, as if it were waiting for a device.
 REPLAYS = "        if not self.on_gpu:\n            return run\n"
 HANGING = """        if not self.on_gpu:
             return lambda: hang() if self.replays == 3 else run()
@@ -170,16 +170,17 @@ def test_launch_py_waits_for_reports(tmp_path, capsys):
     event = {"event": "hang", "stacks": "main"} | json.loads(json.dumps(evidence(0, *WAITS)))
     launcher.on_event(SimpleNamespace(host=Host("a", (0,))), event)
     launcher.handle_event()
-    assert not capsys.readouterr().out  # other ranks may still report their positions
+    assert not capsys.readouterr().out  # Other ranks may still report their positions
     launcher.close()
     launcher.close()
     assert capsys.readouterr().out.count("rank 1 (node1), rank 2 (node2) are silent") == 1
     assert (tmp_path / "hang_rank_0.txt").read_text() == "main"
 
 
-# --- A rank that fails
+# --- Failure of one rank
 
-# Simulates NCCL: a child of rank 1 keeps rank 1's connections open, so that gloo's collectives wait for ever.
+# Code that simulates NCCL. A child process keeps rank 1's connections open, so that gloo's collectives wait
+# forever.
 HOLD_CONNECTIONS = f"""{ON_RANK_1}import os, signal, time
                 launcher = os.getppid()
                 if os.fork() == 0:
@@ -206,7 +207,7 @@ def test_ranks_that_hang_in_a_collective_end(failure, message, tmp_path, project
     assert status == 1
     assert "error: " in output
     assert message in output
-    # Rank 0 must exit without being killed. If a launcher had killed rank 0, no exit event would be recorded.
+    # Rank 0 must exit without being killed. A kill by the launcher would leave no exit event.
     statuses = [event["status"] for event in EventReader(events).new() if event["event"] == "exit"]
     assert statuses == [1] * (1 if "SIGKILL" in failure else 2), output
     assert result(tmp_path / "run")["status"] == "failed"

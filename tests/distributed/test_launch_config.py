@@ -1,7 +1,7 @@
-"""Tests that answers to `accelerate config` and keys of DeepSpeed JSONs are either applied or refused.
+"""Tests that answers to `accelerate config` and keys of DeepSpeed JSON files are either applied or refused.
 
-A refusal is a one-line error. The tests use Accelerate's launcher code to create the environment of a process
-from the config file, without starting a launch.
+A refusal is a one-line error. The tests create a process's environment from the config file with Accelerate's
+launcher code, without starting a launch.
 """
 
 import json
@@ -25,7 +25,7 @@ from tests.conftest import CNN, RESNET, ROOT, accelerate, deepspeed, free_port, 
 from tools.launch.hosts import Host
 from tools.launch.job import LaunchPlan
 
-QUESTIONNAIRE = {  # the file that `accelerate config` writes if all answers are the defaults
+QUESTIONNAIRE = {  # Contents of the file that `accelerate config` writes if all answers are the defaults
     "compute_environment": "LOCAL_MACHINE", "debug": False, "distributed_type": "MULTI_GPU",
     "downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0,
     "main_training_function": "main", "mixed_precision": "no", "num_machines": 1, "num_processes": 2,
@@ -90,7 +90,7 @@ HONOURED = {
     "ZeRO-3": zero(zero_stage=3, zero3_save_16bit_model=True),
     "ZeRO-3, offload": zero(zero_stage=3, **OFFLOADED),
 }
-REFUSED = [  # the answers, and a pattern that matches the key, its value and the advice in the message
+REFUSED = [  # Answers, and a pattern that matches the key, its value and the advice in the error message
     (fsdp(**FSDP_1), "fsdp_version: 1, .*choose fsdp_version: 2"),
     (fsdp(sharding_strategy="SHARD_GRAD_OP"), "strategy: SHARD_GRAD_OP, .*choose fsdp_reshard_after_forward"),
     (fsdp(reshard_after_forward="FULL_SHARD"), "reshard_after_forward: full_shard, .*choose true or false"),
@@ -123,7 +123,7 @@ REFUSED = [  # the answers, and a pattern that matches the key, its value and th
 ON = {"enabled": True}
 AUTO = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
 ON_CPU = {"device": "cpu"}
-JSONS = [  # additions to ds_configs/zero2.json; keys with a dot belong to zero_optimization
+JSONS = [  # Additions to ds_configs/zero2.json. Keys with a dot belong to zero_optimization.
     ({"optimizer": {"type": "AdamW"}}, "optimizer .the script creates"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler .the script sets the learning rate"),
     ({"compile": {"deepcompile": True}}, "compile .choose --compile"),
@@ -143,7 +143,7 @@ JSONS = [  # additions to ds_configs/zero2.json; keys with a dot belong to zero_
     ({".stage": 0}, r"zero_optimization\.stage 0 .choose 1, 2 or 3"),
     ({"optimizer": {"type": "OneBitAdam", "params": AUTO}}, "optimizer .the script creates"),
     ({"optimizer": {"type": "AdamW", "params": AUTO | {"lr": 1e-3}}}, "optimizer .the script creates"),
-    (  # all problems are reported in one message
+    (  # A single message must report all problems
         {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, ".stage": 0, "pipeline": 1},
         "optimizer .*, scheduler .*, pipeline .*, zero_optimization.stage 0 .* it equals a ddp_",
     ),
@@ -155,7 +155,7 @@ JSONS = [  # additions to ds_configs/zero2.json; keys with a dot belong to zero_
     ({"compile": {"enabled": False}, ".zenflow": None, "tensorboard": {"enabled": False}}, ""),
     ({".offload_optimizer": ON_CPU | {"nvme_path": "/nvme"}}, ""),
 ]
-HIDDEN_SIZE = {  # settings that Accelerate would compute from the model's hidden size
+HIDDEN_SIZE = {  # Settings that Accelerate would compute from the model's hidden size
     "reduce_bucket_size": 20000000,
     "stage3_prefetch_bucket_size": 20000000,
     "stage3_param_persistence_threshold": 10000,
@@ -172,7 +172,7 @@ def env(monkeypatch):
 
 
 def launched(config: dict, folder: Path) -> dict[str, str]:
-    """Return the environment that the launcher creates for rank 0 from this config."""
+    """Return the environment that Accelerate's launcher creates for rank 0 from this config."""
     file = folder / "config.yaml"
     config = QUESTIONNAIRE | {"main_process_port": free_port()} | config
     if "deepspeed_config_file" in config.get("deepspeed_config", {}) and config["mixed_precision"] == "no":
@@ -196,7 +196,7 @@ def check(env: dict[str, str], **flags) -> dict | None:
 
 
 def assert_refused(message: str, env: dict[str, str], **flags) -> None:
-    """Check that the error is one line that matches the pattern `message`."""
+    """Check that a start with this environment raises a one-line error that matches `message`."""
     with pytest.raises(ValueError, match=rf"\A[^\n]*{message}[^\n]*\Z"):
         check(env, **flags)
 
@@ -214,7 +214,7 @@ def test_refused(config, message, env, tmp_path):
 @pytest.mark.parametrize(("variables", "message"), rows_of("launcher's variables"))
 def test_refused_from_the_environment(variables, message):
     assert_refused(message, variables)
-    check({"ACCELERATE_MIXED_PRECISION": "fp8"}, precision="bf16")  # the flag overrides the variable
+    check({"ACCELERATE_MIXED_PRECISION": "fp8"}, precision="bf16")  # The flag overrides the variable
 
 
 @pytest.mark.parametrize(("changes", "message"), JSONS, ids=[message or "off" for _, message in JSONS])
@@ -253,7 +253,7 @@ def test_the_projects_jsons_are_honoured(file):
     assert launch_config.enabled_precision(config) is None
 
 
-OPEN = {  # settings in Accelerate's templates
+OPEN = {  # Settings in Accelerate's templates
     "optimizer": {"type": "AdamW", "params": AUTO},
     "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     "zero_optimization": {
@@ -299,7 +299,7 @@ def test_the_precision_of_a_json(tmp_path):
 
 
 def test_the_table_contains_every_variable_of_the_launcher():
-    """Fail if a later version of accelerate passes on an additional answer."""
+    """Check that all variables of accelerate's launcher are known, so that new variables are detected."""
     source = Path(launch_env.__file__).read_text()
     simple = set(re.findall(r'current_env\["([A-Z0-9_]+)"\]', source))
     sizes = re.findall(r'prefix \+ "((?:DP|TP|CP|SP)_[A-Z_]+SIZE)"', source)
@@ -307,7 +307,7 @@ def test_the_table_contains_every_variable_of_the_launcher():
     table = launch_config.supported()["answers"]
     known = {variable for group in table.values() for variable, *_ in group.values()} | set(table)
     not_answers = {"PYTHONPATH", "KMP_AFFINITY", "KMP_BLOCKTIME", "OMP_NUM_THREADS"}
-    not_answers |= {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"}  # jobs on TPUs are refused
+    not_answers |= {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"}  # A different check refuses jobs on TPUs
     other_devices = {name for name in simple if "VISIBLE" in name or name == "ZE_AFFINITY_MASK"}
     assert simple | sized <= known | not_answers | other_devices
     assert {"FSDP_VERSION", "ACCELERATE_DEEPSPEED_ZERO_STAGE"} <= simple
@@ -323,7 +323,6 @@ def test_start_refuses_before_anything_else(env):
 
 
 def test_an_unsupported_device_is_refused(monkeypatch):
-    """Replace the devices that torch reports, because this host has no such device."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
     with pytest.raises(ValueError, match="distributed_type: XPU, which is not supported: choose multi-GPU"):
         check_devices()
@@ -350,7 +349,7 @@ def test_answers_without_a_meaning_are_changed_and_reported(env):
     (remark,) = launch_config.disable_meaningless(rehearsal=True)
     assert remark.startswith("fsdp_offload_params is off: in a rehearsal")
     assert launch_config.disable_meaningless(rehearsal=True) == []
-    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # an empty class name would match nothing
+    assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in os.environ  # An empty class name would match no class
 
 
 def test_a_class_to_wrap_that_the_model_lacks(env):
@@ -362,7 +361,7 @@ def test_a_class_to_wrap_that_the_model_lacks(env):
     launch_config.check_wrapped_classes(nn.Sequential(nn.Linear(1, 1)))
 
 
-TRAINED = {  # answers with which training fails unless this project handles them
+TRAINED = {  # Answers with which training fails unless this project handles them
     "FSDP, offload, BatchNorm": (fsdp(fsdp_offload_params=True), [*RESNET, "--mixed_precision", "no"]),
     "ZeRO-3, offload": (HONOURED["ZeRO-3, offload"], CNN),
     "ZeRO-2, offload, SGD": (HONOURED["ZeRO-2, offload"], RESNET),
@@ -374,7 +373,7 @@ TRAINED = {  # answers with which training fails unless this project handles the
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained(name, tmp_path, cache):
-    """Launch a run of two steps with these answers."""
+    """Launch a training run of two steps with these answers."""
     config, script = TRAINED[name]
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(QUESTIONNAIRE | {"main_process_port": free_port()} | config))

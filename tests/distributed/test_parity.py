@@ -29,13 +29,13 @@ from tests.conftest import (
 )
 from tests.support.compare import assert_same_training
 
-STEPS = 16  # two more steps than one epoch
+STEPS = 16  # Number of steps in a run, two more than in an epoch
 FLAGS = ["--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2", "--max_steps", str(STEPS)]
 FLAGS += ["--log_every", "1", "--log_samples", "--mixed_precision", "no", "--trackers", "none"]
 SCRIPTS = {
     "hello": ["train_hello.py", "--data_size", "1437", *FLAGS],
-    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # CNN-A's recipe does not clip gradients
-    # uses SGD, momentum and BatchNorm
+    "cnn_a": [*CNN, "--data", "digits", *FLAGS],  # The recipe of CNN-A does not clip gradients
+    # The flags select SGD, momentum and BatchNorm.
     "cnn_b": [*RESNET, "--data", "digits", *FLAGS, "--label_smoothing", "0.1"],
     "vit": [*VIT_WITH_ALL, *FLAGS],
 }
@@ -45,13 +45,13 @@ for path in sorted(ROOT.glob("train_*.py")):
     SCRIPTS.setdefault(name, [path.name, "--config", f"recipes/{name}_digits.yaml", *FLAGS])
 TWO_PROCESSES = {name: (launcher, []) for name, launcher in STRATEGIES.items() if name != "single"}
 TWO_PROCESSES["deepspeed"] = (deepspeed("--num_gpus", "2"), ["--deepspeed_config", "ds_configs/zero2.json"])
-# `make test` also compares two pairs in other files: DDP with CNN-A in test_exact_sum.py, and CNN-B in
-# scripts/test_any_model.py. `make test-all` runs all pairs.
+# Pairs that `make test` compares in this file. `make test` also compares DDP with CNN-A in test_exact_sum.py,
+# and CNN-B in scripts/test_any_model.py. `make test-all` runs all pairs.
 RING = {("hello", "zero3"), ("vit", "zero2")}
 
 
 def rows(quick, all_rows) -> list:
-    """Return the rows of a parameter table. Only the quick rows run outside `make test-all`."""
+    """Return the rows of a parameter table. Only `make test-all` runs the rows that are not quick."""
     return [row if row in quick else full(*row) for row in all_rows]
 
 
@@ -63,7 +63,7 @@ def command(script: str, cache: list) -> list:
 def one_process(tmp_path_factory, cache):
     """Return a function that returns the folder of a script's one-process run.
 
-    The run uses 2 accumulation steps unless the flags specify another number.
+    The run uses 2 accumulation steps unless the flags specify a different number.
     """
 
     @functools.cache
@@ -86,9 +86,9 @@ def test_two_processes_match_one_with_two_accumulations(script, strategy, one_pr
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_precision_given_to_the_launcher_is_used(strategy, one_process, project_copy, tmp_path, cache):
-    """Check all strategies, including a DeepSpeed file, for which accelerate passes "no" by default.
+    """Check all strategies, including a DeepSpeed file, with which accelerate passes "no" by default.
 
-    The test makes the CPU report native bf16 support.
+    The code is changed so that the CPU reports native bf16 support.
     """
     query = "return has_bf16_instructions()"
     mutate(project_copy, "onecurve/distributed/precision.py", query, "return True")
@@ -115,7 +115,7 @@ RECORDED = {CHECKPOINTED: True, COMPILED: "default"}
 
 @pytest.mark.parametrize(("script", "strategy", "settings"), rows(QUICK, SETTINGS))
 def test_a_machine_setting_changes_no_numbers(script, strategy, settings, one_process, tmp_path, cache):
-    """Pass the setting in the launcher's config if possible, and otherwise as a flag.
+    """Check that a setting, passed in the launcher's config or as a flag, does not change the results.
 
     With smaller micro-batches, two processes with two accumulation steps match one process with four.
     """
@@ -141,7 +141,7 @@ def test_a_machine_setting_changes_no_numbers(script, strategy, settings, one_pr
 
 
 def compiling(strategy: str, tmp_path: Path) -> list:
-    """Return the launcher with a config file that enables compilation."""
+    """Return a launcher command whose config file enables compilation."""
     name = {"zero1": "zero1_4gpu"}.get(strategy, f"{strategy}_2gpu")
     config = yaml.safe_load((ROOT / "accelerate_configs" / f"{name}.yaml").read_text())
     config.pop("dynamo_backend", None)
@@ -152,8 +152,8 @@ def compiling(strategy: str, tmp_path: Path) -> list:
 
 
 ACCELERATOR, VIT_SCRIPT, CNN_SCRIPT = "onecurve/distributed/accelerator.py", "train_vit.py", "train_cnn_a.py"
-MUTANTS = {  # each mutant: script, strategy, file, code and replacement
-    # DeepSpeed's default
+MUTANTS = {  # Script, strategy, file, code and replacement of each mutant
+    # The value 1.0 is DeepSpeed's default.
     "clipping at 1.0": ("vit", "zero2", ACCELERATOR, 'clipping": clip_norm', 'clipping": 1.0'),
     "one rank's samples dropped": (
         *("cnn_a", "ddp", "onecurve/flags/recipe.py"),
@@ -183,7 +183,7 @@ def test_parity_detects_a_mutant(mutant, one_process, project_copy, tmp_path, ca
 
 
 def test_the_default_recipes_are_compared():
-    """Check that the flags above do not disable the parts of a recipe that make parity difficult."""
+    """Check that FLAGS do not disable the recipes' features that make parity difficult."""
     text = (ROOT / "train_vit.py").read_text()
     for name in ("drop_path", "mixup", "cutmix", "ema_decay"):
         assert f"--{name}" not in SCRIPTS["vit"]

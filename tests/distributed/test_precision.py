@@ -1,6 +1,6 @@
-"""Tests that all strategies use one precision: bf16 autocast, fp32 residual stream and fp32 reductions.
+"""Tests that all strategies use the same precision: bf16 autocast, fp32 residual stream and fp32 reductions.
 
-A CPU without native bf16 also computes in bf16, only more slowly.
+A CPU without native bf16 also computes in bf16, but more slowly.
 """
 
 import gzip
@@ -36,8 +36,9 @@ from tests.conftest import (
 )
 
 STEPS = 6
-# Loss differences measured over 20 steps on 2 CPU cores: 0 under DDP, 0.00007 under FSDP2, 0.00009 under
-# ZeRO-2 and 0.00016 under ZeRO-3, whose linear layers round differently. The losses are about 2.3.
+# Maximum difference between losses of about 2.3. Differences measured over 20 steps on 2 CPU cores were 0
+# under DDP, 0.00007 under FSDP2, 0.00009 under ZeRO-2 and 0.00016 under ZeRO-3, whose linear layers round
+# differently.
 LOSS_GAP = 5e-4
 FLAGS = ["--data", "digits", "--batch_size", "96", "--per_device_batch_size", "48", "--epochs", "2"]
 FLAGS += ["--max_steps", str(STEPS), "--log_every", "1", "--trackers", "none", "--clip_norm", "0.1"]
@@ -57,7 +58,7 @@ def spied(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(spied, tmp_path_factory, cache):
-    """Return a function that trains in bf16 and returns the run's folder and each rank's recorded types."""
+    """Return a function that trains in bf16 and returns the run folder and each rank's recorded types."""
 
     def launch(launcher: list, *flags: str, env: dict[str, str] | None = None):
         folder = tmp_path_factory.mktemp("bf16")
@@ -97,7 +98,7 @@ def test_bf16_computes_the_same_under_every_strategy(strategy, one_process, trai
 
 @pytest.mark.full
 def test_a_json_that_enables_bf16_selects_deepspeeds_bf16(train, tmp_path):
-    """Check that everything except the reduction uses half precision, and that the run records this."""
+    """Check that everything except the reduction uses half precision, and that recipe.json records bf16."""
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | {"bf16": {"enabled": True}}
     (tmp_path / "own.json").write_text(json.dumps(config))
     launcher = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node=2"]
@@ -109,7 +110,7 @@ def test_a_json_that_enables_bf16_selects_deepspeeds_bf16(train, tmp_path):
 
 
 def test_a_step_that_deepspeed_skips_is_an_error():
-    """Replace the loss scaler to which DeepSpeed's optimizer reports skipped steps."""
+    """Replace DeepSpeed's loss scaler, which records whether the optimizer skips a step."""
     reported = []
     zero = SimpleNamespace(_update_scale=reported.append, param_groups=[{"lr": 0.5}])
     refuse_skipped_steps(zero)
@@ -152,7 +153,7 @@ SCRIPTS = {"vit": VIT, "cnn_a": CNN, "cnn_b": [*RESNET, "--lr", "0.01"]}
 @pytest.mark.full
 @pytest.mark.parametrize(("script", "strategy"), [*product(SCRIPTS, STRATEGIES)])
 def test_fp16_follows_fp32(script, strategy, tmp_path, cache):
-    """Train with all features, including mixup, drop path, clipping and EMA for the ViT."""
+    """Train in fp16 with all features, including mixup, drop path, clipping and EMA for the ViT."""
     words = [*STRATEGIES[strategy], *SCRIPTS[script], *FP16, *cache]
     logged = {}
     for precision in ("no", "fp16"):
@@ -176,7 +177,7 @@ ON_ONE_RANK = (
 @pytest.mark.parametrize(
     ("strategy", "overflow"),
     [
-        ("single", SCALER),  # a loss scale beyond the range of fp16 makes every gradient infinite
+        ("single", SCALER),  # A loss scale beyond the range of fp16 makes every gradient infinite
         full("fsdp", SCALER),
         *(full(strategy, ON_ONE_RANK) for strategy in ("ddp", "fsdp", "zero2", "zero3")),
     ],
@@ -214,10 +215,11 @@ def test_ddp_exchanges_gradients_in_bf16_once_per_step(cache, tmp_path):
 
     plain, exchanges = trained("plain")
     rounded, _ = trained("rounded", "--grad_compression", "bf16")
-    assert rounded[0] == plain[0]  # the first loss is computed before the first gradient
+    assert rounded[0] == plain[0]  # The first loss is computed before the first gradient
     assert rounded[1:] != plain[1:]
     assert rounded == pytest.approx(plain, abs=0.02)
     assert result(tmp_path / "rounded")["gradient_reduction"] == "bf16"
-    assert trained("accumulated", "--per_device_batch_size", "12")[1] == exchanges  # 4 accumulation steps
+    # The batch is divided into 4 accumulation steps
+    assert trained("accumulated", "--per_device_batch_size", "12")[1] == exchanges
     assert len(exchanges) == 3
     assert min(exchanges) > 0

@@ -1,4 +1,4 @@
-"""Tests that a job that is told to stop saves once on all ranks, reports the stop and can be resumed."""
+"""Tests that a job saves once on all ranks after a stop signal, reports the stop and can be resumed."""
 
 import os
 import re
@@ -79,7 +79,7 @@ def test_told_to_stop(launcher, number, target, tmp_path):
     victim = psutil.Process(job.process.pid) if target == "the launcher" else ranks[int(target[-1])]
     victim.send_signal(number)
     if target == "the launcher":
-        job.process.wait(60)  # some launchers exit at once, and their processes exit a little later
+        job.process.wait(60)  # Some launchers exit immediately, before the processes that they have started
         psutil.wait_procs(ranks, timeout=30)
     status, output = job.wait(60)
     assert_preempted(tmp_path / "run", output, job, ranks)
@@ -114,19 +114,19 @@ def test_the_launcher_is_process_1(launcher, tmp_path):
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("launcher", ["accelerate, one process", "deepspeed"])
 def test_a_process_1_without_a_handler_is_reported(launcher, tmp_path):
-    """Check the warning that the kernel does not deliver SIGTERM to process 1."""
+    """Check the warning that the kernel does not deliver SIGTERM to process 1 if it has no handler."""
     words = [*AS_PROCESS_1, *LAUNCHERS[launcher], *LONG, "--max_steps", "2"]
     output = run([*words, "--output_dir", tmp_path / "run"])
     assert "warning: SIGTERM to this container" in output
 
 
 def test_a_process_that_waits_for_data_ends_after_sigterm(tmp_path, cache):
-    """Simulate an unreachable file server, so that data never arrives. The process can no longer save."""
+    """Simulate an unreachable file server. A process that waits for data must end, but can't save."""
     shards = write_shards(tmp_path / "data")
     words = [*VIT, *cache, "--data", shards, "--epochs", "100000", "--timeout_s", "2"]
     job = start_and_wait(words, tmp_path / "run")
     for shard in shards.glob("*.tar"):
-        os.mkfifo(tmp_path / "pipe")  # an attempt to open the pipe blocks
+        os.mkfifo(tmp_path / "pipe")  # Opening this pipe blocks
         os.replace(tmp_path / "pipe", shard)
     steps = -1
     while steps != (steps := len(metrics(tmp_path / "run"))):
@@ -138,7 +138,9 @@ def test_a_process_that_waits_for_data_ends_after_sigterm(tmp_path, cache):
 
 
 def test_told_to_stop_while_data_is_prepared(cifar10, tmp_path):
-    """Stop rank 1 while it waits for rank 0 to decode. Both ranks must exit and leave no partial cache."""
+    """Stop rank 1 while it waits for rank 0 to decode images. Both ranks must exit and leave no partial
+    cache.
+    """
     words = [*torchrun(2), *CNN, "--data", cifar10, "--cache_dir", tmp_path / "cache", "--trackers", "none"]
     words += ["--output_dir", tmp_path / "run"]
     job = Job(words)
@@ -155,7 +157,9 @@ def test_told_to_stop_while_data_is_prepared(cifar10, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [[], ["--step_graph"]])
 def test_an_interrupted_evaluation_is_repeated(flags, tmp_path, cache, stoppable):
-    """Signal rank 0 in the last step of an epoch. All ranks agree one step later, during the evaluation."""
+    """Signal rank 0 in the last step of an epoch, so that all ranks agree during the evaluation one step
+    later.
+    """
     words = [*torchrun(2), *CNN, "--data", "digits", "--batch_size", "96", "--epochs", "2", *cache, *flags]
     words += ["--trackers", "none", "--output_dir", tmp_path / "run"]
     Job(words, cwd=stoppable, env={"STOP_AT": "14"}).wait()
@@ -175,7 +179,7 @@ def test_a_shell_that_ends_does_not_end_its_background_job(stoppable, tmp_path):
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "STEP_S": "0.02"}
     pid = int(subprocess.check_output(shell, cwd=stoppable, env=env, timeout=240))
     os.kill(pid, signal.SIGHUP)
-    assert not (tmp_path / "run" / "result.json").exists()  # the training continues
+    assert not (tmp_path / "run" / "result.json").exists()  # Training continues, so there is no result yet
     wait_until((tmp_path / "run" / "result.json").exists)
     assert result(tmp_path / "run")["status"] == "finished"
     assert steps_in(tmp_path / "run" / "checkpoints")[0] == 300
@@ -211,7 +215,8 @@ def test_ctrl_c_with_decoding_workers_prints_no_python_warning(tmp_path, cache):
 
 
 def test_ctrl_c_reports_the_step_at_which_the_run_resumes(tmp_path):
-    long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]  # 10,000 steps per epoch
+    # Number of samples for 10,000 steps per epoch
+    long_epochs = ["--data_size", "640000", "--checkpoint_every", "epoch"]
     words = [*SLOW, *long_epochs, "--output_dir", tmp_path / "early"]
     job = Job(words)
     read_until("step 60/", job)

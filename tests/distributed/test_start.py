@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.test_resume import LAUNCHERS
 from tests.conftest import STRATEGIES, Job, full
 
-# The change on rank 1 simulates a CPU with a different instruction set.
+# Program that changes the state of rank 1, which simulates a CPU with a different instruction set
 SCRIPT = """
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     run_process(main)
 """
 LAST_DIGITS = "for p in model.parameters(): p.mul_(1 + 2e-7)"
-HYBRID = LAUNCHERS["hybrid"]  # uses four processes
+HYBRID = LAUNCHERS["hybrid"]  # Hybrid sharding uses four processes
 
 
 def start(launcher: list, change: str, project) -> tuple[int, str]:
@@ -59,7 +59,8 @@ def start(launcher: list, change: str, project) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    # the number counts all ranks' groups: the world group, and the groups of DeepSpeed or of the mesh
+    # `groups` is the total number of process groups on all ranks: the world groups, and the groups that
+    # DeepSpeed or the mesh creates.
     ("launcher", "groups"),
     [
         (STRATEGIES["ddp"], 2),

@@ -45,7 +45,7 @@ from train_cnn_a import CnnA
 
 FLAGS = ["--data", "digits", "--batch_size", 256, "--log_every", 1, "--warmup", 0.3, "--clip_norm", 1.0]
 FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--max_val_images", 64]
-# the default SGD is fused only on GPUs
+# AdamW is selected because the default SGD is fused only on GPUs.
 SIZES = ["--train_sizes", "16,24", "--epochs", 2, "--optimizer", "adamw"]
 DEFAULTS = dict(
     distributed_type=DistributedType.NO,
@@ -84,7 +84,7 @@ ZERO = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=2, deepspeed_
 def train(
     strategy: str, words: list, folder: Path, *stops: int, **environment: str
 ) -> tuple[list, dict, dict, str]:
-    """Train a model, and resume the run at each of the `stops`.
+    """Train a model, and interrupt and resume the run at each of the `stops`.
 
     Returns:
         The log, the tensors of the last checkpoint, result.json, and the output.
@@ -139,7 +139,7 @@ def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
     if strategy == "single":
         mutants.pop("a rank that replays the graph of the last size")
     cases = graphed_ranks.CASES
-    # torch versions before 2.15 can't continue after a failed capture
+    # torch versions before 2.15 can't continue after a failed capture.
     if strategy == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
         cases = {name: case for name, case in cases.items() if not case.fails_at}
     (tmp_path / "cases").write_text(json.dumps([*cases, *mutants]))
@@ -159,7 +159,7 @@ def test_ranks_train_the_same_and_mutants_are_detected(strategy, tmp_path):
 
 
 def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
-    """Check the stream, because DDP keeps using it. A CPU has no streams, so names replace the streams."""
+    """Check the stream on which the model is wrapped, because DDP keeps it. Names replace the streams."""
     streams, used = ["default"], {}
 
     @contextmanager
@@ -191,13 +191,13 @@ def test_the_model_is_wrapped_on_the_capture_stream(monkeypatch):
 
 
 def losses(graph: type | None = None, inside: str = "", capture: Callable = record) -> list[float]:
-    """Return the losses of STEPS steps of a small network with dropout and BatchNorm.
+    """Return the losses in STEPS training steps of a small network with dropout and BatchNorm.
 
     Args:
         graph: StepGraph or a mutant of StepGraph. None trains without a graph.
-        inside: The value that is set inside the step instead of before the step: the "seed", or a "factor" by
+        inside: Value that is set inside the step instead of before the step: the "seed", or a "factor" by
             which the inputs are multiplied on the host.
-        capture: The function that captures a step.
+        capture: Function that captures a step.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
@@ -218,7 +218,7 @@ def losses(graph: type | None = None, inside: str = "", capture: Callable = reco
         step.capture = partial(capture, step)
     values = []
     images = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    for index in range(STEPS):  # the step reads `index`
+    for index in range(STEPS):  # The function `step` reads this variable
         optimizer.param_groups[0]["lr"] = 0.1 / (index + 1)
         if inside != "seed":
             reseed(0, index, 0)
@@ -240,7 +240,9 @@ def test_numbers_that_the_graph_freezes_are_detected():
 
 @pytest.mark.parametrize("fails_at", [aten.native_batch_norm.default, aten._fused_adamw_.tensor_lr])
 def test_a_failed_capture_leaves_the_plain_step(fails_at, capsys):
-    """Fail in the forward pass or later, when the graph has recorded gradients but not computed them."""
+    """Let the capture fail in the forward pass, or later when the graph has recorded but not computed
+    gradients.
+    """
     assert losses(StepGraph, capture=partial(record, fails_at=fails_at)) == losses()
     line = "the step can't be captured as a CUDA graph (operation not permitted when stream is capturing)"
     assert capsys.readouterr().out.count(line) == 1
@@ -253,7 +255,7 @@ def test_the_memory_of_a_failed_capture_is_freed_before_the_plain_step():
     graphs = []
 
     def capture(run: Callable[[], None], pool: None) -> Callable[[], None]:
-        graph = nn.Linear(1, 1)  # the error's traceback would keep this local variable alive
+        graph = nn.Linear(1, 1)  # Local variable that the error's traceback would keep alive
         graphs.append(weakref.ref(graph))
         raise MemoryError
 
@@ -276,7 +278,7 @@ def test_the_memory_of_a_failed_capture_is_freed_before_the_plain_step():
         ({"compilation": Compilation("inductor", "reduce-overhead")}, False),
         ({"distributed_type": DistributedType.MULTI_GPU}, True),
         ({"distributed_type": DistributedType.MULTI_GPU, "ddp_handler": Mock(comm_hook="bf16")}, False),
-        # the processes communicate over gloo
+        # These processes communicate over gloo.
         ({"distributed_type": DistributedType.MULTI_GPU, "num_processes": 2}, False),
         (FSDP, True),
         (FSDP | {"state": fsdp(offload=True)}, False),
@@ -294,12 +296,12 @@ def test_where_the_graph_is_the_default_and_where_it_is_refused(changes, fits, c
 
     assert chosen(device=torch.device("cuda")) == fits
     assert not chosen("--no_step_graph", device=torch.device("cuda"))
-    assert not chosen()  # on a CPU, a graph is used only in a rehearsal
+    assert not chosen()  # On a CPU, only a rehearsal uses a graph
     if fits:
         assert chosen("--step_graph")
     else:
         assert capsys.readouterr().out.count("steps run without CUDA graphs: ") == 1
-        if "num_processes" not in changes:  # over gloo, a GPU refuses the flag that a rehearsal accepts
+        if "num_processes" not in changes:  # On a GPU, gloo refuses the flag that a rehearsal accepts
             with pytest.raises(ValueError, match=r"^--step_graph: .*\. Remove the flag\.$"):
                 chosen("--step_graph")
 
@@ -312,7 +314,7 @@ ADAMW, FUSED_SGD = torch.optim.AdamW([MATRIX], fused=True), torch.optim.SGD([MAT
     ("optimizer", "changes", "on_gpu", "on_cpu"),
     [
         (ADAMW, {}, True, True),
-        # on a GPU, a `capturable` optimizer rounds differently
+        # On a GPU, a `capturable` optimizer rounds differently.
         (torch.optim.Adam([MATRIX]), {}, False, True),
         (FUSED_SGD, {}, True, True),
         (torch.optim.SGD([MATRIX]), {}, False, True),
@@ -321,7 +323,7 @@ ADAMW, FUSED_SGD = torch.optim.AdamW([MATRIX], fused=True), torch.optim.SGD([MAT
         (Muon([MATRIX]), {}, False, False),  # Muon rounds differently if the learning rate is a tensor
         (torch.optim.NAdam([MATRIX]), {}, False, False),
         (Lamb([MATRIX]), {}, False, False),
-        (Lookahead(ADAMW), {}, False, False),  # a graph would never run Lookahead's slow steps
+        (Lookahead(ADAMW), {}, False, False),  # A graph would never run Lookahead's slow steps
     ],
 )
 def test_an_optimizer_that_reads_numbers_on_the_host_gets_no_graph(
@@ -336,7 +338,9 @@ def test_an_optimizer_that_reads_numbers_on_the_host_gets_no_graph(
 
 
 def test_muon_rounds_differently_with_a_rate_on_the_device():
-    """Check the reason why Muon runs without a graph."""
+    """Check that Muon's results depend on whether the rate is a tensor, which is why Muon runs without a
+    graph.
+    """
     final_weights = []
     for rate in (0.1, torch.tensor(0.1, dtype=torch.float64)):
         weights = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
@@ -350,7 +354,10 @@ def test_muon_rounds_differently_with_a_rate_on_the_device():
 
 @pytest.mark.parametrize("shape", [(2,), ()])
 def test_a_restored_count_of_steps_moves_to_the_device(shape):
-    """Use the device `meta` instead of a GPU. NAdam's checkpoint stores the step count on the CPU."""
+    """Check that a step count, which NAdam's checkpoint stores on the CPU, moves to the device.
+
+    The device `meta` replaces a GPU.
+    """
     parameter = torch.zeros(shape, device="meta", requires_grad=True)
     optimizer = torch.optim.NAdam([parameter])
     moments = {name: torch.zeros(shape, device="meta") for name in ("exp_avg", "exp_avg_sq")}

@@ -44,13 +44,14 @@ TWICE = "are two names of one setting. Give one of them"
         (["--s3", "none"], "s3", None),
         (["--pretrained"], "pretrained", True),
         (["--no-pretrained"], "pretrained", False),
-        (["--pretrained=True"], "pretrained", True),  # the form used by W&B and SageMaker sweeps
+        (["--pretrained=True"], "pretrained", True),  # Format of flags in W&B and SageMaker sweeps
         (["--pretrained", "True", "--epochs", "2"], "pretrained", True),
         (["--pretrained", "true", "--pretrained=False"], "pretrained", False),
         (["--pretrained", "--epochs", "2"], "epochs", 2),
-        # the first argument that the deepspeed launcher adds
+        # The deepspeed launcher adds --local_rank as the first argument.
         (["--local_rank=1", "--epochs", "2"], "epochs", 2),
-        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),  # hyphens in values are preserved
+        # The hyphen in the value is preserved
+        (["--model-folder", "./weights-1"], "output_dir", "./weights-1/*"),
     ],
 )
 def test_flags(words, field, value):
@@ -67,7 +68,10 @@ def test_flags(words, field, value):
     ],
 )
 def test_the_command_deepspeed_trains_with_deepspeed(env, words, expected, monkeypatch):
-    """Set CROSS_SIZE as DeepSpeed's launcher does. An accelerate config names another DeepSpeed file."""
+    """Check that a job started by deepspeed uses DeepSpeed, although the config names another DeepSpeed file.
+
+    The test sets CROSS_SIZE as DeepSpeed's launcher does.
+    """
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert parse(Sample, words).deepspeed_config == expected
@@ -125,7 +129,7 @@ def test_a_config_file_sets_defaults_and_flags_win(name, tmp_path):
 )
 def test_wrong_flags(words, message, capsys):
     assert message in refusal(words, capsys)
-    # checks specific to CNN-A's recipe
+    # CNN-A's recipe defines additional checks of --widths.
     assert "--widths 4,8: at least three, as" in refusal(["--widths", "4,8"], capsys, CnnA)
     two_folds = ["--holdout", "0.2", "--fold", "2/5"]
     assert f"--holdout and --fold {TWICE}" in refusal(two_folds, capsys, CnnA)
@@ -167,7 +171,7 @@ def test_wrong_config_files(name, text, message, tmp_path, capsys):
 
 
 def test_the_last_of_several_values_wins(tmp_path):
-    """Check repeated flags, also if they override an earlier run's flags. A list in a file is one value."""
+    """Check repeated flags, also of an earlier run. A list in a file counts as a single value."""
     assert not parse(Sample, ["--no_pretrained", "--learning_rate=2"], ["--pretrained", "--lr=1"]).pretrained
     assert parse(CnnA, ["--widths", "4,8,32", "--widths", "8,8,8"]).widths == (8, 8, 8)
     (tmp_path / "a.yaml").write_text("widths: [4, 8, 32]\n")
@@ -196,7 +200,7 @@ def test_one_process_per_host_prints(monkeypatch, capsys):
     monkeypatch.setattr("onecurve.flags.fields.time.sleep", slept.append)
     with pytest.raises(SystemExit):
         parse(Sample, ["--epoch", "3"])
-    # a launcher kills all processes when one process exits
+    # The error waits because launchers kill all processes when one process exits.
     assert (capsys.readouterr().err, slept) == ("", [5])
 
 
@@ -208,7 +212,7 @@ def test_the_recipe_does_not_contain_machine_settings():
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 def test_the_facts_of_each_flag_are_consistent(script):
-    """Check that a new flag has safe defaults without declarations and that no facts of a flag conflict."""
+    """Check that new flags have safe defaults without declarations and that no facts of a flag conflict."""
     recipe = recipe_class(load_script(ROOT / f"{script}.py"))
     facts, fields = facts_of(recipe), {field.name: field for field in dataclasses.fields(recipe)}
     assert facts.keys() == fields.keys()
@@ -230,7 +234,7 @@ def test_the_facts_of_each_flag_are_consistent(script):
 @pytest.mark.parametrize("script", sorted(path.stem for path in ROOT.glob("train_*.py")))
 @pytest.mark.parametrize("fact", [fact.name for fact in dataclasses.fields(Facts) if not fact.default])
 def test_facts_read_from_a_scripts_text_equal_its_recipes(script, fact):
-    """Compare text and recipe. The log book reads the text, because it must not import a recorded script."""
+    """Compare the script's text, which the log book reads instead of importing scripts, with its recipe."""
     facts = facts_of(recipe_class(load_script(ROOT / f"{script}.py")))
     answers = {name: value for name, flag_facts in facts.items() if (value := getattr(flag_facts, fact))}
     assert answers == {name: value for name, value in declared(fact).items() if name in facts}
@@ -286,7 +290,7 @@ def test_batch_arithmetic():
 def test_unset_streams_follow_from_the_batch_size(batch_size, streams):
     """Check that the number of streams does not depend on the number of processes.
 
-    Otherwise, the number of processes would change the order of the images.
+    The order of the images would otherwise depend on the number of processes.
     """
     assert ImageRecipe(batch_size=batch_size).streams == streams
     assert recipe_part(parse(CnnA, ["--batch_size", str(batch_size)]))["streams"] == streams
@@ -331,7 +335,7 @@ def test_a_recipe_older_than_a_flag_has_the_default():
         ("D/pets", f"{Path.cwd()}/D/pets", True),
         ("~/pets", f"{Path.home()}/pets", True),
         ("D/pets", "D/cats", False),
-        ("s3://bucket/pets", "s3://bucket//pets", False),  # the second path is a different key in S3
+        ("s3://bucket/pets", "s3://bucket//pets", False),  # In S3, the second path is a different key
     ],
 )
 @pytest.mark.parametrize("name", ["data", "weights"])

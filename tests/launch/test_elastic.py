@@ -1,4 +1,4 @@
-"""Tests of the hosts in each round of an elastic job, and of the job's end. The tests contact no host."""
+"""Tests of the hosts that train in each round of an elastic job, and of the job's end, on simulated hosts."""
 
 import subprocess
 import time
@@ -20,7 +20,7 @@ BATCH = {"event": "batch", "batch_size": 64, "per_device": 8}
 
 
 class Hosts:
-    """The hosts of a job and the requests sent to each host."""
+    """Simulated hosts of a job, with a record of the requests sent to each host."""
 
     def __init__(self, count: int, tmp_path: Path, min_hosts: int = 1, max_hosts: int | None = None):
         self.names = [f"node{n}" for n in range(1, count + 1)]
@@ -49,26 +49,26 @@ class Hosts:
         return connection
 
     def launch(self, *names: str) -> None:
-        """Start a round on these hosts and return before the round starts to train."""
+        """Launch a round on these hosts, but do not report that training has started."""
         job = self.job
         job._connect_missing()
         job._start([c for c in job._ready() if c.host.name in names])
         job.on_event(job.members[0], BATCH)
 
     def start(self, *names: str) -> None:
-        """Start a round on these hosts and report that it has started to train."""
+        """Launch a round on these hosts and report that training has started."""
         self.launch(*names)
         began = {"event": "began", "step": 10, "in_s3": True, "is_shared": False}
         self.job.on_event(self.job.members[0], began)
 
     def train(self, *names: str) -> None:
-        """Run a round that trains on these hosts and is then told to save and exit."""
+        """Run a round that trains on these hosts until it receives a request to save and exit."""
         self.start(*names)
         self.job.on_event(self.job.members[0], {"event": "step", "step": 11})
         assert self.end(**dict.fromkeys(names, PREEMPTED)) is None
 
     def reconnect(self) -> None:
-        """Connect to hosts that were unreachable."""
+        """Let the job connect to hosts that were unreachable."""
         self.job.next_try = 0
         self.job._connect_missing()
 
@@ -108,7 +108,7 @@ def test_the_largest_number_of_hosts_that_divides_the_batch_is_chosen(hosts):
 
 
 def test_the_first_host_stays_first(hosts):
-    """Keep the first host in place, because the checkpoints may exist only on its disk."""
+    """Check that the first host stays first, because the checkpoints may exist only on its disk."""
     cluster = hosts(2)
     cluster.start("node2")
     assert cluster.end(node2=PREEMPTED) is None
@@ -117,7 +117,7 @@ def test_the_first_host_stays_first(hosts):
     cluster.start("node2", "node1")
     cluster.job.began |= {"in_s3": False}
     assert cluster.end(node2=SSH_FAILED, node1=1) is None
-    cluster.job.next_try = time.monotonic() + 100  # node2 is unreachable
+    cluster.job.next_try = time.monotonic() + 100  # node2 is unreachable for 100 s
     cluster.job._connect_missing()
     assert chosen(cluster.job) == []
     cluster.reconnect()
@@ -151,7 +151,7 @@ def test_a_host_rejoins_after_a_delay_or_as_another_machine(departure, return_re
 def test_a_host_that_joins_stops_the_round_once(is_finished, hosts, monkeypatch):
     """Check that a joining host stops an unfinished round once and never stops a finished round.
 
-    If the round's launcher exits because of a signal sent just before the end, the exit does not count.
+    If a signal sent just before the end makes the round's launcher exit, this exit does not count.
     """
     monkeypatch.setattr(elastic, "SETTLE_S", 0)
     cluster = hosts(2)
@@ -176,7 +176,7 @@ def test_a_silent_host_is_lost_and_the_others_are_killed(hosts, monkeypatch):
     assert ("node1", "kill") in cluster.sent
     assert cluster.end(node1=1, node2=SSH_FAILED) is None
     assert "node2 lost after step 0" in cluster.logged
-    assert cluster.job.fenced_at == 0  # the first host is alive, so no other process writes checkpoints
+    assert cluster.job.fenced_at == 0  # No other process writes checkpoints, because the first host is alive
 
 
 def test_rounds_without_progress_and_early_errors_end_the_job(hosts, capsys):
@@ -226,7 +226,7 @@ def test_a_changed_hostfile(hosts):
     cluster.names.append("node4")
     cluster.slots["node4"] = 2
     cluster.job._read_hosts_again()
-    assert (len(cluster.job.hosts), cluster.job.most) == (4, 3)  # the run's name records three hosts
+    assert (len(cluster.job.hosts), cluster.job.most) == (4, 3)  # The run's name records three hosts
 
 
 @pytest.mark.parametrize(("began", "host", "line", "reason"), rows_of("bad newcomers"))
@@ -253,7 +253,7 @@ def test_a_bad_newcomer_is_left_out_and_retried(began, host, line, reason, hosts
 
 
 def test_a_host_that_freezes_during_a_restart_is_left_out(hosts):
-    """Use a host that has already trained, so that only the signal identifies the host."""
+    """Freeze a host that has already trained, so that only the signal identifies the frozen host."""
     cluster = hosts(2)
     cluster.train("node1", "node2")
     cluster.launch("node1", "node2")
@@ -261,7 +261,7 @@ def test_a_host_that_freezes_during_a_restart_is_left_out(hosts):
     assert cluster.end(node1=1, node2=137) is None
     assert cluster.logged[-1].startswith("node2 is excluded for 60 s: rank 1, process 7, is suspended")
     cluster.launch("node1", "node2")
-    assert cluster.end(node1=1, node2=1) is None  # no host is at fault, so the round is retried
+    assert cluster.end(node1=1, node2=1) is None  # No host is at fault, so the round is retried
     assert cluster.logged[-1].startswith("failed after step 11: ")
 
 
@@ -273,7 +273,7 @@ def test_a_waiting_host_is_reported_once_with_the_reason(hosts, monkeypatch):
         cluster.job._look_for_more_hosts()
     waits = "node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 2 processes"
     assert [line for line in cluster.logged if "waits" in line] == [waits]
-    cluster.names.append("node4")  # the batch is divisible among four hosts
+    cluster.names.append("node4")  # The batch is divisible among four hosts
     cluster.slots["node4"] = 2
     cluster.job._read_hosts_again()
     cluster.job._connect_missing()

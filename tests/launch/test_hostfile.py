@@ -1,6 +1,6 @@
-"""Tests that the hostfile is parsed in the same way as DeepSpeed's.
+"""Tests that the hostfile is parsed in the same way as in DeepSpeed.
 
-Mistakes that DeepSpeed ignores are errors.
+Mistakes in the hostfile are errors, even if DeepSpeed ignores them.
 """
 
 import json
@@ -33,7 +33,7 @@ def test_the_hostfile_is_parsed_like_deepspeeds(hostfile):
 @pytest.mark.parametrize(
     ("encoding", "mark", "is_read"),
     [
-        ("utf-8", "\ufeff", True),  # written by Windows editors and PowerShell
+        ("utf-8", "\ufeff", True),  # Windows editors and PowerShell write this byte order mark
         ("utf-16-le", "\ufeff", True),
         ("utf-16-be", "\ufeff", True),
         ("utf-16-le", "", False),
@@ -71,7 +71,7 @@ def test_a_wrong_filter_is_refused(include, exclude, message, hostfile):
 
 
 def test_the_users_ssh_connection_does_not_define_the_hosts_network(monkeypatch):
-    """Connect from a laptop through an address that the hosts do not use."""
+    """Simulate an ssh connection from a laptop to an address that the hosts do not use."""
     monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
     with start_on("localhost", "tools.launch.agent") as agent:
         hello = json.loads(agent.stdout.readline().removeprefix(EVENT))

@@ -12,7 +12,7 @@ from onecurve.system.cli import run_command
 def book(tmp_path, monkeypatch, capsys):
     """Return a function that calls logbook.py with a log book in tmp_path.
 
-    The returned function returns logbook.py's exit status, standard output and standard error.
+    This function returns the exit status, standard output and standard error of logbook.py.
     """
 
     def call(*words: object) -> tuple[int, str, str]:

@@ -19,7 +19,7 @@ CLASSES = ["cat", HOSTILE, "d\u202eog"]
 
 
 def write_run(folder: Path, lines: int = 6, about: Any = None, recipe: Any = None, **facts: Any) -> Path:
-    """Write a run folder with the files of a finished training run and the given changes."""
+    """Write a run folder with the files of a finished training run, except for these changes."""
     folder.mkdir(parents=True)
     flags = {"data": "digits", "epochs": 3, "batch_size": 128, "lr": 0.1, "seed": 0, "model": "vit_tiny"}
     flags |= {"layer_decay": None, **(recipe or {})}
@@ -48,8 +48,8 @@ def write_starts(folder: Path, *changes: dict[str, Any]) -> Path:
 
     Args:
         folder: Run folder.
-        changes: Values of each start that differ from the previous start. recipe.json stores the
-            last start's values.
+        changes: Values of each start that differ from the previous start. recipe.json stores the last start's
+            values.
     """
     record = json.loads((folder / "recipe.json").read_text()) | {"per_device_batch_size": 64, "step": 0}
     record |= {"accumulation_steps": 1, "mixed_precision": "bf16", "git_commit": "abc"}
@@ -69,12 +69,12 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def change(file: Path, **changes: Any) -> None:
-    """Set the given keys of a JSON file."""
+    """Set keys in a JSON file to these values."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def check(page: Path) -> None:
-    """Check that a page's tables are complete, its only HTML is the log book's, and its pictures open."""
+    """Check that a page has complete tables and no foreign HTML, and that its pictures open."""
     text = page.read_text()
     for token in MARKDOWN.parse(text):
         if token.type == "html_block":
@@ -89,7 +89,7 @@ def check(page: Path) -> None:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """Return the rows of all tables as a viewer shows them. Each first cell maps to the row's other cells."""
+    """Return the rows of all tables as a viewer shows them. Each key is a row's first cell."""
     table_rows, cells = {}, []
     for token in MARKDOWN.parse(text):
         if token.type == "tr_open":
@@ -102,14 +102,14 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def is_golden(name: str, text: str, runs: Path) -> bool:
-    """Compare a page with the stored page.
+    """Compare a page with the stored page of this name, or store the page if WRITE_GOLDEN=1.
 
-    WRITE_GOLDEN=1 stores the page instead. Review the diff afterwards.
+    Review the diff after storing a page.
 
     Args:
         name: Name of the stored page.
         text: Page to compare.
-        runs: Folder of the runs. Each test uses a different folder.
+        runs: Folder of the runs, which differs between tests.
     """
     file, text = GOLDEN / name, text.replace(str(runs), "PLACE")
     if os.environ.get("WRITE_GOLDEN"):

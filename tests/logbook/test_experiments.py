@@ -1,4 +1,4 @@
-"""Experiments: the commands that they run, where they stop, and where they resume."""
+"""Tests of the commands that experiments run, where experiments stop, and where they resume."""
 
 import os
 import re
@@ -26,7 +26,8 @@ find_batch_size.py) for word; do [[ $word != --output=* ]] || echo '{{"answer": 
 esac
 """
 
-# Runs a train script directly instead of with `-m accelerate.commands.launch --config_file FILE`
+# Program that starts a train script directly instead of with `-m accelerate.commands.launch --config_file
+# FILE`
 WITHOUT_LAUNCHER = f"""#!/bin/bash
 [ "$2" != accelerate.commands.launch ] || shift 4
 exec {sys.executable} "$@"
@@ -56,13 +57,13 @@ def test_an_experiment_shows_its_commands(tmp_path):
     assert "train_vit.py --config recipes/vit_b32_cifar10_finetune.yaml " in output
     assert f"--output_dir={tmp_path}/ddp --s3=s3://b/p/full/ddp" in output
     _, output_of_folds = experiment("vit", tmp_path, DRY_RUN=1, FOLDS=2).wait()
-    assert "all metrics" not in output_of_folds  # No run exists yet
+    assert "all metrics" not in output_of_folds  # The dry run left no run that could be evaluated
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("command", "reason"), [("", 3), ("kill -TERM $PPID", 143)])
 def test_an_experiment_names_the_step_that_failed(command, reason, tmp_path):
-    """Stop an experiment, including at a moment when the process of its first step does not exist yet."""
+    """Stop an experiment, also when the process of its first step does not exist yet."""
     python = write_program(tmp_path, "#!/bin/bash\nsleep 1\nexit 3\n")
     write_program(tmp_path, f'#!/bin/bash\n{command}\nexec /bin/mkdir "$@"\n', "mkdir")
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -74,7 +75,7 @@ def test_an_experiment_names_the_step_that_failed(command, reason, tmp_path):
 
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])
 def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
-    """Send SIGTERM to the experiment. Then send Ctrl-C to all processes of a terminal."""
+    """Send SIGTERM to the experiment alone, or SIGINT to its process group, as Ctrl-C does."""
     job = experiment("speedup", tmp_path / "runs", PYTHON=write_program(tmp_path, SAVES))
     read_until("trains\n", job)
     send(job.process.pid, number)
@@ -85,9 +86,9 @@ def test_an_experiment_passes_a_signal_on_and_waits(send, number, tmp_path):
 
 @pytest.mark.parametrize(("batch", "sizes"), [("64", (64, 16)), ("largest", (56, 28))])
 def test_the_share_of_a_process_is_the_largest_divisor_that_fits(batch, sizes, tmp_path):
-    """Replace Python with a program that answers 28.
+    """Replace Python with a program that reports a largest batch size of 28.
 
-    For a share of 32, the training run uses the divisor 16.
+    For a share of 32, the training run must use the divisor 16.
     """
     python = write_program(tmp_path, SEARCHES.format(python=sys.executable))
     for line in ("# largest batch, fsdp\n", "# largest batch, fsdp: already done\n"):
@@ -158,7 +159,7 @@ def test_wrong_flags_and_variables_are_refused(name, flags, variables, message, 
 
 @pytest.mark.full
 def test_an_experiment_resumes_at_its_next_seed(tmp_path):
-    """Let two seeds finish and the third fail. The next start must not train any seed again."""
+    """Let two seeds finish and the third seed fail. The next start must resume with the third seed."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "single_gpu_seed2").write_text("in the way")
     start = {"DATA": "digits", "SEEDS": 3, "LOGBOOK": tmp_path / "book"}
@@ -178,7 +179,7 @@ def test_an_experiment_resumes_at_its_next_seed(tmp_path):
 def test_folds_in_turn_and_their_predictions(tmp_path):
     """Start the experiment twice.
 
-    The second start trains nothing, and each training image is predicted once.
+    The second start must train nothing, and each training image must be predicted once.
     """
     words = ["--folds", 2, "train_cnn_a.py", "--data", "digits", "--max_steps", 4, "--trackers", "none"]
     start = {"LOGBOOK": tmp_path / "book", "PYTHON": write_program(tmp_path, WITHOUT_LAUNCHER)}

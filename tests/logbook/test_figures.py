@@ -1,4 +1,4 @@
-"""Figures of any size: confusion matrices, and sheets of images with long names."""
+"""Tests of figures of any size: confusion matrices, and sheets of images with long names."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ from PIL import Image
 from onecurve.run import plots
 
 
-@pytest.mark.filterwarnings("error:Glyph")  # Characters that no font contains are shown escaped
+# A warning about a missing glyph is an error, because characters without a glyph must be shown escaped
+@pytest.mark.filterwarnings("error:Glyph")
 @pytest.mark.parametrize("classes", [2, 40, 1000])
 def test_confusion_matrices_of_any_size(classes, tmp_path):
     names = [f"${i} _class_ \u732b \U0001f431 of a name that is longer than others" for i in range(classes)]
@@ -20,7 +21,7 @@ def test_confusion_matrices_of_any_size(classes, tmp_path):
 @pytest.mark.filterwarnings("error:constrained_layout:UserWarning")
 @pytest.mark.parametrize("count", [1, 24])
 def test_captions_are_whole_below_their_images(count, tmp_path, monkeypatch):
-    """Show ImageNet's long class names in full, without overlaps and without shrinking the images."""
+    """Check that ImageNet's long class names are shown in full, without overlaps or smaller images."""
     drawn, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), savefig(self, *a, **k)))
     name = "American Staffordshire terrier, Staffordshire terrier, American pit bull terrier"

@@ -1,4 +1,4 @@
-"""Comparisons, and pages of real, killed, broken and hostile runs."""
+"""Tests of comparisons, and of the pages of real, killed, broken and hostile runs."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished_run(project, cache) -> tuple[Path, str]:
-    """Train a run on one process with all metrics. Return its folder and output."""
+    """Train a run on one process with all metrics, and return its folder and output."""
     output = run([*python(), *CNN, *FLAGS, *cache, "--output_dir", "runs/one"], cwd=project)
     run([*python(), "validate.py", project / "runs/one", *cache])
     return project / "runs/one", output
@@ -73,7 +73,7 @@ def test_the_last_line_of_each_command_leads_from_a_training_to_its_page(project
     shown = " ".join(re.sub("[\u2502\u2503]", "", output).split())
     assert "use this: best accuracy on the val split" in shown
     added = run(shlex.split(last), cwd=project)
-    file = project / "runs/logbook/train_cnn_a/single/one.md"  # Git ignores runs/
+    file = project / "runs/logbook/train_cnn_a/single/one.md"  # The page is inside runs/, which Git ignores
     assert str(file.relative_to(project)) in added
     assert "train_cnn_a reaches accuracy" in run(shlex.split(added.splitlines()[-1]), cwd=project)
     assert "[train_cnn_a/single/one]" in (project / "runs/logbook/README.md").read_text()
@@ -110,7 +110,7 @@ def test_a_page_matches_the_files_of_its_run(finished_run, book, tmp_path):
 
 
 def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
-    """Send SIGKILL to a run after its first evaluation."""
+    """Send SIGKILL to a run after the first evaluation, and check that its page reports the kill."""
     killed = project / "runs/killed"
     words = [*CNN, "--data", "digits", "--epochs", "1000", "--telemetry_s", "0.2", *cache]
     job = Job([*python(), *words, "--output_dir", "runs/killed"], cwd=project)
@@ -198,7 +198,8 @@ def gpu_run(folder: Path) -> Path:
     return folder
 
 
-# Two starts begin at step 2 because the first start leaves no checkpoint. The last start changes the recipe.
+# Changes at the starts of a run. Two starts begin at step 2 because the first start leaves no checkpoint. The
+# last start changes the recipe.
 ONE = {"devices": ["NVIDIA T4"], "strategy": "single", "per_device_batch_size": 128}
 SEVERAL: list[dict[str, Any]] = [{"versions": {"torch": "2.11.0"}, "command": ["torchrun", "train_vit.py"]}]
 SEVERAL += [{"step": 2, "devices": ["NVIDIA T4"] * 4, "hosts": ["h1", "h2"], "strategy": "fsdp"}]
@@ -207,7 +208,7 @@ SEVERAL += [ONE | {"step": 4, "changed": {"lr": [0.1, 0.01]}, "command": ["pytho
 
 
 def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
-    """Show all starts in the title, settings and command of the page, the index and a comparison."""
+    """Check that the starts appear in a page's title, settings and command, the index and a comparison."""
     last = {"strategy": "single", "processes": 1, "train_s": 9.0}
     folder = write_starts(write_run(tmp_path / "run", **last), *SEVERAL)
     assert is_golden("starts.md", page_of(book, "add", folder), tmp_path)
@@ -225,7 +226,7 @@ def test_a_page_lists_the_starts_of_its_run(book, tmp_path):
 
 
 def test_a_start_that_only_ended_the_run_is_not_its_setting(tmp_path):
-    """Let the first start train all 6 steps. Another start on one process completes result.json."""
+    """Let the first start train all 6 steps, and another start on one process complete result.json."""
     folder = write_run(tmp_path / "run", strategy="single", processes=1)
     record = RunRecord(write_starts(folder, {}, ONE | {"step": 6}))
     assert (record.where, record.job) == ("DDP on 2 x NVIDIA T4", "ddp x 2")
@@ -291,7 +292,7 @@ BREAKS = {  # tests/logbook/test_names.py checks more malformed JSON files
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "a link": lambda file: file.symlink_to(file.rename(file.with_name(f"{file.name}.moved"))),
     "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
-    "huge": lambda file: os.truncate(file, 2**40),  # The file is sparse
+    "huge": lambda file: os.truncate(file, 2**40),  # A sparse file of 1 TiB
 }
 
 
@@ -303,7 +304,7 @@ def keys(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("damage", BREAKS)
 def test_missing_or_broken_files_are_named(damage, tmp_path):
-    """Damage each file of a run separately. Then damage all files of one run."""
+    """Damage each file of a run separately, and then all files of one run."""
     whole = gpu_run(tmp_path / "whole")
     names = ["recipe.json", "result.json", "metrics.jsonl", "confusion.json", "telemetry-h.jsonl"]
     names.append("validation/test_28/report.json")
@@ -322,7 +323,9 @@ def test_missing_or_broken_files_are_named(damage, tmp_path):
 
 
 def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
-    """Read an untrusted folder with links to the user's files, pipes, and text with a picture's file name."""
+    """Add an untrusted run folder with links to the user's files, pipes, and a text file named like a
+    picture.
+    """
     secret, folder = tmp_path / "home" / "id_rsa", gpu_run(tmp_path / "run")
     secret.parent.mkdir()
     secret.write_text("SECRET")
@@ -345,12 +348,12 @@ def test_a_page_contains_nothing_from_outside_its_run(book, tmp_path):
     assert not [file for file in written if b"SECRET" in file.read_bytes()]
 
 
-# Characters that could break a table, a link, HTML or a terminal, followed by arbitrary text. A folder's name
-# can contain any bytes.
+# Text with characters that could break a table, a link, HTML or a terminal, followed by arbitrary text. A
+# folder's name can contain any bytes.
 ODD = ["\n", "\r\n", "\t", "\x1b[31m", "\u202e", "\ud800", " ", "a", "|", "`", "```", "<b>", "<!--", "-->"]
 ODD += ["&amp;", "\\", "_a_", "*a*", "**a", "[u](v)", "![", "~~a~~", "$x$", "# ", "../"]
 TEXTS = st.permutations(ODD).map(lambda odd: ["".join(odd[k : k + 3]) for k in range(0, len(odd), 3)])
-# Every list contains all of ODD
+# Each list of texts contains all strings of ODD.
 TEXTS = st.builds(operator.add, TEXTS, st.lists(st.text(max_size=9), max_size=5))
 NAME = st.permutations(ODD).map(lambda odd: "".join(odd[:8])) | st.binary(max_size=9).map(os.fsdecode)
 NAME = NAME.map(lambda name: "x" + re.sub("[/\0\ud800-\udc7f\udd00-\udfff]", "", name))
@@ -374,12 +377,12 @@ def whole(tmp_path_factory) -> Path:
     return write_starts(folder, *SEVERAL)
 
 
-@settings(max_examples=20, phases=[Phase.generate])  # Shrinking an example takes minutes
+@settings(max_examples=20, phases=[Phase.generate])  # The phase `shrink` would take minutes
 @given(NAME, NAME, TEXTS, st.sampled_from(["finished", "failed"]))
 def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, status):
-    """Show each text wherever possible.
+    """Insert random text wherever a run may contain text.
 
-    No text may break a table on a page, in a comparison or in the index.
+    The text must not break a table on a page, in a comparison or in the index.
     """
     with tempfile.TemporaryDirectory() as parent:
         folder, next_texts = shutil.copytree(whole, Path(parent) / name), itertools.cycle(texts)
@@ -404,7 +407,7 @@ def test_any_text_of_a_run_can_appear_on_its_pages(whole, name, report, texts, s
         fence = [token.content for token in MARKDOWN.parse(pages["run"]) if token.type == "fence"][-1]
         words = [word for start in run.kept for word in map(printable_lines, start.about["command"])]
         command = [re.sub("\n{3,}", "\n\n", word) for word in words]
-        # A page never contains two consecutive blank lines.
+        # Pages never contain two consecutive blank lines.
         assert shlex.split(fence, comments=True) == command
         assert all(re.fullmatch(r"[\w-]+", logbook.file_name(text)) for text in texts)
 
@@ -414,7 +417,7 @@ def shown(text: object) -> str:
 
 
 def test_a_page_without_escaping_is_detected(tmp_path, monkeypatch):
-    """Fail for a mutant of the code that inserts values without escaping."""
+    """Check that the test of random text detects a mutant that inserts values without escaping them."""
     environment = markdown._environment()
     monkeypatch.setattr(environment, "finalize", lambda value: markdown.Markup(value))
     monkeypatch.setattr(environment, "cache", None)
@@ -461,7 +464,7 @@ def test_each_run_has_a_separate_page_with_reproducible_bytes(book, tmp_path):
     book("add", first_run)
     book("index")
     assert written() == first_files
-    second_run.rename(moved)  # Simulates a copy from a cluster to a laptop
+    second_run.rename(moved)  # Simulate a copy of the run from a cluster to a laptop
     assert f"`{moved}`" in page_of(book, "add", moved)
     assert written().keys() == first_files.keys()
     moved.rename(second_run)
@@ -495,7 +498,9 @@ def test_runs_that_saw_different_images_are_not_compared(name, book, tmp_path):
 
 
 def test_columns_are_named_by_what_differs(tmp_path):
-    """Compare data by content, because the same images may be stored under another name."""
+    """Check that columns are named by the data's content, because a data set may be stored under several
+    names.
+    """
 
     def names(*changes: dict, **facts) -> list[str]:
         parent = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -526,12 +531,12 @@ def test_columns_are_named_by_what_differs(tmp_path):
             ["The throughput of single x 1 varied by ", "the first run was slowed down"],
         ),
         ([1000] * 20, 23.6, ["the first run may have been slow"]),
-        ([10, *[1000] * 20], 8.0, []),  # The first line includes the warm-up
-        ([100, 1000] * 3, 8.0, []),  # Too few lines
+        ([10, *[1000] * 20], 8.0, []),  # Speeds whose first log line includes the warm-up
+        ([100, 1000] * 3, 8.0, []),  # Too few log lines to judge the speeds
     ],
 )
 def test_doubtful_times_get_a_remark(speeds, train_s, doubts, book, tmp_path):
-    """Compare with a slower first run, which was trained on one process."""
+    """Check remarks on a slower first run, which was trained on one process."""
     slow_run = write_run(tmp_path / "one", strategy="single", processes=1, train_s=train_s)
     fast_run = write_run(tmp_path / "two", train_s=5.0)
     lines = [{"step": k, "epoch": k, "wall_s": k, "train/images_per_s": v} for k, v in enumerate(speeds)]
@@ -555,9 +560,9 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
 
 
 def test_the_largest_batch_belongs_to_the_same_model_and_strategy(book, tmp_path):
-    """Ignore batch-size searches for other models and strategies.
+    """Check that a page ignores batch-size searches for other models and strategies.
 
-    A stored page shows a search for the run's model.
+    A stored page contains a search for the run's model.
     """
     runs, file = [write_run(tmp_path / "run")] * 2, tmp_path / "search.json"
     search = {"script": "train_vit", "strategy": "ddp", "processes": 2, "recipe": {}, "sharding": {}}

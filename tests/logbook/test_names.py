@@ -1,4 +1,4 @@
-"""Untrusted names and JSON files: each is shown escaped, or refused in one line that names the file."""
+"""Tests that untrusted names are shown escaped, and that malformed JSON files are refused in one line."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_a_class_in_latin_1_is_trained_validated_and_shown(tmp_path):
 
 
 def test_escaped_names_are_shown_everywhere(tmp_path):
-    """Check a broken image of a class with such a name, split names, doctor.py, plots and pages."""
+    """Check untrusted names in messages about a broken image, split names, doctor.py, plots and pages."""
     root = renamed_classes(tmp_path / "data")
     split = open_images(prepare_data(str(root), tmp_path / "cache"), ImageRecipe(workers=0))
     assert list(split.classes) == SHOWN
@@ -111,7 +111,7 @@ def deep_restart(file: Path) -> None:
     raise ValueError(file.name)  # An unreadable count is replaced
 
 
-READERS = {  # Maps each file to its reader. Readers that continue without the file report an error here.
+READERS = {  # Reader of each file. Readers that continue without the file report an error in this test.
     "any.json": read_json,
     STATE_FILE: lambda file: RunState.read(Checkpoint(file.parent, {"step": 1})),
     MANIFEST_FILE: lambda file: check_manifest(file.read_bytes(), file.parent),
@@ -144,7 +144,7 @@ def test_malformed_json_is_one_line_that_names_its_file(content, tmp_path, monke
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(CONTENTS[content])
         if name == "config.yaml" and content == "long number":
-            continue  # Readers treat the key `a` like any other unknown key
+            continue  # Readers ignore the key `a` like any other unknown key
         with pytest.raises(ValueError, match=r".+") as error:
             read(file)
         assert file.name in str(error.value), name
@@ -154,7 +154,7 @@ def test_malformed_json_is_one_line_that_names_its_file(content, tmp_path, monke
 
 @pytest.mark.parametrize("content", CONTENTS)
 def test_a_run_with_malformed_json_has_a_page(content, tmp_path):
-    """Name the fault on the page. No new run resumes this run, and a broken owner.json blocks no start."""
+    """Check that a page names the malformed file. No new run resumes the run, and no start is blocked."""
     for name in ("recipe.json", "result.json", "confusion.json", "metrics.jsonl", "telemetry-a.jsonl"):
         (tmp_path / name).write_bytes(CONTENTS[content])
     record = RunRecord(tmp_path)

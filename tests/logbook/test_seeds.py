@@ -1,4 +1,4 @@
-"""Comparisons over seeds: the pages, and the statistics checked against scipy and simulated draws."""
+"""Tests of comparisons over seeds: their pages, and statistics checked with scipy and simulated draws."""
 
 import re
 
@@ -68,7 +68,7 @@ def test_a_page_over_seeds(book, tmp_path):
 
 
 def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
-    """Compare the same training run twice as two runs. Refuse the pair among several seeds."""
+    """Check that two copies of a training run are compared as two runs, but refused among several seeds."""
     same = [make_run(tmp_path / f"same{k}", 0, 0.9) for k in range(2)]
     assert "Over seeds" not in page_of(book, "compare", *same, "--name", "page")
     status, _, errors = book("compare", *same, make_run(tmp_path / "other", 1, 0.91))
@@ -77,7 +77,7 @@ def test_runs_of_one_recipe_and_seed_are_no_sample(book, tmp_path):
 
 
 def test_a_page_over_folds(book, tmp_path):
-    """Use Student's t with an error of sqrt(1/3 + 1/2) standard deviations, as Nadeau and Bengio propose."""
+    """Check Student's t intervals whose errors are sqrt(1/3 + 1/2) deviations (Nadeau and Bengio)."""
     runs = []
     for model, accuracies in {"vit_a": (0.8, 0.75, 0.7), "vit_b": (0.5, 0.75, 0.2)}.items():
         for fold, accuracy in enumerate(accuracies, 1):

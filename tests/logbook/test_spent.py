@@ -1,4 +1,4 @@
-"""Time that a run spent: its parts, the work lost at restarts, and the section on the page."""
+"""Tests of the time that a run spent: its parts, the work lost at restarts, and the section on the page."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SPENT |= {"first evaluation": 1.5, "plots": 0.5}
 
 
 def section(run: RunRecord) -> str:
-    """Return the section. It must not contain another heading."""
+    """Return the page's section on spent time, which must not contain another heading."""
     return run_page(run, "x", []).partition("## Where the time went\n")[2].partition("\n## ")[0]
 
 
@@ -37,7 +37,8 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
     """Simulate a run with three consecutive processes.
 
     The first process ends 30 s after its last checkpoint. The second process ends 10 s after its last
-    checkpoint, on another host, which previously was a worker. The next processes begin 60 s and 5 s later.
+    checkpoint, on another host, which previously was a worker. The second and third processes begin 60 s and
+    5 s after the previous process ends.
     """
     first = [header("h1", 1010, 10), {"t": 1011, "step": 1}, {"t": 1100, "step": 90}]
     first += [header("h1", 1245, 10, 120.0), {"t": 1250, "step": 250}]
@@ -53,7 +54,7 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
         (120, 135),
     ]
     assert (lost_s(run), paused_s(run)) == (30 + 10, 60 + 15)
-    # Pauses between processes do not count.
+    # Pauses between processes are excluded.
     assert _telemetry(run)[0][0].curves == {"h2": ([99, 100 + 60], [1.0, 2.0])}
     text = section(run)
     table = rows(text)
@@ -78,7 +79,7 @@ def test_odd_values_break_no_page(spent, tmp_path):
 
 
 def test_the_parts_of_a_run_add_up_to_its_time(tmp_path, cache):
-    """Train with two consecutive processes. The time between the processes does not count."""
+    """Train with two consecutive processes, whose pause is not part of the run's time."""
     folder, flags = tmp_path / "run", ["--data", "digits", "--batch_size", "64", "--epochs", "2"]
     words = [*python(), *CNN, *flags, *cache, "--log_every", "10", "--telemetry_s", "0.1"]
     words += ["--output_dir", folder, "--max_steps"]

@@ -1,4 +1,4 @@
-"""The attention kernel for few tokens: results, layers that use the kernel, compilation and records."""
+"""Tests of the attention kernel for few tokens: results, layers, compilation and records."""
 
 import hashlib
 import itertools
@@ -36,7 +36,7 @@ from train_vit import Vit, build_model
 
 
 def interpreted(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the interpreter's list of problems for each case."""
+    """Return the list of problems that the interpreter finds in each case."""
     defaults = {"size": 32, "dtype": "bfloat16", "largest": 3, "order": "packed", "heads": 2}
     process = subprocess.run(
         [sys.executable, "-m", "tests.support.interpreted_attention"],
@@ -57,11 +57,11 @@ CASES += [{"tokens": n, "largest": 100} for n in (17, 130)]
 CASES += [{"tokens": n, "order": "parts first"} for n in (3, 66)]
 WRONG_MASK = {"[None, :] < N, scores": "[None, :] < N + 1, scores"}
 NO_SCALE = {"tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)": "tl.dot(q, tl.trans(k)) * LOG2_E"}
-SWAPPED = {  # This mutant swaps the gradients of keys and values
+SWAPPED = {  # Mutant that swaps the gradients of keys and values
     "packed + tile + 2 * H * D, dv": "packed + tile + H * D, dv",
     "packed + tile + H * D, tl.dot(": "packed + tile + 2 * H * D, tl.dot(",
 }
-# This mutant computes half of the rows twice, with the same results.
+# Mutant that computes half of the rows twice, with the same results
 RACE = {"% BLOCKS * R\n": "% BLOCKS * (R // 2)\n"}
 RACE_BACK = {
     "(tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H": "(tl.program_id(0) // H).to(tl.int64), 0"
@@ -152,7 +152,7 @@ def test_which_layers_use_the_kernel(options, fits):
 
 
 def operators(module: nn.Module, tokens: int = 50, dtype: Any = torch.bfloat16, **more: Any) -> set[str]:
-    """Return the operators of a forward and a backward pass on fake tensors."""
+    """Return the operators called by a forward and a backward pass on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True), Operators() as called:
         inputs = torch.empty(2, tokens, 64, requires_grad=True)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -180,7 +180,7 @@ def test_which_forwards_use_the_kernel(more, takes):
     called = operators(layer(), **more)
     assert (KERNELS & called) == (KERNELS if takes else set())
     assert any("scaled_dot_product" in name for name in called) != takes
-    assert not (takes and "stack" in called)  # The kernel writes the packed gradient directly
+    assert not (takes and "stack" in called)  # The kernel writes the packed gradient without stacking
 
 
 def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
@@ -200,7 +200,7 @@ def test_evaluations_and_other_devices_keep_torchs_attention(monkeypatch):
 
 
 def test_a_kernel_that_fails_is_not_used():
-    """Run without the interpreter. Triton finds no driver on a CPU."""
+    """Run the kernel on a CPU without the interpreter, where Triton finds no driver."""
     assert kernel_failure(layer(), torch.device("cpu"), torch.float16) != ""
     assert kernel_failure(nn.Linear(2, 2), torch.device("cpu"), torch.float16) is None
 
@@ -210,7 +210,7 @@ def test_a_vits_layers_know_their_tokens():
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert {module.tokens for module in layers} == {17}
     assert model.training
-    # The function wrap() decides whether a layer uses the kernel.
+    # wrap(), which decides whether a layer uses the kernel, has not run yet.
     assert not any(module.kernel_tokens for module in layers)
     assert use_kernel(model)
     assert not use_kernel(nn.Linear(2, 2))
@@ -246,7 +246,7 @@ def test_cudnn_comes_first_for_many_tokens_in_training(monkeypatch):
 
 
 class H200:
-    """Triton's driver of a machine with an H200, reduced to the parts that kernel analysis needs."""
+    """Triton driver for a machine with an H200, reduced to the functions that kernel analysis needs."""
 
     @staticmethod
     def get_current_target() -> Any:
@@ -257,9 +257,11 @@ class H200:
 
 @pytest.mark.parametrize(("tokens", "warps"), [(50, (4, 4)), (197, (4, 8))])
 def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
-    """Check that Dynamo's graph contains the operator and Inductor's graphs the kernels with their warps.
+    """Check that Dynamo's graph contains the operator, and Inductor's graphs contain the kernels with their
+    warps.
 
-    The kernels must receive the same tensors. No input is copied, and no argument is a number.
+    The kernels must receive the same tensors as without compilation. No input is copied, and no argument is a
+    number.
     """
     import triton
     from torch._dynamo.backends.common import aot_autograd
@@ -306,7 +308,9 @@ def test_a_compiled_layer_launches_the_same_kernels(tokens, warps):
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 def test_the_kernels_fit_every_gpu(capability):
-    """Compile without a GPU. Shared memory must fit the limits in CUDA's guide, and fp64 must not appear."""
+    """Compile the kernels without a GPU. Kernels must fit CUDA's documented shared memory and
+    not use fp64.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -333,7 +337,7 @@ def test_the_kernels_fit_every_gpu(capability):
 
 
 def test_a_script_imports_no_triton_and_its_model_no_kernels():
-    """Check the records on a CPU. timm itself imports Triton when it builds a model."""
+    """Check the records on a CPU. Only timm imports Triton, and only when it builds a model."""
     code = "import sys, train_vit\n"
     code += "print('triton' in sys.modules)\n"
     code += "train_vit.build_model(train_vit.Vit(model='test_vit', image_size=32, patch_size=8), 10)\n"
@@ -362,7 +366,7 @@ LAUNCHERS = {"single": python(), "ddp": STRATEGIES["ddp"], "fsdp": STRATEGIES["f
 
 @pytest.mark.full
 def test_one_process_ddp_and_fsdp2_use_the_kernel_with_the_same_bits(tmp_path, cache):
-    """Use fp16, because Triton's interpreter does not multiply bf16 numbers."""
+    """Train in fp16, because Triton's interpreter does not multiply bf16 numbers."""
     flags = ["--data", "digits", "--batch_size", "8", "--per_device_batch_size", "4", "--max_steps", "2"]
     flags += ["--trackers", "none", "--mixed_precision", "fp16", "--deterministic", "--max_val_images", "8"]
     hashes, folders = set(), [*LAUNCHERS, "without"]

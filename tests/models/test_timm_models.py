@@ -1,4 +1,4 @@
-"""Layers that are computed differently than in timm, with the same results and parameter names."""
+"""Tests of replacements for timm's layers, which must keep the results and the parameter names."""
 
 import copy
 from collections import Counter
@@ -19,7 +19,7 @@ MODELS = ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "mixer_s32_224
 
 
 class Operators(TorchDispatchMode):
-    """Recorder of the operators that are called."""
+    """Dispatch mode that records the operators that are called."""
 
     def __init__(self):
         super().__init__()

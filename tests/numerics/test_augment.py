@@ -1,4 +1,4 @@
-"""Augmentation of whole batches compared with single images, and benchmarks of decoding and shards."""
+"""Tests that compare the augmentation of batches and of single images, and tests of decoding benchmarks."""
 
 import itertools
 import json
@@ -55,11 +55,11 @@ def test_crop_and_flip_is_pad_crop_flip(images):
         assert np.array_equal(result.numpy(), expected[:, ::-1] if turn < 0.5 else expected)
         shifts.add((top, left))
         flips += turn < 0.5
-    assert {0, 8} <= {top for top, _ in shifts}  # Both extremes must occur
+    assert {0, 8} <= {top for top, _ in shifts}  # The smallest and the largest shift must occur
     assert 16 < flips < 48
-    chosen = np.array([9, 2, 9])  # Indices of images on the device
+    chosen = np.array([9, 2, 9])  # Indices of the selected images on the device
     assert torch.equal(cropped(images, draws[chosen], 4, True, chosen), augmented[chosen])
-    last = 2**22 - 1  # The offsets exceed 32 bits
+    last = 2**22 - 1  # Index of an image whose offset exceeds 32 bits
     y, _ = moved_pixels(torch.tensor([last]), torch.zeros(3, 1, dtype=torch.int64), (last + 1, 32, 32, 3))
     assert y[0].tolist() == [(last * 32 + line) * 32 for line in range(32)]
 
@@ -69,14 +69,14 @@ def test_crop_and_flip_is_pad_crop_flip(images):
 )
 @pytest.mark.parametrize("interpolation", [None, "bicubic", "bilinear"])
 def test_to_float_matches_torchvision(h, w, size, interpolation):
-    """Include sizes where one edge grows and one shrinks, and an image whose full matrices would not fit."""
+    """Check sizes at which one edge grows and one shrinks, and an image too large for full matrices."""
     images = torch.randint(256, (64 if w < 99 else 1, h, w, 3), dtype=torch.uint8)
     mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
     resized = to_float(images, mean, std, size, interpolation)
     expected = v2.functional.normalize(images.permute(0, 3, 1, 2).float() / 255, mean, std)
     if (h, w) != (size, size):
         mode = v2.InterpolationMode(interpolation or "bicubic")
-        # Antialias in the same cases as PIL, whose kernel differs.
+        # torchvision must antialias in the same cases as PIL.
         antialias = size < max(h, w) or interpolation is not None
         expected = v2.functional.resize(expected, [size, size], mode, antialias=antialias)
     assert resized.shape == (len(images), 3, size, size)
@@ -106,7 +106,7 @@ def test_mixing_matches_torchvision_and_keeps_channels_last(mixup, cutmix, dtype
 
 
 def test_images_are_mixed_in_the_dtype_of_the_model():
-    """Simulate the accelerator, because the test has no GPU."""
+    """Check the dtype for simulated accelerators, because the test has no GPU."""
     types = {"cuda bf16": torch.bfloat16, "cuda fp16": torch.float16, "cuda no": None, "cpu bf16": None}
     for (device, mixed_precision), dtype in ((name.split(), dtype) for name, dtype in types.items()):
         precision = SimpleNamespace(mixed_precision=mixed_precision)
@@ -119,7 +119,7 @@ OPERATIONS = (v2.functional.adjust_brightness, v2.functional.adjust_contrast, v2
 @pytest.mark.parametrize("alone", [0, 1, 2, None])
 def test_color_jitter_matches_torchvision_in_every_order(images, alone):
     draws = uniforms(0, 0, np.arange(64), DRAWS)[:, COLOR]
-    if alone is not None:  # A draw of 0.5 means a factor of 1, so the other two operations change nothing
+    if alone is not None:  # A draw of 0.5 is a factor of 1, which disables the other two operations
         draws[:, [k for k in range(3) if k != alone]] = 0.5
     jittered = color_jitter(images, draws, 0.4)
     assert (jittered.shape, jittered.dtype, jittered.is_contiguous()) == (images.shape, torch.uint8, True)
@@ -128,19 +128,19 @@ def test_color_jitter_matches_torchvision_in_every_order(images, alone):
         expected = image.permute(2, 0, 1).float() / 255
         for k in ORDERS[int(turn * 6)]:
             expected = OPERATIONS[k](expected, 0.6 + 0.8 * factors[k])
-        # Half a step from rounding the result, and slightly more from rounding the grey values before their
-        # mean
+        # Rounding the result adds half a step, and rounding the gray values before their mean adds slightly
+        # more.
         assert (result.permute(2, 0, 1) - 255 * expected).abs().max() < 0.55
         orders.add(int(turn * 6))
     assert orders == set(range(6))
     assert sorted(map(tuple, ORDERS)) == list(itertools.permutations(range(3)))
-    assert (jittered != images).flatten(1).any(1).sum() > 60  # A factor can be close to 1
+    assert (jittered != images).flatten(1).any(1).sum() > 60  # A few images may have a factor close to 1
 
 
 def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
-    """Check that areas range from 0.02 to 1/3 of the image and aspect ratios from 0.3 to 1/0.3.
+    """Check that erased areas range from 0.02 to 1/3 of the image, and aspect ratios from 0.3 to 1/0.3.
 
-    Boxes may lie at any position.
+    Erased boxes may lie at any position.
     """
     count, h, w = 3000, 40, 60
     draws = uniforms(0, 0, np.arange(count), DRAWS)[:, ERASING]
@@ -148,23 +148,24 @@ def test_erased_boxes_have_the_areas_and_shapes_of_the_paper():
     erased = random_erasing(images, draws, 0.25) == 0
     assert erased.is_contiguous(memory_format=torch.channels_last)
     assert (erased == erased[:, :1]).all()  # Erased pixels are zero in all channels
-    rows, columns = erased[:, 0].any(2), erased[:, 0].any(1)  # [count, h], [count, w]
+    # Erased rows [count, h] and erased columns [count, w]
+    rows, columns = erased[:, 0].any(2), erased[:, 0].any(1)
     assert (erased[:, 0] == (rows[:, :, None] & columns[:, None, :])).all()
-    for edges in (rows, columns):  # Each box is connected
+    for edges in (rows, columns):  # Erased boxes are connected
         assert (edges.int().diff(dim=1) == 1).sum(1).max() <= 1
     hit = rows.any(1)
     assert (hit == torch.from_numpy(draws[:, 0] < 0.25)).all()
     assert hit.float().mean().item() == pytest.approx(0.25, abs=0.03)
     height, width = rows[hit].sum(1).double(), columns[hit].sum(1).double()
     area = height * width / (h * w)
-    assert area.min() > 0.01  # Rounding adds or removes one pixel on edges of at least 4 pixels
+    assert area.min() > 0.01  # Rounding changes each edge, of at least 4 pixels, by at most one pixel
     assert area.max() < 0.36
     assert area.mean().item() == pytest.approx((0.02 + 1 / 3) / 2, abs=0.01)
     aspect = (height / width).log()
     assert aspect.mean().abs() < 0.06
     assert aspect.quantile(0.02) < np.log(0.4)
     assert aspect.quantile(0.98) > np.log(2.5)
-    assert rows.any(0).all()  # Boxes reach every border
+    assert rows.any(0).all()  # Erased boxes reach every border
     assert columns.any(0).all()
 
 
@@ -213,7 +214,6 @@ mixer(0.8, 1.0, 10)(images, torch.arange(16) % 10)
 
 
 def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
-    """Make imports of any other project module fail."""
     (tmp_path / "mine").mkdir()
     for name in ("augment.py", "rand_augment.py"):
         shutil.copy(ROOT / "onecurve" / "numerics" / name, tmp_path / "mine")
@@ -228,7 +228,9 @@ def test_the_two_files_work_without_the_rest(tmp_path, monkeypatch):
 
 
 def test_each_type_of_draw_has_separate_columns():
-    """Use the columns of moves() (0 to 2) and of the decoder (4 to 43, onecurve/data/workers.py)."""
+    """Check that no column of moves() (0 to 2) is also a column of the decoder (4 to 43,
+    onecurve/data/workers.py).
+    """
     columns = [0, 1, 2, *range(4, 44)]
     for part in (COLOR, ERASING, RAND_AUGMENT):
         columns += range(DRAWS)[part]
@@ -236,7 +238,7 @@ def test_each_type_of_draw_has_separate_columns():
 
 
 def test_a_crop_is_resized_like_a_separate_image():
-    """Resize a channels_last crop with gaps in memory, for which torch uses a different code path."""
+    """Check a channels_last crop with gaps in memory, which torch resizes in a different code path."""
     image = np.random.RandomState(1).randint(0, 256, (300, 400, 3), dtype=np.uint8)
     crop = image[20:280, 33:350]
     whole = torch.from_numpy(crop.transpose(2, 0, 1).copy())[None]

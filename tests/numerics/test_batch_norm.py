@@ -1,4 +1,4 @@
-"""BatchNorm of torch and timm: only micro-batch 0 updates the running statistics."""
+"""Tests that only micro-batch 0 updates the running statistics of torch's and timm's BatchNorm."""
 
 import pytest
 import timm
@@ -45,10 +45,10 @@ def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed
             drawn = torch.rand(())
             optimizer.step()
             optimizer.zero_grad()
-        if k % ACCUMULATIONS == 0:  # Expected result of torch's layers for this micro-batch
+        if k % ACCUMULATIONS == 0:  # Result that torch's layers compute for this micro-batch
             torch.manual_seed(k)
             plain.train()(images)
-            assert torch.rand(()) == drawn  # The random numbers continue as if nothing had been recomputed
+            assert torch.rand(()) == drawn  # Recomputing activations leaves the random numbers unchanged
         else:
             trained = dict(model.named_parameters())
             with torch.no_grad():
@@ -63,7 +63,7 @@ def test_statistics_follow_the_first_micro_batch_of_each_step(name, checkpointed
 
 
 def test_a_frozen_layer_keeps_its_statistics(accelerator):
-    """Check that training and evaluation results do not depend on the micro-batch size."""
+    """Check that a frozen layer's results in training and evaluation are independent of the batch."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
     model[:2].requires_grad_(False)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -95,13 +95,13 @@ TIMM = ["train_cnn_b.py", "--data", "digits", *FLAGS]
 
 @pytest.fixture(scope="module")
 def timm_script(tmp_path_factory):
-    """Copy the project. Its CNN-B is a timm model, and the script does not mention BatchNorm or blocks."""
+    """Copy the project with a timm model as CNN-B. Its script does not mention BatchNorm or blocks."""
     project = copy_project(tmp_path_factory.mktemp("timm") / "project")
     project_model = "    return ResNet18(recipe.width, recipe.stem, classes, recipe.blurpool)\n"
     timm_model = "    return __import__('timm').create_model('test_efficientnet', num_classes=classes)\n"
     mutate(project, "train_cnn_b.py", project_model, timm_model)
-    # FSDP and ZeRO can't use this layout. Its sums round differently, which changes the loss by 1.1e-5 by
-    # step 4.
+    # FSDP and ZeRO can't use the channels_last format. Sums in this format round differently, which changes
+    # the loss by 1.1e-5 by step 4.
     layout_condition = 'if strategy(accelerator) in ("single", "ddp") and not accelerator.deterministic:'
     mutate(project, "onecurve/distributed/accelerator.py", layout_condition, "if False:")
     return project

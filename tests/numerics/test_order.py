@@ -1,4 +1,4 @@
-"""Sample order, which depends only on the seed, epoch, step and batch size."""
+"""Tests of the sample order, which depends only on the seed, epoch, step and batch size."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from onecurve.numerics.order import (
 
 
 def test_orders_never_change():
-    """Compare with the order in the first version. A different order would break resumes of old runs."""
+    """Compare with the sample order of the first version. With a different order, runs can't resume."""
     assert order(0, 0, 8).tolist() == [3, 7, 4, 0, 2, 6, 5, 1]
     assert order(7, 3, 8).tolist() == [5, 3, 1, 6, 7, 4, 2, 0]
     draws = [0.7494258473294089, 0.2957477098503827, 0.04762140972786788]
@@ -30,9 +30,9 @@ def test_orders_never_change():
 
 
 def test_a_choice_by_hash_never_changes():
-    """Compare with the first version.
+    """Compare with the selection of the first version.
 
-    A larger selection contains each smaller one and covers all ids evenly.
+    A larger selection contains each smaller selection and covers all IDs evenly.
     """
     assert chosen_by_hash(50_000, 8).tolist() == [7813, 9539, 10062, 25727, 29332, 30320, 34952, 47786]
     assert set(chosen_by_hash(1000, 16)) <= set(chosen_by_hash(1000, 100))
@@ -43,7 +43,7 @@ def test_a_choice_by_hash_never_changes():
 
 @st.composite
 def jobs(draw) -> tuple[Samples, Batch]:
-    """Draw samples of either type, and a batch."""
+    """Generate samples of either type, and a batch."""
     processes, accumulations, per_device = (draw(st.integers(1, maximum)) for maximum in (6, 4, 4))
     batch = share_out(processes * accumulations * per_device, per_device, processes)
     if draw(st.booleans()):
@@ -55,7 +55,7 @@ def jobs(draw) -> tuple[Samples, Batch]:
 
 @given(jobs(), st.integers(0, 12))
 def test_each_sample_is_used_once_per_epoch_on_any_number_of_processes(job, begin):
-    """Check the order, which is a function of the batch, and plans that begin at any step.
+    """Check plans that begin at any step, and the order, which must not depend on the number of processes.
 
     Each stream belongs to one process. Processes share only the shards at the ends of their streams.
     """
@@ -92,12 +92,12 @@ def test_evaluation_has_every_sample_once_and_equal_shapes(count, size, processe
     assert len({len(plan) for plan in plans}) == 1
     assert all(len(ids) == size and ids.max() < count for plan in plans for ids, _ in plan)
     counted = [i for plan in plans for ids, valid in plan for i in ids[:valid].tolist()]
-    assert counted == list(range(count))  # The order shows that each process reads only its part
+    assert counted == list(range(count))  # Each process reads only its part of the order
     for plan in plans:
         read_ids = {i for ids, _ in plan for i in ids.tolist()}
         assert len(read_ids) <= size * -(-count // (size * processes)), "what fills up is one of its own"
-    # The last bits of an image's result depend on its position in a micro-batch, and so on how processes
-    # divide the batch.
+    # The position in a micro-batch, which depends on how processes divide the batch, affects the last bits of
+    # an image's result.
     filled = [ids.tolist() for plan in plans for ids, valid in plan if valid]
     assert filled == [ids.tolist() for ids, _ in evaluation_plan(count, size, 1, 0)]
 
@@ -105,8 +105,9 @@ def test_evaluation_has_every_sample_once_and_equal_shapes(count, size, processe
 def test_random_numbers_belong_to_the_sample():
     samples = np.arange(1000)
     draws = uniforms(1, 2, samples, 4)
-    assert np.array_equal(uniforms(1, 2, samples[::-1], 4)[::-1], draws)  # Draws do not depend on the batch
-    # Draws do not depend on the number of columns
+    # A sample's draws do not depend on the batch
+    assert np.array_equal(uniforms(1, 2, samples[::-1], 4)[::-1], draws)
+    # A sample's draws do not depend on the number of columns.
     assert np.array_equal(uniforms(1, 2, samples[10:20], 2), draws[10:20, :2])
     for other in (uniforms(2, 2, samples, 4), uniforms(1, 3, samples, 4), uniforms(1, 2, samples + 1, 4)):
         assert not np.any(other == draws)
@@ -116,7 +117,7 @@ def test_random_numbers_are_uniform_and_independent():
     draws = uniforms(0, 0, np.arange(100_000), 3)
     assert draws.min() >= 0
     assert draws.max() < 1
-    # Five standard errors of the mean, the variance and the correlations
+    # Allow five standard errors of the mean, the variance and the correlations.
     assert np.abs(draws.mean(0) - 0.5).max() < 5 * (1 / 12 / 1e5) ** 0.5
     assert np.abs(draws.var(0) - 1 / 12).max() < 5 * (1 / 180 / 1e5) ** 0.5
     neighbours = np.corrcoef(np.hstack([draws[:-1], draws[1:]]).T) - np.eye(6)

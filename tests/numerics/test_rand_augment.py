@@ -1,4 +1,4 @@
-"""RandAugment of whole batches, compared with PIL image by image."""
+"""Tests that compare RandAugment on whole batches with PIL, image by image."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ COUNT, H, W = 8, 60, 72
 
 @pytest.fixture(scope="module")
 def images() -> torch.Tensor:
-    """Return real photographs and an image of a single color."""
+    """Return real photographs and one image of a single color."""
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[: COUNT - 1]
     photographs = [np.asarray(Image.open(file).convert("RGB").resize((W, H))) for file in files]
     return torch.from_numpy(np.stack([*photographs, np.full((H, W, 3), 77, np.uint8)]))
@@ -42,7 +42,7 @@ def moved(image: Image.Image, *affine: float) -> Image.Image:
     a, b, c, d, e, f = affine
     affine = (a, b, c + 0.5 - 0.5 * (a + b), d, e, f + 0.5 - 0.5 * (d + e))
     grey = (GREY,) * 3
-    # This transform uses the nearest pixel.
+    # This transform selects the nearest pixel.
     return image.transform(image.size, Image.Transform.AFFINE, affine, fillcolor=grey)
 
 
@@ -68,7 +68,7 @@ PIL = {
     "TranslateX": lambda image, s, sign: moved(image, 1, 0, 100 / 224 * W * s * sign, 0, 1, 0),
     "TranslateY": lambda image, s, sign: moved(image, 1, 0, 0, 0, 1, 100 / 224 * H * s * sign),
 }
-# Tolerance in steps of 1/255
+# Maximum difference from PIL, in steps of 1/255
 ROUNDED = {"AutoContrast": 1, "Color": 2, "Contrast": 2, "Brightness": 1, "Sharpness": 2}
 
 
@@ -102,7 +102,7 @@ def test_a_cut_out_is_a_grey_square_at_any_place(images):
     assert (grey == (rows[:, :, None] & columns[:, None, :])).all()
     edge = 2 * int(40 / 224 * H)
     assert rows.sum(1).max() == columns.sum(1).max() == edge
-    assert rows.sum(1).min() < edge  # One square extends beyond the image
+    assert rows.sum(1).min() < edge  # One of the erased squares extends beyond the image
     assert rows.any(0).all()
     assert columns.any(0).all()
 

@@ -1,4 +1,4 @@
-"""plan.py: the measurements in a trace, the results computed from a trace, and the table."""
+"""Tests of plan.py: measurements in a trace, results computed from a trace, and the table."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def parameter_bytes() -> int:
     ],
 )
 def test_a_trace_matches_the_engine(config, share, sent):
-    """Compare a device's memory and the exchanged bytes with the number of parameters."""
+    """Compare a device's memory and the exchanged bytes with the number of parameters in bytes."""
     whole, trace = parameter_bytes(), traced(config, 4, hosts=2)
     assert trace.parameters == pytest.approx(whole / share, rel=0.05)
     # DeepSpeed's bucket contains its gradients, and DeepSpeed also keeps master weights.
@@ -70,7 +70,7 @@ def test_a_trace_matches_the_engine(config, share, sent):
 
 
 def test_a_plan_counts_the_bytes_of_the_attention_kernel():
-    """Count the bytes that the kernel reads and writes.
+    """Check the number of bytes that the attention kernel reads and writes.
 
     The forward pass reads qkv and writes the outputs. The backward pass reads qkv, the outputs and their
     gradient, and writes qkv's gradient.
@@ -80,13 +80,13 @@ def test_a_plan_counts_the_bytes_of_the_attention_kernel():
         name: traced("single_gpu", 1, script=script, sizes=(4, 8), mixed="bf16", device=name)
         for name in ("cpu", "NVIDIA H200", "Tesla T4")
     }
-    part = 2 * 4 * 17 * 64  # Bytes per number, images, tokens, numbers per token
+    part = 2 * 4 * 17 * 64  # Product of bytes per number, images, tokens, and numbers per token
     kernels = [("bfloat16", 4 * 4 * 17**2 * 64, 4 * part), ("bfloat16", 10 * 4 * 17**2 * 64, 8 * part)]
     added = Counter(map(tuple, traces["NVIDIA H200"].operations)) - Counter(
         map(tuple, traces["cpu"].operations)
     )
     assert [*added] == kernels
-    # The trace must end without an error
+    # The trace must end without an error.
     traced("ddp_2gpu", 2, script=script, sizes=(4, 8), mixed="bf16", device="NVIDIA H200")
     assert traces["Tesla T4"].operations == traces["cpu"].operations
     moved_bytes = {name: sum(bytes for *_, bytes in trace.operations) for name, trace in traces.items()}
@@ -98,12 +98,12 @@ def test_hybrid_sharding_sends_a_share_between_the_hosts():
     between = sum(size for name, size, ranks in trace.collectives if (name, ranks) == ("all_reduce", 2))
     assert between == pytest.approx(whole / 4, rel=0.05)
     _, network = traffic(trace, Cluster(2, 4, H200, 10))
-    # A host has four devices, and 2 (n-1)/n equals 1 for two hosts.
+    # A host has four devices, and 2 (n-1)/n is 1 for two hosts.
     assert network == pytest.approx(4 * between)
 
 
 def test_a_sharded_optimizer_holds_only_its_shards():
-    """Do not count the fake tensors with full shapes that DTensor creates before an operator."""
+    """Check that fake tensors with full shapes, which DTensor creates before an operator, don't count."""
     trace = traced("fsdp_4gpu", 4, script=["train_cnn_a.py", "--batch_size=4"], sizes=(1,))
     assert trace.peaks[1]["Optstate"] == pytest.approx(trace.optimizer, rel=0.01)
 
@@ -146,7 +146,7 @@ def test_a_tensor_that_another_thread_released_is_not_measured(tmp_path):
 
 
 def test_the_largest_size_is_extrapolated_linearly():
-    peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # 10 GiB, plus 1 GiB per image
+    peaks = {8: {"Total": 18 * 2**30}, 16: {"Total": 26 * 2**30}}  # Memory of 10 GiB, plus 1 GiB per image
     assert largest_size(peaks, 60 * 2**30 + cost.CONTEXT_BYTES) == 48
     assert largest_size(peaks, 12 * 2**30) == 0
 
@@ -157,7 +157,7 @@ def test_the_largest_size_is_extrapolated_linearly():
         (new_trace(operations=[("bfloat16", 10**15, 1)]), ALONE, cost.COMPUTE, 1 / 0.9895 / 0.66 / 0.65),
         (new_trace(operations=[("float32", 0, 10**12)]), ALONE, cost.MEMORY, 1 / 4.8 / 0.9 / 0.65),
         (new_trace(operations=[("float32", 1, 1)] * 10), ALONE, cost.LAUNCHES, 2e-3 + 160e-6),
-        # The exchange runs in parallel with two thirds of the host's 2 ms
+        # The exchange runs in parallel with two thirds of the host's 2 ms.
         (
             new_trace(collectives=[("all_reduce", 10**9, 2)]),
             Cluster(2, 1, H200, 2),
@@ -184,10 +184,10 @@ def test_an_exchange_hides_behind_the_backward_pass():
 
 
 def planned(batch_size: int, file: Path, monkeypatch) -> tuple[list[dict], str]:
-    """Return the lines of a plan, and the output of plan.py."""
+    """Return the lines of a plan and the output of plan.py."""
     words = ["--gpus", 1, "--gpu", "Tesla T4", "--output", file, "train_cnn_a.py"]
     words += ["--data=digits", f"--batch_size={batch_size}"]
-    monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # Forks support only one thread
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)  # forks.Popen supports only one thread
     monkeypatch.setattr("tools.plan.planning.MOST_AT_ONCE", 1)
     status, output = call(plan_script.main, *words)
     assert status == 0, output
@@ -198,7 +198,7 @@ def test_a_plan(tmp_path, monkeypatch):
     (single, offload), output = planned(2, tmp_path / "plan.json", monkeypatch)
     assert (single["strategy"], single["images"], single["efficiency"]) == ("single", 2, 1.0)
     assert single["hours"] == pytest.approx(1437 // 2 * 10 * single["step_s"] / 3600)
-    assert offload["step_s"] is None  # The step time is not estimated
+    assert offload["step_s"] is None  # No step time is estimated for offloading
     assert "accelerate launch --config_file accelerate_configs/single_gpu.yaml" in output
     assert "--mixed_precision fp16" in output  # A T4 does not support bf16
 
@@ -212,10 +212,7 @@ def test_a_plan_respects_max_steps_and_warns_about_freeze(capsys):
 
 @pytest.mark.full
 def test_the_largest_size_does_not_depend_on_the_recipes_batch(tmp_path, monkeypatch):
-    """Check both kinds of peak memory.
-
-    The peak lies in the optimizer step for 2 images, and in the activations for thousands of images.
-    """
+    """Check memory peaks in the optimizer step, at 2 images, and in activations, at thousands of images."""
     plans = [planned(size, tmp_path / f"{size}.json", monkeypatch)[0] for size in (2, 4096)]
     small, large = ([line["largest"] for line in lines] for lines in plans)
     assert small == large
@@ -235,7 +232,7 @@ def test_part_of_a_name_is_enough_and_a_device_has_its_network(name, capsys):
 
 def test_a_plan_reports_its_progress(monkeypatch):
     def trace(*_) -> Trace:
-        time.sleep(2)  # A heartbeat takes half a second
+        time.sleep(2)  # A heartbeat is sent after half a second
         return new_trace(peaks={size: {"Total": size} for size in (64, 128)})
 
     monkeypatch.setattr(Planning, "_trace", trace)

@@ -1,4 +1,4 @@
-"""Predicted step times: exchange, accumulation and memory."""
+"""Tests of predicted step times: exchange, accumulation and memory."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tools.plan import cost
 from tools.plan.cost import Cluster, Execution, exchanged, step_time, traffic
 from tools.plan.planning import Planning, compressed, possible
 
-HOSTS = Cluster(2, 1, H200, 0.1)  # 10^8 bytes/s
+HOSTS = Cluster(2, 1, H200, 0.1)  # Two hosts whose network transfers 0.1 GB/s
 GRAPH = Execution.of("no", True)
 GATHER, SCATTER = ("all_gather", 10**8, 2), ("reduce_scatter", 10**8, 2)
 
@@ -24,7 +24,8 @@ def test_accumulation_repeats_only_some_exchanges(strategy, counts):
     assert step_time(trace, HOSTS, EAGER, accumulations=3)[0] == pytest.approx(3 * alone)
 
 
-# Images/s on one H200 at batch 512, by --compile and whether a step is one graph (docs/performance.md)
+# Measured images/s on one H200 at batch 512, by --compile and whether a step is one graph
+# (docs/performance.md)
 MEASURED: dict[str, dict] = {
     "train_vit.py": {("no", False): 8_530, ("default", False): 11_170},
     "train_cnn_b.py": {("no", False): 57_834, ("no", True): 62_582, ("default", False): 49_382},
@@ -61,7 +62,8 @@ def test_a_graph_is_planned_where_a_step_supports_it(flags, strategy, expected):
     assert Planning([*SMALL, *flags], HOSTS).execution(strategy) == expected
 
 
-# Images/s with DDP on one process of an H200 over NCCL at batch 512, without a graph (docs/performance.md)
+# Measured images/s with DDP on one process of an H200 over NCCL at batch 512, without a graph
+# (docs/performance.md)
 DDP = {"train_cnn_b.py": 60_131, "train_cnn_a.py": 182_850}
 
 
@@ -84,7 +86,7 @@ def test_compressed_gradients_are_half_of_the_bytes():
         ("all_reduce", 400, 2)
     ]
     assert compressed(new_trace(strategy="ddp", collectives=whole), "no").collectives == whole
-    assert possible(2, 1, "bf16") == ["single", "ddp"]  # Other strategies refuse compression
+    assert possible(2, 1, "bf16") == ["single", "ddp"]  # Strategies other than DDP refuse compression
 
 
 def test_a_line_lists_memory_parts_and_the_limit():

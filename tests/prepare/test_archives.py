@@ -1,4 +1,4 @@
-"""Archives read as streams: members, refused members, damaged archives, S3 and the development kit."""
+"""Tests of archives read as streams: members, refusals, damaged archives, S3 and the development kit."""
 
 import hashlib
 import io
@@ -27,7 +27,7 @@ KIT = "ILSVRC2012_devkit_t12"
 
 
 def contents(archive: Member, folder: str = "") -> dict[str, bytes]:
-    """Read all files. Files of inner archives are named `<archive>/<name>`."""
+    """Read all files in an archive. Files in inner archives are named `<archive>/<name>`."""
     files = {}
     for member in members(archive):
         if member.name.endswith(".tar"):
@@ -43,7 +43,7 @@ def read(location: str | Path, hash_name: str | None = None, headers: bool = Fal
 
 
 def by_tarfile(content: bytes, folder: str = "") -> dict[str, bytes]:
-    """Read the same archives with Python's tarfile."""
+    """Read all files in an archive with Python's tarfile, named as in contents()."""
     files = {}
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         for member in archive:
@@ -91,7 +91,9 @@ def test_folders_and_other_pax_records_are_skipped(tmp_path):
 def header(
     name: str, entry_type: bytes = tarfile.REGTYPE, size: int = 0, fields: dict[int, bytes] | None = None
 ):
-    """Return a header in which `fields`, by position, replace bytes before the checksum is computed."""
+    """Return a tar header. `fields` maps positions to bytes that replace the header's bytes before the
+    checksum.
+    """
     block = bytearray(entry(name, entry_type, size).tobuf(tarfile.GNU_FORMAT))
     for start, value in (fields or {}).items():
         block[start : start + len(value)] = value
@@ -111,7 +113,7 @@ def pax(record: bytes) -> bytes:
 
 NAME, SIZE = 0, 124
 PLAIN, SPECIAL, DAMAGED = "not a plain relative name", "or another special file", "truncated or damaged"
-REFUSALS = {  # Maps each case to the blocks of the member, the member's name in the message, and the reason
+REFUSALS = {  # Blocks of the member, the member's name in the message, and the reason, for each refusal
     "parent": (header("../a.JPEG"), "../a.JPEG", PLAIN),
     "parent within": (header("a/../b.JPEG"), "a/../b.JPEG", PLAIN),
     "absolute": (header("/etc/passwd"), "/etc/passwd", PLAIN),
@@ -161,7 +163,7 @@ def test_refused_with_the_names_of_archive_and_member(refusal, tmp_path):
 
 
 def test_truncated_anywhere(tmp_path):
-    # The archive lacks most of the padding.
+    # The archive ends before most of its padding.
     inner = tar({"a.JPEG": CONTENT, "b.JPEG": CONTENT[:100]})[: 512 * 8]
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"n01.tar": inner}))
@@ -198,14 +200,15 @@ def test_the_hash_covers_the_whole_file(ilsvrc):
             assert stream.digest() == hashlib.md5(ilsvrc.train_tar.read_bytes()).hexdigest()
 
 
-# --- From S3
+# --- Archives in S3
 
 IN_S3 = f"s3://{BUCKET}/train.tar"
 
 
 @pytest.fixture
 def store(s3_proxy, monkeypatch, capfd, ilsvrc):  # noqa: F811
-    """Upload the train archive to a bucket behind a proxy, with small parts and immediate retries.
+    """Upload the train archive to a bucket behind a fault proxy, and let clients read small parts and retry
+    at once.
 
     No output may contain the secret.
     """

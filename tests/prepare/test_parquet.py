@@ -1,4 +1,4 @@
-"""Parquet files as input of prep_imagenet.py: a direct training run sees the same images and labels."""
+"""Tests that prep_imagenet.py writes the images and labels that a training run reads from Parquet files."""
 
 from collections import Counter
 

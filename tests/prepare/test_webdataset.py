@@ -1,4 +1,4 @@
-"""WebDataset shards from other tools, indexed on this host or in S3 and read in the project's order."""
+"""Tests of WebDataset shards from other tools, indexed on this host or in S3, in the project's order."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def project_shards(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def foreign(project_shards) -> Path:
-    """Copy only the tar files."""
+    """Copy the tar files of the shards without the manifest and the indices."""
     folder = project_shards.parent.parent / "theirs" / "wds"
     shutil.copytree(
         project_shards, folder, ignore=lambda _, names: [n for n in names if not n.endswith(".tar")]
@@ -46,7 +46,7 @@ def foreign(project_shards) -> Path:
 
 @pytest.fixture(scope="module")
 def in_s3(foreign, s3):  # noqa: F811
-    """Upload the same tar files to S3 as train/00000.tar and so on. Yield their store."""
+    """Upload the foreign tar files to S3 as train/00000.tar and so on, and yield their store."""
     with pytest.MonkeyPatch.context() as patch:
         use_s3(patch, s3)
         store = ObjectStore(f"s3://{BUCKET}/wds")
@@ -60,7 +60,7 @@ def training_split(data: str, cache: Path) -> ShardSplit:
 
 
 def ids_of(train: ShardSplit, processes: int) -> list[list[int]]:
-    """Return the samples of an epoch's micro-batches, from step 3 on."""
+    """Return the samples in an epoch's micro-batches from step 3 on."""
     batch = share_out(24, 6, processes)
     ranks = [list(training_plan(train, batch, rank, 0, 3, STEPS)) for rank in range(processes)]
     size = batch.accumulations
@@ -96,7 +96,7 @@ def test_nothing_is_copied_and_the_order_is_that_of_our_shards(
 @pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
-    """Begin on one process, with the index in S3. The sample order must equal the uninterrupted order."""
+    """Resume a run that began on one process with its index in S3. The sample order must not change."""
     index = f"s3://{BUCKET}/index-{processes}"
     prep(*FROM_SHARDS, "--data", in_s3.url, "--out", index, "--work_dir", tmp_path / "work")
     words = [*VIT, "--data", index, "--streams", 4, "--shuffle_window", 4, "--epochs", 2, *NO_WORKERS]
@@ -108,7 +108,7 @@ def test_an_interrupted_training_from_s3(processes, in_s3, tmp_path):
 
 
 def test_samples_of_several_fields(tmp_path):
-    """Use classes from JSON files, other fields, folders, a test split and class names."""
+    """Check shards with classes in JSON files, additional fields, folders, a test split and class names."""
     image, meta = jpeg(1), json.dumps({"label": 1, "width": 40}).encode()
     train = {"a/1.jpg": image, "a/1.seg.png": b"x", "a/1.json": meta, "a/2.cls": b"0\n", "a/2.JPG": image}
     test = {"about.txt": b"x", "3.png": image, "3.cls": b"2"}

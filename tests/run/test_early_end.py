@@ -1,4 +1,4 @@
-"""Runs that end before their last step write the checkpoints held in memory and report why they ended."""
+"""Tests that runs that end early write the checkpoints held in memory and report why they ended."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from tools.logbook import markdown as md
 from tools.logbook.page import run_page
 from tools.logbook.run_record import RunRecord
 
-EPOCH, EPOCHS = 13, 6  # Steps per epoch, and epochs; 143 of the digits are held out
-# Accuracy after each epoch. The run keeps the best checkpoint in memory during the two worse evaluations.
+EPOCH, EPOCHS = 13, 6  # Steps per epoch, and number of epochs. 143 of the digits are held out.
+# Accuracy after each epoch of the run. The best checkpoint stays in memory during the two worse evaluations.
 ACCURACIES = (0.0, 0.1, 0.5, 0.4, 0.3, 0.9, 0.2)
 BEST, END, TOTAL = 2 * EPOCH, 4 * EPOCH, EPOCHS * EPOCH
 FLAGS = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--holdout", "0.1", "--epochs", EPOCHS]
@@ -19,9 +19,9 @@ FLAGS += ["--trackers", "none", "--log_every", "4"]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Copy the project.
+    """Copy the project with a script whose evaluations report known accuracies.
 
-    The script has known accuracies and runs the code in AT_STEP before each checkpoint.
+    Before each checkpoint, the script executes the code in AT_STEP.
     """
     folder = copy_project(tmp_path_factory.mktemp("early_end") / "project")
     old, call = "run.log_evaluation(step, measure(images.val))\n", "            run.checkpoint(step)\n"
@@ -39,14 +39,16 @@ def project(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(project, tmp_path_factory, cache):
-    """Train all steps without an early end."""
+    """Return the folder of a run that trains all steps without an early end."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run([*FLAGS, *cache, "--output_dir", folder], cwd=project, env=HALF_THE_CORES)
     return folder
 
 
 def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
-    """Check the whole run's schedule. Every output must show the best weights and the reason."""
+    """Check that the run followed the schedule of all steps, and that outputs show the best weights and the
+    reason.
+    """
     facts, sentence = result(folder), f"ended at step {end} of {TOTAL}, by {by}"
     expected = {"status": "finished", "steps": end, "total_steps": TOTAL, "stopped_by": by, "best_step": BEST}
     assert expected.items() <= facts.items()
@@ -60,11 +62,12 @@ def assert_ended(folder, whole, end: int, by: str, output: str) -> None:
     assert len(losses.keys() & whole_losses.keys()) > end // 8
     for step in losses.keys() & whole_losses.keys():
         assert losses[step]["train/lr"] == whole_losses[step]["train/lr"]
-        bound = 1e-5 if step <= 20 else 1e-3  # Rounding errors differ between strategies and grow
+        # Rounding errors differ between strategies and grow during training
+        bound = 1e-5 if step <= 20 else 1e-3
         assert losses[step]["train/loss"] == pytest.approx(whole_losses[step]["train/loss"], abs=bound)
 
 
-ENDS = {  # Maps each name to the flags, the environment, the last step and the reason that is shown
+ENDS = {  # Flags, environment, last step and displayed reason of each early end
     "patience": (["--patience", "2"], {}, END, "--patience 2"),
     "stop": ([], {"AT_STEP": f"if step == {END}: run.stop()"}, END, "the script"),
     "stop inside an epoch": ([], {"AT_STEP": f"if step == {END + 4}: run.stop()"}, END + 5, "the script"),
@@ -85,7 +88,7 @@ def test_every_early_end_writes_pending_checkpoints_and_its_reason(end, project,
 @pytest.mark.parametrize("strategy", ["fsdp", *map(full, ("ddp", "zero1", "zero2", "zero3"))])
 @pytest.mark.parametrize("end", ["patience", full("stop inside an epoch"), full("break inside an epoch")])
 def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, tmp_path, cache):
-    """Interrupt the run after one worse evaluation, then resume it."""
+    """Interrupt the run after one evaluation without improvement, then resume until the early end."""
     flags, env, step, by = ENDS[end]
     words = [*STRATEGIES[strategy], *FLAGS, *flags, *cache, "--output_dir", tmp_path / "run"]
     kill = f"if step == {3 * EPOCH + 2} and rank == 0: __import__('signal').raise_signal(15)"
@@ -97,9 +100,9 @@ def test_under_every_strategy_and_after_a_resume(strategy, end, project, whole, 
 
 
 def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
-    """Restart without result.json.
+    """Restart a run that ended early and whose result.json was deleted.
 
-    The command ends at the same step, or continues if --patience is larger.
+    The command must end at the same step, or continue if --patience is larger.
     """
     folder = tmp_path / "run"
     words = [*FLAGS, *cache, "--output_dir", folder, "--patience"]
@@ -115,7 +118,7 @@ def test_a_run_that_ended_stays_ended(project, whole, tmp_path, cache):
     assert (facts["steps"], facts["best_step"], facts["stopped_by"]) == (TOTAL, 5 * EPOCH, None)
 
 
-FAILURES = {  # Maps each name to the launcher and the environment
+FAILURES = {  # Launcher and environment of each failure
     "an error": (STRATEGIES["single"], {"AT_STEP": f"if step == {END}: raise RuntimeError('no more')"}),
     "without run.finish": (STRATEGIES["single"], {"RETURN_AT": str(END)}),
     "before an evaluation": (STRATEGIES["single"], {"BREAK_AT": str(EPOCH - 4)}),

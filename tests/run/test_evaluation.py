@@ -1,4 +1,4 @@
-"""Evaluation counts every image once, for example a validation set of prime size on 1 and 3 processes."""
+"""Tests that an evaluation counts every image once, for example 37 images on 1 and 3 processes."""
 
 import json
 import re
@@ -23,7 +23,7 @@ IMAGES = 37  # Number of images in the validation set
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory, cache) -> list:
-    """Train on few images of one class and many images of another class."""
+    """Return a training command for data with few images of one class and many images of another class."""
     data = class_folders(tmp_path_factory.mktemp("prime") / "images", train=96, val=61)
     for file in sorted((data / "val" / "a").iterdir())[:24] + sorted((data / "train" / "a").iterdir())[:44]:
         file.unlink()
@@ -31,7 +31,7 @@ def words(tmp_path_factory, cache) -> list:
 
 
 def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
-    """Train with --class_weights. The mean of the weighted losses must not depend on the micro-batches."""
+    """Train with --class_weights, and check that the mean loss does not depend on the micro-batches."""
     balanced = ["--class_weights", "balanced", "--output_dir"]
     output = run([*python(), *words, *balanced, tmp_path / "one"])
     assert "To weight classes equally, use --class_weights balanced and --best_by macro_f1" in output
@@ -54,7 +54,7 @@ def test_one_and_three_processes_evaluate_the_same(words, tmp_path):
     assert logs["one"][-1]["val/loss"] == pytest.approx(logs["three"][-1]["val/loss"], abs=1e-5)
 
 
-NEW = {  # One metric computed per image, and one metric computed per class
+NEW = {  # Code of one metric computed per image and one metric computed per class
     "top1": 'Metric("top-1", lambda logits, labels: (logits.topk(1).indices == labels[:, None]).any(1))',
     "macro_recall": 'Metric("macro recall", lambda n, _, right: (right, n), by_class=True)',
 }
@@ -64,9 +64,9 @@ NEW = {  # One metric computed per image, and one metric computed per class
     ("metric", "equal_metric"), [("top1", "accuracy"), full("macro_recall", "balanced_accuracy")]
 )
 def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, equal_metric):
-    """Select the best checkpoint by the new metric.
+    """Add a metric, and select the best checkpoint by this metric.
 
-    The metric is shown for each split. If it counts images, verify.py also verifies it.
+    All splits must report the metric. If the metric counts images, verify.py must also verify it.
     """
     first = "METRICS = {\n"
     mutate(project_copy, "onecurve/flags/recipe.py", first, f'{first}    "{metric}": {NEW[metric]},\n')
@@ -93,7 +93,10 @@ def test_a_new_metric_is_one_line(words, cache, tmp_path, project_copy, metric, 
 
 
 def test_a_subset_of_the_images_covers_all_classes():
-    """Choose a subset of images that are sorted by class. The first 20 images are zeros."""
+    """Check that a subset contains all classes although the images are sorted by class.
+
+    The first 20 images are zeros.
+    """
     labels = np.arange(97) // 49
     split = ArraySplit(np.zeros((97, 1, 1, 3), np.uint8), SplitPart("val", labels))
     ids = evaluated_ids(split, ImageRecipe(max_val_images=20))
@@ -115,7 +118,7 @@ def test_counting_the_padding_is_detected(words, tmp_path, project_copy):
 
 
 def test_metrics_and_class_weights_match_scikit_learn():
-    """Include classes without images and classes that are never predicted."""
+    """Check metrics and weights for classes without images and classes that are never predicted."""
     labels, predicted = np.array([0, 0, 0, 1, 3]), np.array([0, 0, 1, 1, 4])
     right = labels[labels == predicted]
     counts = np.array([np.bincount(ids, minlength=6) for ids in (labels, predicted, right)])

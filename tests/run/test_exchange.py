@@ -1,4 +1,4 @@
-"""Ranks agree on signals after every step, or after several short steps, at the same steps on every rank.
+"""Tests that all ranks agree on signals at the same steps, either every step or after several short steps.
 
 One process simulates two ranks by replacing their messages and clocks.
 """
@@ -14,9 +14,9 @@ from onecurve.run.session import MOST_STEPS, Exchange
 
 
 class Board:
-    """Messages of the ranks.
+    """Board on which the simulated ranks exchange messages.
 
-    The answer to the n-th message is the maximum of all ranks' (n - 1)-th messages.
+    The response to the n-th message is the maximum of all ranks' (n - 1)-th messages.
     """
 
     def __init__(self, count: int):
@@ -46,7 +46,7 @@ def clock(monkeypatch):
 
 
 def agreed(clock, monkeypatch, durations, signalled=None) -> tuple[list[int], int | None]:
-    """Return the steps after which both ranks send a message, and the step after which both stop.
+    """Return the steps after which both ranks send a message, and the step after which both ranks stop.
 
     Args:
         clock: Clock of the session module.

@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and SIGHUP at random moments. Results are bitwise identical to an uninterrupted run's.
+"""Test of SIGKILL, SIGTERM and SIGHUP at random moments. Results are bitwise identical to an undisturbed run.
 
 Each start trains one more epoch (--max_steps), so that signals also interrupt the end of a run. FUZZ_SEED
 (default 0) determines the signal, the phase and the delay, but the exact moment depends on the machine.
@@ -23,17 +23,18 @@ from tests.support.faults import called_first
 
 DEFAULTS = {"FUZZ_SEED": 0, "FUZZ_HITS": 100, "FUZZ_S": 90}
 SEED, HITS, BOUND_S = (int(os.environ.get(name, number)) for name, number in DEFAULTS.items())
-LEG = 14  # Steps per epoch
-# Longest delay of the signal after the start of each phase, in seconds
+LEG = 14  # Number of steps per epoch
+# Maximum delay of the signal after the start of each phase, in seconds
 PHASES = {"start-up": 0.8, "training": 0.1, "saving": 0.05, "evaluating": 0.05, "end": 0.5}
 CNN = ["train_cnn_a.py", "--widths", "4,8,32", "--data", "digits", "--batch_size", "96", "--epochs", "400"]
 CNN += ["--mixed_precision", "no", "--log_every", "3", "--checkpoint_every", "5", "--trackers", "none"]
-# SIGTERM and SIGHUP kill a process that has no handler yet. A finished process exits normally.
+# Allowed exit statuses after each signal. SIGTERM and SIGHUP kill a process that has no handler yet. A
+# finished process exits normally.
 ALLOWED = {signal.SIGKILL: {-9, 0}, signal.SIGTERM: {75, -15, 0}, signal.SIGHUP: {75, -1, 0}}
 
 
 def mark_phases(file: str) -> None:
-    """Make the run write its current phase to the file.
+    """Make the run write its current phase to a file.
 
     The run's process calls this function before its script.
     """
@@ -93,7 +94,7 @@ def test_a_run_that_is_interrupted_again_and_again_is_bit_equal(tmp_path, cache)
         facts = result(folder) if (folder / "result.json").exists() else {}
         is_finished = (facts.get("status"), facts.get("steps")) == ("finished", steps)
         assert is_finished or status != 0
-        steps += LEG * is_finished  # A run also counts as finished if SIGKILL arrived after its end
+        steps += LEG * is_finished  # A run that SIGKILL hits after its end also counts as finished
     for (signal_name, phase_name), count in sorted(hits.items()):
         print(f"{signal_name:8} {phase_name:12} {count}")
     print(f"{hits.total()} hits, {steps} steps")

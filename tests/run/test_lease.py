@@ -1,4 +1,4 @@
-"""Ownership of a run folder: a second run is refused, and a new run takes over the record of a dead owner."""
+"""Tests of run folder ownership. A second run is refused, and a new run takes over from a dead owner."""
 
 import json
 import subprocess
@@ -97,7 +97,7 @@ def test_a_dead_owners_record_is_taken_over(changes, is_watched, second_round, t
 
 @pytest.mark.parametrize("changes", [{"round": 2}, {"round": 3}, {"round": 1, "job": "another"}])
 def test_a_record_from_elsewhere_that_moves_is_respected(changes, second_round, tmp_path, monkeypatch):
-    """Take over only a record from an earlier round of the same job, which must have ended."""
+    """Check that a record is taken over only if it belongs to an earlier, finished round of the same job."""
     monkeypatch.setattr(lease_module, "WATCH_S", 30)
     text = json.dumps(foreign_record(tmp_path, **changes) | {"beat": 1})
     threading.Timer(1, lambda: (tmp_path / "owner.json").write_text(text)).start()
@@ -132,7 +132,7 @@ def test_the_age_of_a_process_does_not_change_with_the_clock(monkeypatch):
     assert 0 < before <= own_age_s() < before + 100
 
 
-# --- Choice of the folder
+# --- Choice of the run folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,13 +141,13 @@ class Small(Recipe):
 
 
 def open_folder(tmp_path, **fields):
-    """Open the storage for a start with this recipe. This process owns the storage."""
+    """Return the storage of a start with this recipe. The test's process owns the storage."""
     recipe = Small(**{"output_dir": f"{tmp_path}/*"} | fields)
     return RunFolder(recipe, "named", 10, lambda: None)
 
 
 def write_run(folder, recipe: dict, steps: int = 1) -> None:
-    """Write the files of a killed run that had trained this number of steps with this recipe."""
+    """Write the files of a killed run that had trained `steps` steps with this recipe."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.json").write_text(json.dumps({"script": script_name(), "recipe": recipe}))
     (folder / "metrics.jsonl").write_text('{"train/loss": 1.0, "step": 1}\n' * steps)
@@ -209,7 +209,7 @@ def test_resume_never_is_refused_if_the_launcher_restarts(tmp_path, monkeypatch)
 
 
 def test_a_run_that_ends_while_another_looks_for_its_folder(tmp_path, monkeypatch):
-    """Start and end a run with another recipe between the check of the folder and the record of the owner."""
+    """Let another run start and end between the check of the folder and the record of the owner."""
 
     class Late(Lease):
         def __init__(self, record, *rest):

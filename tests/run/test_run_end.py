@@ -1,4 +1,4 @@
-"""Runs that are killed, or fill the disk, at their end. The same command completes them without training."""
+"""Tests that running the same command completes a run that was killed or filled the disk at its end."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ def disk(tmp_path_factory):
 
 
 class Trained:
-    """A run that was killed after its last checkpoint, and an undisturbed run."""
+    """Folders of a run that was killed after its last checkpoint and of an undisturbed run."""
 
     def __init__(self, parent: Path, cache: list):
         self.words = [*CNN, *cache]
@@ -43,19 +43,21 @@ class Trained:
         assert not (self.killed / "result.json").exists()
 
     def operations(self, parent: Path) -> list[str]:
-        """Return the file operations of the command when it completes the killed run."""
+        """Return the file operations of the command that completes the killed run."""
         shutil.copytree(self.killed, parent / "again" / "run")
         self.start(parent / "again" / "run", parent, "list")
         return [operation.split(" ", 1)[1] for operation in operations(parent)]
 
     def start(self, folder: Path, tmp_path: Path, at: int | str | None = None, fill: Path | None = None):
-        """Start the same command. Return its exit status and output. `at` and `fill` select a fault."""
+        """Run the command again with the fault selected by `at` and `fill`, and return its exit status and
+        output.
+        """
         mark(tmp_path).unlink(missing_ok=True)
         env = {} if at is None else at_file_operation(tmp_path, "/run/", at, fill) | {"WRITES": "1"}
         return Job([*self.words, "--output_dir", folder], env=env).wait()
 
     def assert_completed(self, folder: Path) -> None:
-        """Check that the run's results equal those of the undisturbed run."""
+        """Check that a completed run's results are identical to the results of the undisturbed run."""
         assert_same_end(folder, self.straight)
         checkpoints = sorted((folder / "checkpoints").iterdir())
         assert [path.name for path in checkpoints] == ["index.json", "step_00000014"]
@@ -87,7 +89,7 @@ def test_a_quota_is_not_the_disks_free_space(number, message, tmp_path):
 
 
 def test_one_end_with_many_faults(trained, disk, tmp_path):
-    """Inject one fault per start. Each start of the same command progresses further."""
+    """Inject a different fault at each start. Each start of the same command must progress further."""
     folder = disk / "one" / "run"
     shutil.copytree(trained.killed, folder)
     for point in ("open .curves.png.tmp", "open .result.json.tmp"):

@@ -1,4 +1,4 @@
-"""Outputs of a run: the folder's name, result.json, a picture, and the tables at the end of the run."""
+"""Tests of a run's outputs: the folder's name, result.json, a picture, and the tables at the end."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def test_hello_learns_its_curve_and_draws_it(launcher, processes, tmp_path):
     output = run([*launcher, *words, "--output_dir", tmp_path / "run"])
     facts = result(tmp_path / "run")
     assert (facts["processes"], facts["parameters"], facts["best_accuracy"]) == (processes, 2_497, None)
-    # The noise alone causes a loss of 0.01, and a curve without learning causes a loss of 1.
+    # The noise alone causes a loss of 0.01. Without learning, the loss would be 1.
     assert facts["final_loss"] < 0.05
     assert f"batch {16 * processes} = 16 points x {processes} process" in output
     assert "image" not in output, "it learns from points"
@@ -40,7 +40,7 @@ def test_a_loss_without_classes_is_plotted_on_a_log_scale(name, scale, tmp_path,
 
 @pytest.mark.parametrize("launcher", [python(), full(torchrun(2))], ids=["python", "torchrun"])
 def test_a_closed_output_stops_nothing(launcher, tmp_path):
-    """Close the reader first, as `| tee` does at Ctrl-C. The training must continue to its end."""
+    """Close the reader of the output, as Ctrl-C does with `| tee`. The run must continue to its end."""
     words = ["train_hello.py", "--max_steps", "60", "--log_every", "1", "--trackers", "none"]
     job = Job([*launcher, *words, "--output_dir", tmp_path / "run"], warm=launcher == python())
     read_until("step 2/", job)
@@ -51,21 +51,24 @@ def test_a_closed_output_stops_nothing(launcher, tmp_path):
 
 
 def test_an_unfinished_run_with_one_other_value_is_named(tmp_path):
-    """Use a run name that contains a flag's value."""
+    """Check the hint about an unfinished run, also for a run whose name contains a flag's value."""
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--name", "mine_{epochs}"]
     words += ["--epochs", 9, "--max_steps"]
     run([*words, 3])
-    output = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # Two changed values mean another experiment
+    output = run([*words, 6, "--lr", "0.03", "--seed", "1"])  # Two changed values mean a different experiment
     assert "holds an unfinished run" not in output
     output = run([*words, 6, "--seed", "1"])
     first = tmp_path / "train_hello" / "mine_9"
     message = f"{first} holds an unfinished run (--seed was 0, now 1). To resume it, use that run's value"
     assert message in output.splitlines()
-    assert "holds an unfinished run" not in run([*words, 6])  # The command resumes the run
+    assert "holds an unfinished run" not in run([*words, 6])  # This command resumes the run
 
 
 def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
-    """Continue the run if a launcher restarts the job, because torchrun may restart with fewer hosts."""
+    """Check the message about another unfinished run. After a restart by torchrun, the job resumes that run.
+
+    torchrun may restart a job with fewer hosts.
+    """
     words = ["train_hello.py", "--trackers", "none", "--model_folder", tmp_path, "--max_steps"]
     run([*words, 3])
     (first_folder,) = (tmp_path / "train_hello").iterdir()
@@ -76,7 +79,7 @@ def test_a_run_that_began_on_another_number_of_processes_is_named(tmp_path):
     for name, content in (("unknown", None), ("damaged", "{")):
         shutil.copytree(other, folder := other.with_name(name), ignore=shutil.ignore_patterns("owner.json"))
         (folder / "recipe.json").unlink() if content is None else (folder / "recipe.json").write_text(content)
-    assert is_owned(other)  # Therefore, the output does not mention the other run
+    assert is_owned(other)  # The output would not mention a run with a live owner
     lease.release()
     assert not is_owned(other)
     message = f"{other} holds an unfinished run of this recipe, which began with another number of processes"
@@ -97,7 +100,7 @@ RESULT |= {"parameters": 1_000, "epoch_s": 0.5, "steps": 30, "best_by": "accurac
 
 
 def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
-    """Use an EMA and a best checkpoint that is not the last checkpoint, first locally and then only in S3."""
+    """Check the tables of a run whose best checkpoint is not the last, stored on disk and then only in S3."""
     steps = {f"checkpoints/step_000000{step}": step for step in (20, 30)}
     for checkpoint in steps:
         for name in ("model", "ema"):
@@ -134,7 +137,7 @@ def test_a_table_says_which_weights_to_use_and_why(tmp_path, capsys):
 
 
 def weights(folder: Path, capsys, best: Path | None = None) -> list[str]:
-    """Return each row of the last table as one line. Check the commands below the table."""
+    """Return each row of the last table as one line, and check the commands below the table."""
     print_result(folder, None)
     output = capsys.readouterr().out
     assert all(len(line) <= 80 for line in output.partition("weights:")[2].split("\u2518")[0].splitlines())

@@ -1,4 +1,4 @@
-"""Times between checkpoints of short epochs under --checkpoint_s, and the work that a killed run loses."""
+"""Tests of when --checkpoint_s writes the checkpoints of short epochs, and of the work that a kill loses."""
 
 import itertools
 import threading
@@ -21,14 +21,14 @@ from onecurve.run.state import RunState
 class Simulation:
     """Simulation of Run.checkpoint without tensors.
 
-    The Saver writes to a list immediately, and the clock is simulated.
+    The Saver is replaced by one that appends to a list immediately, and the clock is simulated.
     """
 
     def __init__(self, monkeypatch, per_epoch: int, epochs: int, **recipe):
         self.now_s, self.lost_s = 1000.0, 0.0
         for module in (ranks_module, saver_module):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
-        self.written: list[tuple[int, float]] = []  # Pairs of the checkpoint's step and the time
+        self.written: list[tuple[int, float]] = []  # Step of each checkpoint and time at which it was written
         gathering = SimpleNamespace(hurry=threading.Event())
         training = SimpleNamespace(take=dict, scalars=dict, allocate=list, expected=list, gathering=gathering)
         saver = Saver(training, Path("nowhere"), {})
@@ -63,7 +63,7 @@ class Simulation:
                 value = accuracy(step // steps.per_epoch)
                 state.add_evaluation(step, {"loss": 0.0, "accuracy": value})
             run.checkpoint(step)
-            # A kill at this moment leaves only this checkpoint
+            # A kill at this moment would leave only this checkpoint.
             newest = max((s for s, _ in self.written), default=0)
             self.lost_s = max(self.lost_s, (step - newest) * step_s)
             if step < steps.last:
@@ -91,8 +91,9 @@ def test_a_killed_run_loses_at_most_the_stated_time_or_an_epoch(epoch_s, improve
     ("flags", "step_s", "written"),
     [
         ({"checkpoint_s": 0}, 1, [(10, 10), (20, 20), (30, 30), (40, 40)]),
-        # The best checkpoint of step 10 is written immediately, and the best of step 20 before the checkpoint
-        # of step 25. The best of step 40, the last step, replaces the best of step 30.
+        # The best checkpoint of step 10 is written immediately. The best checkpoint of step 20 is written
+        # before the checkpoint of step 25. The best checkpoint of step 40, the last step, replaces the best
+        # checkpoint of step 30.
         ({"checkpoint_every": "25"}, 1, [(10, 10), (20, 25), (25, 25), (40, 40)]),
         # The best checkpoint of step 20 is held until 60 s after the first checkpoint, in the middle of an
         # epoch.

@@ -1,4 +1,4 @@
-"""Record of starts: starts.jsonl keeps every start, and pages, tables and titles name every start."""
+"""Tests that starts.jsonl records every start and that pages, tables and titles name every start."""
 
 import json
 import os
@@ -60,7 +60,8 @@ MANIFEST = {"recipe": {"lr": 0.1}, "data": "digits-1", "written_by": {"strategy"
 def test_a_start_changes_no_earlier_line(tmp_path):
     add_start(tmp_path, start(0), None, ())
     first = (tmp_path / STARTS).read_bytes()
-    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')  # A full disk cut off the last line
+    # Simulates a full disk that cut off the last line
+    (tmp_path / STARTS).write_bytes(first + b'{"step": 5, "rec')
     changed = {"recipe": {"lr": 0.2}, "source": "digits-2", "has_optimizer": False}
     add_start(tmp_path, start(7, **changed), MANIFEST, ())
     assert (tmp_path / STARTS).read_bytes().startswith(first)

@@ -1,4 +1,4 @@
-"""Reading and writing of state.json, including malformed files and files from older versions."""
+"""Tests of reading and writing state.json, including malformed files and files from older versions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Run folders from unknown sources. Links in a folder lead to no other file, and pipes block no command."""
+"""Tests that commands follow no link out of an untrusted run folder and that no pipe blocks a command."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FLAGS = ["--data", "digits", "--batch_size", 64, "--mixed_precision", "no", "--l
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory, cache) -> Path:
-    """Train a run that still has steps to train."""
+    """Return the folder of a run that still has steps to train."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     run([*python(), *CNN, *FLAGS, *cache, "--max_steps", 10, "--output_dir", folder])
     return folder
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def test_no_file_behind_a_link_is_overwritten(strange, cache, tmp_path):
-    """Replace all files that the commands write, and the temporary files, with links."""
+    """Replace all files that the commands write, and their temporary files, with symbolic links."""
     target, report = tmp_path / "home" / "bashrc", strange / "validation" / "val_20"
     target.parent.mkdir()
     target.write_text("mine\n")
@@ -43,7 +43,8 @@ def test_no_file_behind_a_link_is_overwritten(strange, cache, tmp_path):
     written_files += [strange / "verified.json", *(report / name for name in ("report.json", "worst.png"))]
     assert len(written_files) > 10
     for file in written_files:
-        if file.name not in ("recipe.json", "metrics.jsonl"):  # The commands read these files first
+        # These files stay, because the commands read them first
+        if file.name not in ("recipe.json", "metrics.jsonl"):
             file.unlink(missing_ok=True)
             file.symlink_to(target)
         file.with_name(f".{file.name}.tmp").symlink_to(target)
@@ -92,7 +93,6 @@ def test_a_pipe_holds_no_command(name, strange, cache):
 
 
 def test_a_pipe_in_the_place_of_weights(tmp_path):
-    """Pass the pipe as --weights FILE."""
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"--weights .* is not a safetensors file: .*not a regular file"):
         model_with_weights("test_vit", tmp_path / "model.safetensors", 10)

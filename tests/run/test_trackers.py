@@ -1,6 +1,6 @@
-"""Outputs of a run: its name, its result, and equal curves in metrics.jsonl, TensorBoard and W&B.
+"""Tests that a run logs identical curves to metrics.jsonl, TensorBoard and W&B.
 
-A failing tracker server must not delay the training.
+A failing tracker server must not delay training. The tests also check the run's name and result.
 """
 
 import http.server
@@ -27,7 +27,8 @@ from tests.conftest import CNN, Job, lines, metrics, mutate, python, result, run
 
 FLAGS = ["--data", "digits", "--batch_size", "64", "--epochs", "2", "--max_steps", "30", "--log_every", "10"]
 BOTH = ["--trackers", "tensorboard,wandb"]
-TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}  # Curves on a host without GPUs
+# Names of the telemetry curves on a host without GPUs
+TELEMETRY = {f"telemetry/{name}" for name in HOST_NUMBERS}
 KEY = {"WANDB_API_KEY": "c0ffee" * 6 + "c0ff"}
 WANDB = {"WANDB_RUN_ID": "chosen1", "WANDB_NAME": "mine", "WANDB_ENTITY": "we", "WANDB_RUN_GROUP": "group"}
 WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
@@ -35,7 +36,7 @@ WANDB |= {"WANDB_TAGS": "a,b", "WANDB_NOTES": "some notes"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, cache, stoppable) -> Path:
-    """Train on two processes with both trackers. W&B's variables are set, but no W&B key."""
+    """Train on two processes with both trackers, and with W&B's variables but without a W&B key."""
     parent = tmp_path_factory.mktemp("shared") / "weights"
     words = [*torchrun(2), *CNN, *FLAGS, *BOTH, "--telemetry_s", "0.1", *cache]
     output = run([*words, "--model_folder", parent], cwd=stoppable, env=WANDB | {"STEP_S": "0.05"})
@@ -61,7 +62,7 @@ def test_the_name_and_the_result_are_complete(folder):
     record = json.loads((folder / "recipe.json").read_text())
     assert record["recipe"]["batch_size"] == 64
     assert {"argv", "git_commit", "versions", "hosts", "devices"} <= record.keys()
-    # Both processes share one log and one sampler.
+    # The two processes share one log and one sampler.
     assert [line["epoch"] for line in metrics(folder) if "val/accuracy" in line] == [1, 30 / 22]
     (file,) = folder.glob("telemetry-*")
     assert [host["samples"] for host in facts["telemetry"]] == [len(lines(file)) - 1]
@@ -100,7 +101,7 @@ def test_tensorboard_matches_metrics_jsonl(folder):
     assert names[0] == "val/accuracy"
     assert set(names) <= curves(folder).keys()
     end = metadata.parse_session_end_info_plugin_data(content[metadata.SESSION_END_INFO_TAG])
-    assert end.status == 1  # Status 1 means success
+    assert end.status == 1  # In TensorBoard's session records, status 1 means success
 
 
 def test_curves_for_the_hub_have_neither_recipe_nor_pictures(folder, tmp_path):
@@ -171,7 +172,10 @@ def test_pictures_that_a_tracker_does_not_take(project_copy, tmp_path, cache):
     indirect=True,
 )
 def test_training_does_not_depend_on_the_wandb_server(server, folder, request, tmp_path, cache, project_copy):
-    """Check that the client asks the server to continue the run WANDB_RUN_ID, which recipe.json records."""
+    """Check that training continues if the W&B server fails.
+
+    The client must ask the server to continue the run WANDB_RUN_ID, which recipe.json records.
+    """
     url, requests = server
     mutate(project_copy, "onecurve/run/trackers.py", "INIT_S, FINISH_S = 10, 60", "INIT_S, FINISH_S = 5, 60")
     words = [*CNN, *FLAGS, "--trackers", "wandb", *cache, "--output_dir", tmp_path / "run"]
@@ -184,7 +188,7 @@ def test_training_does_not_depend_on_the_wandb_server(server, folder, request, t
     assert KEY["WANDB_API_KEY"] not in output
     facts = result(tmp_path / "run")
     assert facts["status"] == "finished"
-    # INIT_S limits the seconds spent waiting for the server; W&B's default is 90 s
+    # INIT_S limits the time spent waiting for the server, in seconds. W&B's default is 90 s.
     assert facts["wall_s"] < result(folder)["wall_s"] + 60
     assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 1
 
@@ -204,10 +208,10 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
 
 @pytest.mark.full
 def test_trackio_matches_metrics_jsonl(tmp_path, cache):
-    """Train, stop and resume with trackio, which needs an older Pillow than requirements.txt."""
+    """Train, stop and resume with trackio, which requires an older Pillow than requirements.txt."""
     python = environment("trackio", "0.43.0")
     (site_packages,) = python.parent.parent.glob("lib/python*/site-packages")
-    # This environment's own packages come first.
+    # Modules in this environment's site-packages take precedence.
     (site_packages / "ours.pth").write_text(f"{Path(psutil.__file__).parent.parent}\n")
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
     words = [python, *CNN, *FLAGS, "--trackers", "trackio", *cache, "--output_dir", tmp_path / "run"]
@@ -254,9 +258,9 @@ def test_the_stop_button_of_wandb_saves_a_checkpoint(server, tmp_path, cache):
 
 @pytest.fixture
 def server(request) -> Iterator[tuple[str, list]]:
-    """Run a server that answers with an HTTP status, never (None), or like W&B's server ("stops").
+    """Run a server that responds with an HTTP status, does not respond (None), or acts like W&B ("stops").
 
-    Yield the server's URL and the requests.
+    Yield the server's URL and the requests that it received.
     """
     requests: list = []
 
@@ -294,7 +298,7 @@ def server(request) -> Iterator[tuple[str, list]]:
 
 
 def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
-    """Return the answer of W&B's server to its client. The user stops a run that has logged a loss."""
+    """Return the response of W&B's server, which reports that the user stops a run once a loss is logged."""
     if "file_stream" in path:
         return {"stopped": b"train/loss" in body}
     request = json.loads(body) if path == "/graphql" else {"query": ""}
@@ -309,7 +313,7 @@ def answer_of_wandb(path: str, body: bytes, url: str) -> dict:
 
 
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the curves in metrics.jsonl. Each name maps to a list of (step, value) pairs."""
+    """Return the curves in metrics.jsonl, which map each name to a list of (step, value) pairs."""
     points: dict[str, list] = {}
     for line in metrics(folder):
         for name in line.keys() - {"step"}:
@@ -320,12 +324,12 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def pictures(folder: Path) -> dict[str, Path]:
-    """Return the pictures. Each name in the trackers maps to a file."""
+    """Return the file of each picture by the picture's name in the trackers."""
     return {f"plots/{name}": folder / "plots" / f"{name}.png" for name in ("confusion", "predictions")}
 
 
 def wandb_records(file: Path) -> list:
-    """Return the protobuf records of a .wandb file: LevelDB's log format after a 7-byte header."""
+    """Return the protobuf records in a .wandb file, which uses LevelDB's log format after a 7-byte header."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, records, parts = file.read_bytes(), [], []
@@ -338,7 +342,7 @@ def wandb_records(file: Path) -> list:
             continue
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
-        if record_type in (1, 4):  # A whole record, or the last part of a record
+        if record_type in (1, 4):  # Types of a whole record and of the last part of a record
             records.append(Record.FromString(b"".join(parts)))
             parts = []
     return records

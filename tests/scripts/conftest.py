@@ -1,4 +1,4 @@
-"""Fixture with a trained run that several tests of scripts read."""
+"""Fixture with a trained run that several script tests read."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ QUICK = ["--data", "digits", "--trackers", "none", "--mixed_precision", "no", "-
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, cache) -> Path:
-    """Return a run on the digits with correct and wrong predictions.
+    """Train a small model on the digits and return its run, which contains correct and wrong predictions.
 
-    Tests write nothing to it except reports.
+    Tests must not write anything to the run folder except reports.
     """
     folder = tmp_path_factory.mktemp("trained") / "run"
     run([*python(), *CNN, *QUICK, *cache, "--output_dir", folder])

@@ -1,6 +1,6 @@
-"""Models of docs/models.md.
+"""Tests of all models listed in docs/models.md.
 
-Each model trains on every launcher, resumes, exports, and is bitwise reproducible.
+Every launcher trains each model to bitwise identical weights. Each model also resumes and can be exported.
 """
 
 import json
@@ -19,17 +19,17 @@ from tests.support.compare import assert_same_training
 
 SECTION = (ROOT / "docs" / "models.md").read_text().partition("## Models to train\n")[2]
 TABLE = re.findall(r"^\| `([\w.]+)` \|.*\| (.*) \|$", SECTION.partition("\n## ")[0], re.MULTILINE)
-QUICK = ("test_efficientnet",)  # This model contains BatchNorm and three classes of blocks
-# BatchNorm over few values amplifies rounding errors beyond the tolerance, so these models use
-# --deterministic.
+QUICK = ("test_efficientnet",)  # Model with BatchNorm and three classes of blocks
+# Models in which BatchNorm averages so few values that rounding errors grow beyond the tolerance. Tests of
+# these models use --deterministic.
 ROUGH = ("densenet121", "ghostnet_050", "rexnet_100")
 FLAGS = ["--data", "digits", "--image_size", "32", "--batch_size", "16", "--per_device_batch_size", "8"]
 FLAGS += ["--mixed_precision", "no", "--trackers", "none", "--log_every", "1", "--log_samples"]
 FLAGS += ["--max_steps", "4", "--max_val_images", "64"]
 WHOLE = "has no blocks, so it is gathered or compiled as a whole"
 
-# Convolutions in these models have inputs or weights of one pixel or one image, so the memory format is
-# ambiguous.
+# Models with convolutions whose inputs or weights contain a single pixel or image, which makes the memory
+# format ambiguous
 AMBIGUOUS = ("test_resnet", "test_efficientnet", "test_coatnet")
 AMBIGUOUS += ("pvt_v2_b0", "mobilevit_xxs", "efficientvit_m0")
 PROJECT_MODELS = [
@@ -54,7 +54,7 @@ def timm_commands(models: Iterable[str], *sizes: str) -> list[list[str]]:
     ids=["some", "all"],
 )
 def test_the_bits_of_one_process(rows, tmp_path):
-    """Train two steps of every row with --deterministic, in one launch per launcher."""
+    """Check that all launchers train each model to bitwise identical weights in two --deterministic steps."""
     (tmp_path / "rows").write_text(json.dumps(rows))
 
     def bits(launcher: list) -> list[str]:
@@ -73,7 +73,7 @@ def test_the_bits_of_one_process(rows, tmp_path):
     ("model", "blocks"), [row if row[0] in QUICK else full(*row) for row in TABLE], ids=lambda text: text
 )
 def test_a_model_trains_the_same_everywhere_and_is_exported(model, blocks, tmp_path, cache, stoppable):
-    """Stop a run under FSDP2 after 2 steps. DDP resumes it."""
+    """Stop a run under FSDP2 after 2 steps, resume the run under DDP, and export the model."""
 
     def train(strategy: str, folder: str, stop_at: str = "-1") -> str:
         command = ["train_vit.py", "--model", model, *FLAGS, *cache, "--output_dir", tmp_path / folder]

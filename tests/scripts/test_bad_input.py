@@ -1,4 +1,4 @@
-"""Bad input causes one clear error and a nonzero exit status, without a hang or a partial run folder."""
+"""Tests that bad input causes one clear error and a nonzero exit status, without a hang or a partial run."""
 
 import resource
 
@@ -10,8 +10,8 @@ from tests.support.data_sets import data_set, encode, picture
 
 SMALL = ["--data", "digits", "--batch_size", "8", "--max_steps", "1", "--trackers", "none"]
 ON_DIGITS, ZERO2 = [*CNN, *SMALL], ["--deepspeed_config", "ds_configs/zero2.json"]
-# Each case lists the launcher, the script and its flags, and the message. See also test_mistakes.py and
-# tests/test_messages.py.
+# Launcher, script, script flags and expected message of each case. test_mistakes.py and
+# tests/test_messages.py contain further cases.
 CASES = {
     "DeepSpeed config without launcher": (python(), [*ON_DIGITS, *ZERO2], "needs a launcher"),
     "two strategies": (accelerate("fsdp_2gpu"), [*ON_DIGITS, *ZERO2], "give one of them"),
@@ -27,16 +27,17 @@ def test_one_clear_error(name, tmp_path, cache):
     assert status != 0
     assert output.count("error: ") == 1, output
     assert message in output
-    # The launcher prints a traceback after the message.
+    # The launcher prints its own traceback after the script's message.
     assert "Traceback" not in output.split(message)[0], output
     assert not (tmp_path / "run").exists()
 
 
 def test_out_of_memory_says_which_size_to_try(tmp_path, cache):
-    """Train with a batch that needs 96 GiB in each process. The address space is limited to 64 GiB."""
+    """Request a batch that needs 96 GiB per process while the address space is limited to 64 GiB."""
     flags = ["--data", "digits", "--image_size", "4096", "--batch_size", "1024", "--trackers", "none"]
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))  # The job's processes inherit the limit
+    # The job's processes inherit the limit on the address space
+    resource.setrlimit(resource.RLIMIT_AS, (2**36, before[1]))
     try:
         job = Job([*torchrun(2), *RESNET, *flags, *cache, "--output_dir", tmp_path / "run"])
     finally:
@@ -67,7 +68,7 @@ def test_mixup_of_one_image_is_reported(tmp_path, cache):
 @pytest.mark.full
 @pytest.mark.parametrize(("is_searched", "workers"), [(True, "0"), (False, "0"), (False, "2")])
 def test_a_photograph_cut_short_is_named(is_searched, workers, project_copy, tmp_path, cache):
-    """Name the broken file at startup if all images are decoded there, otherwise during training."""
+    """Check that the message names the broken file if images are decoded at startup or during training."""
     if not is_searched:
         mutate(project_copy, "onecurve/data/cache.py", "SEARCHED_BYTES = 4 * 2**30", "SEARCHED_BYTES = 0")
     data = data_set(tmp_path / "images", train=[encode(picture(k)) for k in range(12)], val=4)

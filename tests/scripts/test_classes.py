@@ -1,4 +1,4 @@
-"""Trained models on data with other classes or another class order. Classes are matched by name."""
+"""Tests that trained models match classes by name on data with other classes or another class order."""
 
 import json
 from pathlib import Path
@@ -18,8 +18,8 @@ from tests.support.commands import call
 from tests.support.data_sets import encode, opened, write, write_parquet
 from train_cnn_a import CnnA, build_model
 
-REVERSED = "9876543210"  # The label of each class is 9 minus its digit
-FEW = "83"  # Classes of a small test set, in a different order
+REVERSED = "9876543210"  # Class names in reverse order, so that a digit's label is 9 minus the digit
+FEW = "83"  # Classes of a small test set, in a different order than the model's classes
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,9 @@ def digits(cache):
 
 @pytest.fixture(scope="module")
 def data(digits, tmp_path_factory) -> dict[str, Path]:
-    """Write the digits' held-out images in several forms.
+    """Write the digits' held-out images as data sets with different classes and class orders.
 
-    The form `reversed` also contains the training images.
+    The data set `reversed` also contains the training images.
     """
     root, files = tmp_path_factory.mktemp("data"), {}
     held_out = [(encode(Image.fromarray(x), "PNG"), y) for x, y in pairs(digits.val)]
@@ -57,7 +57,7 @@ def pairs(split) -> zip:
 
 @pytest.fixture(scope="module")
 def logits(trained, digits) -> torch.Tensor:
-    """Compute the model's logits for the held-out images: [360, 10]."""
+    """Compute the trained model's logits for the 360 held-out images, as a tensor of shape [360, 10]."""
     script = __import__("train_cnn_a")
     model = build_model(CnnA(widths=(4, 8, 32)), 10)
     load_trained(model, latest(trained) / "model.safetensors")
@@ -69,7 +69,7 @@ def logits(trained, digits) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(trained, cache, tmp_path_factory) -> dict[str, list]:
-    """Return the arguments of validate.py for each form of the model."""
+    """Return the validate.py arguments that select each form of the model."""
     folder, lone = tmp_path_factory.mktemp("models") / "exported", ["--script", *CNN]
     assert call(export.main, trained, folder, *cache)[0] == 0
     file = tmp_path_factory.mktemp("lone") / "lone.safetensors"
@@ -83,7 +83,7 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
 
 
 OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent classes."
-CASES = [  # Model, data, flags, classes that the accuracy includes, and message
+CASES = [  # Model, data set, validate.py flags, classes included in the accuracy, and expected message
     ("run", "reversed", (), range(10), "in another order. They are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
     ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy covers the 2 of 10 classes that have"),
@@ -96,7 +96,7 @@ CASES = [  # Model, data, flags, classes that the accuracy includes, and message
 
 
 def expected(logits: torch.Tensor, labels: np.ndarray, name: str, predicted) -> float:
-    """Return the expected accuracy on the named data if the model predicts only the given classes."""
+    """Return the model's accuracy on a data set if the model can predict only the classes in `predicted`."""
     digits = {"few": (3, 8), "one": (8,)}.get(name, range(10))
     rows = np.isin(labels, digits)
     masked = torch.full_like(logits, -torch.inf)
@@ -143,7 +143,7 @@ def test_unknown_classes_are_refused(trained, data, cache, tmp_path):
     assert (status, named in output) == (1, True)
 
 
-# --- Resume
+# --- Resuming runs
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,10 @@ def vit(tmp_path_factory, cache) -> Path:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", *map(full, ("ddp", "zero2", "zero3"))])
 def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, cache, tmp_path):
-    """Check the head's rows in the model, the EMA and AdamW's moments.
+    """Check the order of the head's rows in the model, the EMA and AdamW's moments.
 
-    The run trains no step, so the rows must be bitwise identical.
+    The resumed run trains no step, so each row must be bitwise identical to the same class's row before the
+    resume.
     """
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
@@ -174,7 +175,7 @@ def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, ca
 
 @pytest.mark.full
 def test_an_optimizer_state_that_cannot_follow_the_classes_is_refused(data, cache, project_copy, tmp_path):
-    """Use Adafactor, whose state contains sums over the rows and columns of a matrix instead of moments."""
+    """Resume with Adafactor, whose state contains sums over a matrix's rows and columns, not moments."""
     adamw = "torch.optim.AdamW(groups, lr=recipe.lr, fused=True)"
     mutate(project_copy, "train_vit.py", adamw, "torch.optim.Adafactor(groups, lr=recipe.lr)")
     command = [*python(), *VIT, *QUICK, *cache, "--max_steps", 1]

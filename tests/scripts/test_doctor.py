@@ -1,4 +1,4 @@
-"""doctor.py finds faults on real hosts. The hosts have no GPUs, so the checks of GPUs use simulated facts."""
+"""Tests of doctor.py on virtual hosts with injected faults. Simulated facts replace the hosts' GPUs."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ from tools.launch.hosts import Host
 
 
 def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[str, str]]]:
-    """Run doctor.py on node1, with two slots, and on further hosts.
+    """Run doctor.py on node1 with a hostfile that lists two slots for node1 and one slot for other hosts.
 
     Returns:
         The exit status, the output, and the code and host of each failed check.
@@ -38,7 +38,10 @@ def examine(tmp_path, *flags, count=2, env=None) -> tuple[int, str, list[tuple[s
 
 
 def test_sound_hosts(cluster, tmp_path):
-    """Run the all-reduce on three processes. A dangling link in --data must not count as a fault."""
+    """Check that healthy hosts pass all checks, including an all-reduce on three processes.
+
+    A dangling link in the --data folder must not fail a check.
+    """
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "gone").symlink_to("nowhere")
     folder = tmp_path / "runs"
@@ -48,7 +51,7 @@ def test_sound_hosts(cluster, tmp_path):
     assert f"{folder} is shared" in output
     assert "rehearsal" in output
     assert not [*tmp_path.glob(".doctor*")]
-    # Debian's /etc/hosts does not affect launch.py.
+    # Debian's /etc/hosts maps the host's name to 127.0.1.1, which does not affect launch.py.
     assert "warning [own-name] node2: its own name node2 is 127.0.1.1 there" in output
     wait_until(lambda: "python" not in "".join(run(hosts.inside(n, ["ps", "ax"])) for n in hosts.names()))
 
@@ -61,14 +64,16 @@ def test_hosts_without_sshd_or_with_another_key(cluster, tmp_path):
 
 
 def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
-    """Detect other code, packages and data, a closed port, an unusable folder and an unreachable S3."""
+    """Check the findings for different code, packages and data, a closed port, a bad folder and unreachable
+    S3.
+    """
     runs, data = tmp_path / "runs", tmp_path / "data"
     runs.mkdir()
     data.mkdir()
     (data / "a.parquet").write_text("one")
     rule = "add table inet wall; add chain inet wall in { type filter hook input priority 0; };"
     rule += " add rule inet wall in tcp dport 29500 reject"
-    faults = [  # Host, command that injects the fault, and command that repairs the host
+    faults = [  # Each fault's host, the command that injects the fault, and the command that repairs the host
         ("node2", *OTHER_CODE),
         ("node2", *OTHER_TIMM),
         ("node2", ["mount", "-t", "tmpfs", "tmpfs", data], ["umount", data]),
@@ -102,7 +107,7 @@ def test_a_script_without_a_recipe_is_not_checked(tmp_path):
 
 
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
-    """Read S3 with the host's credentials. This process occupies one port."""
+    """Read --data from S3 with the host's credentials while this process occupies the --port."""
     url = upload(write_shards(tmp_path / "tiny"), "doctor-data", s3)
     words = [sys.executable, "doctor.py", "--s3", f"s3://{BUCKET}/doctor", "--data", url]
     words += ["train_cnn_a.py", "--data", "digits", "--batch_size", "1440"]
@@ -119,7 +124,10 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
 
 
 def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
-    """Use the default hostfile without an sshd, then with one. Several hosts also require pdsh."""
+    """Check the default hostfile without ssh, and then with a running sshd.
+
+    DeepSpeed also requires pdsh if there are several hosts.
+    """
     client = SimpleNamespace(name="localhost")
     checks = Checks([client, client], SimpleNamespace(), {})
     checks.facts = {"localhost": {"versions": {"deepspeed": "0.19.8"}}}
@@ -169,7 +177,7 @@ FACTS |= {"data": {"digest": "a", "problem": None}}
         (lambda b: b["devices"].update(driver_cuda=[12, 2]), [("old-driver", True)]),
         (lambda b: b["devices"].update(problem="version mismatch"), [("driver-broken", True)]),
         (lambda b: b.update(torch_cuda=None), [("unusable-gpu", True)]),
-        # An unknown value is not a fault
+        # Unknown GPU properties are not a fault.
         (lambda b: b["devices"]["gpus"][1].update(memory_gib=None, free_gib=None, capability=None), []),
         (lambda b: b.update(nccl="2.20"), [("driver", True)]),
         (lambda b: b["devices"]["gpus"][1].update(free_gib=40.0, held_by=["7"]), [("device-memory", False)]),
@@ -181,7 +189,7 @@ FACTS |= {"data": {"digest": "a", "problem": None}}
     ],
 )
 def test_a_fault_of_one_host(change, expected):
-    """Change the facts of the second of two hosts."""
+    """Change one fact about the second of two hosts and check the resulting finding."""
     facts = {"a": copy.deepcopy(FACTS), "b": copy.deepcopy(FACTS)}
     change(facts["b"])
     findings = [*check_hosts([Host("a", (0, 1)), Host("b", (0, 1))], facts), *compare_hosts(facts)]
@@ -193,7 +201,8 @@ def test_a_fault_of_one_host(change, expected):
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
     assert all_reduced(answer) == [("unsupported-gpu", "torch is built")]
-    failed = answer | {"problem": "CUDA error: no kernel image is available"}  # torch prints this message
+    # Error that torch prints on a GPU for which it was not built
+    failed = answer | {"problem": "CUDA error: no kernel image is available"}
     assert all_reduced(failed) == [("unsupported-gpu", "torch is built")]
     assert all_reduced(failed | {"capability": None}) == [("all-reduce", "CUDA error: no")]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
@@ -209,7 +218,7 @@ def test_one_gpu_of_a_host_fails():
 
 
 def all_reduced(*ranks: dict) -> list[tuple[str, str]]:
-    """Return the code and the first three words of each finding about one host."""
+    """Return the code and the first three words of each all-reduce finding on one host."""
     findings = check_all_reduce(Host("a", tuple(range(len(ranks)))), {"ranks": list(ranks)})
     return [(finding.code, " ".join(finding.what.split()[:3])) for finding in findings]
 

@@ -1,4 +1,4 @@
-"""Models that export.py writes: other libraries load them and compute bitwise identical outputs."""
+"""Tests that other libraries load the models exported by export.py and compute bitwise identical outputs."""
 
 import json
 import os
@@ -35,7 +35,7 @@ SCRIPTS = {"cnn_b": RESNET, "vit": VIT}
 IMAGES = 4
 WITH_BATCH_NORM = ["train_vit.py", "--model", "test_efficientnet", "--image_size", "32", "--mixup", "0"]
 
-# This program runs without this repository on its path. It prints the logits of PNG files.
+# Program that prints a model's logits for PNG files and runs without this repository on its path
 LOAD = """
 import json, sys, torch
 from PIL import Image
@@ -87,14 +87,14 @@ def exported(runs, tmp_path_factory, cache) -> dict[str, Path]:
 
 
 def made(*words, status: int = 0) -> str:
-    """Run export.py in this process and check its exit status. Return its output."""
+    """Run export.py in this process, check its exit status, and return its output."""
     exit_status, output = call(export.main, *words)
     assert exit_status == status, output
     return output
 
 
 def write_pictures(trained: Exported, folder: Path, name: str = "") -> list[Path]:
-    """Write the sample's images as PNG files with their pixels before normalization."""
+    """Undo the normalization of the sample's images and write the images as PNG files."""
     mean, std = (np.reshape(values, (3, 1, 1)) for values in trained.preprocessing[:2])
     files = [folder / f"{name}{k}.png" for k in range(IMAGES)]
     for file, image in zip(files, trained.sample.numpy(), strict=True):
@@ -109,7 +109,7 @@ def open_run(run_folder: Path, scratch: Path, cache: list) -> Exported:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "I;16"])
 def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
-    """Rotate an image by its EXIF tag, composite transparency onto white, and scale 16-bit values."""
+    """Check EXIF rotation, transparent pixels, which become white, and the scaling of 16-bit values."""
     values = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.3)}
     config = values | {"input_size": (3, 32, 32), "crop_pct": 1.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -124,7 +124,7 @@ def test_an_exported_model_prepares_pictures_like_predict(mode, tmp_path):
 
 
 def test_other_libraries_load_an_export_and_get_the_same_logits(runs, exported, tmp_path, cache):
-    """Read PNG files in a process without this project. Both timm and transformers load the ViT."""
+    """Compute logits with timm, and for the ViT also with transformers, in a process without this project."""
     models = {name: open_run(run_folder, tmp_path, cache) for name, run_folder in runs.items()}
     files = {name: map(str, write_pictures(trained, tmp_path, name)) for name, trained in models.items()}
     request = [[str(exported[name]), *files[name]] for name in models]
@@ -173,7 +173,7 @@ def test_the_card_says_what_the_run_reached(runs, exported):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "single", "ddp"])
 def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
-    """Train, resume, validate and export. Every command must use the same model, including its buffers."""
+    """Check that training, resuming, validation and export use the same EMA model, including its buffers."""
     run_folder = tmp_path / "run"
     flags = [*QUICK, "--batch_size", "96", "--lr", "1e-2", "--ema_decay", "0.8", *cache]
     for steps in ("6", "14"):
@@ -217,7 +217,7 @@ def test_an_ema_of_a_model_with_batch_norm(strategy, tmp_path, cache):
 def test_the_card_has_no_private_path(data, shown, tmp_path):
     recipe = train_cnn_a.CnnA(data="/moved/since")
     weights = "/home/alice/ward 7/step_00000009/model.safetensors"
-    # `data_root` was a flag of version 1.0
+    # Runs of version 1.0 recorded the flag `data_root`.
     recipe_values = vars(recipe) | {"data": data, "weights": weights, "data_root": [data]}
     trained = TrainedModel(weights, "", "", 9, "train_cnn_a", recipe_values, ["a", "b"])
     model, ones = torch.nn.Linear(2, 2), DataConfig((1.0,) * 3, (1.0,) * 3)
@@ -247,9 +247,9 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
 
 @pytest.mark.parametrize("name", ["cnn_a", full("vit")])
 def test_an_exported_folder_is_accepted_as_a_model(name, runs, exported, tmp_path, cache):
-    """Use the exported folder without its run in validate.py and predict.py.
+    """Run validate.py and predict.py on an exported folder after deleting its model.py.
 
-    No command executes code from the folder, and other users can read the folder's files.
+    Neither command executes code from the folder. Other users can read the folder's files.
     """
     folder = shutil.copytree(exported[name], tmp_path / "mine")
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
@@ -312,7 +312,7 @@ def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A fake hub with the answers that an upload of small files needs."""
+    """Fake hub server that answers all requests of an upload of small files."""
 
     def do_POST(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
@@ -344,7 +344,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 def test_push(exported, runs, tmp_path, cache):
-    """Let the hub's client upload all files of the folder to a server on loopback."""
+    """Upload an exported folder with the hub's client to a server on the loopback interface."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         server.requests = []
         Thread(target=server.serve_forever, daemon=True).start()

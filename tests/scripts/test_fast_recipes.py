@@ -1,4 +1,4 @@
-"""Fast recipes of train_cnn_b.py and their flags. test_real_data.py runs the CIFAR-10 recipe."""
+"""Tests of train_cnn_b.py's fast recipes and flags. test_real_data.py trains the CIFAR-10 recipe."""
 
 from functools import partial
 
@@ -21,14 +21,14 @@ def recipe_of(name: str, *flags: str) -> CnnB:
 
 
 def test_the_16_epochs_on_imagenet_start_and_the_images_grow(photographs, cache, tmp_path):
-    """Train on 8 photographs for 4 epochs of 2 steps: one epoch per image size, scaled down to 32 pixels."""
+    """Train on 8 photographs for 4 epochs of 2 steps, with image sizes of at most 32 pixels."""
     for split in ("train", "val"):
         for file in sorted(photographs.iterdir())[:8]:
             folder = tmp_path / "images" / split / file.stem
             folder.mkdir(parents=True)
             (folder / file.name).symlink_to(file)
-    # On an AMD EPYC CPU, oneDNN in torch 2.15 writes out of bounds in the backward pass of a 1x1 convolution
-    # with stride 2, fewer than 16 channels and images of 64 pixels.
+    # The model has at least 16 channels, because oneDNN in torch 2.15 writes out of bounds on AMD EPYC CPUs
+    # in the backward pass of a 1x1 convolution with stride 2, fewer than 16 channels and images of 64 pixels.
     words = ["train_cnn_b.py", "--config", "recipes/cnn_b_imagenet_16epochs.yaml", "--width", "16", *cache]
     words += ["--data", tmp_path / "images", "--batch_size", "4", "--epochs", "4", "--workers", "0"]
     words += ["--log_every", "1", "--mixed_precision", "no", "--lr", "0.01", "--output_dir", tmp_path / "run"]
@@ -50,7 +50,7 @@ def test_the_epoch_determines_the_image_size():
     batches = list(training_batches(images, plan, torch.device("cpu"), recipe))
     assert [len(inputs[0][0]) for inputs, _, _ in batches] == [16] * 4 + [24] * 4
     assert all(np.array_equal(ids, planned) for (_, _, ids), (_, planned) in zip(batches, plan, strict=True))
-    # A run that resumes in the third epoch continues with the image size of that epoch.
+    # A run that resumes in the third epoch must continue with that epoch's image size.
     later = list(training_batches(images, plan[5:], torch.device("cpu"), recipe))
     assert [len(inputs[0][0]) for inputs, _, _ in later] == [24] * 3
     for (resumed_images, *_), (images_of_run, *_) in zip(later, batches[5:], strict=True):

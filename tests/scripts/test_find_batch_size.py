@@ -1,4 +1,4 @@
-"""find_batch_size.py in real launches under a real memory limit: the answer fits, the next size fails."""
+"""Tests that find_batch_size.py finds a size that fits in a memory limit while the next size fails."""
 
 import itertools
 import json
@@ -21,8 +21,8 @@ from tests.support.commands import call
 from tools.batch_size.largest import LaunchResult, knee, launch_limited, next_size
 
 LARGEST = "tools.batch_size.largest"
-# Small networks with large activations: 8 images take 0.09 to 0.13 GiB, which is many times the difference
-# between two launches of the same size.
+# Flags for small networks with large activations. Eight images need 0.09 to 0.13 GiB, many times more than
+# the difference between two launches with the same batch size.
 CNN = ["train_cnn_a.py", "--data=digits", "--widths=16,4,4", "--image_size=320"]
 RESNET = ["train_cnn_b.py", "--data=digits", "--width=16", "--image_size=128"]
 VIT = ["train_vit.py", "--data=digits", "--model=test_vit", "--image_size=96", "--patch_size=4"]
@@ -34,7 +34,7 @@ def finder(config: str, *words: str) -> list[str]:
 
 
 def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
-    """Run a search. Check that no file except its result remains. Return the result and the output."""
+    """Run a search, check that the only file left is the result, and return the result and the output."""
     file = tmp_path / "found" / "result.json"
     status, output = Job([*finder(config, f"--output={file}"), *words]).wait(1200)
     assert status == 0, output
@@ -43,26 +43,26 @@ def find(tmp_path: Path, config: str, *words: str) -> tuple[dict, str]:
 
 
 def check(search_result: dict) -> None:
-    """Check that the answer ran and that the next larger size did not."""
+    """Check that the answer's trial ran and that the next larger size was out of memory."""
     outcomes = {trial["per_device_batch_size"]: trial["outcome"] for trial in search_result["trials"]}
     assert outcomes[search_result["answer"]] == "ran"
     assert outcomes[search_result["answer"] + search_result["quantum"]] == "out of memory"
     assert len(outcomes) == len(search_result["trials"]), "a size was tried twice"
     for trial in search_result["trials"]:
         if trial["outcome"] == "ran":
-            # Linux may grant one page more than the limit
+            # Linux may grant one page more than the limit.
             assert 0.5 < trial["memory_gib"] <= search_result["limit_gib"] + 1e-5
             assert trial["images_per_s"] > 0
     assert outcomes[search_result["knee"]] == "ran"
 
 
-# --- The search
+# --- Search for the largest batch size
 
 
 def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
-    """Return the answer and the sizes that the search tried.
+    """Return the search's answer and the batch sizes that the search tried.
 
-    `memory(size)` returns the size's memory in GiB.
+    `memory(size)` returns the memory in GiB that a batch of this size needs.
     """
     ran, failed, tried = {}, set(), []
     while (size := next_size(ran, failed, limit_gib, quantum)) is not None:
@@ -79,7 +79,11 @@ def search(memory, limit_gib: float, quantum: int) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize(("quantum", "max_trials"), [(1, 7), (4, 5), (8, 5), (24, 5)])
 def test_five_trials_suffice_for_linear_memory(quantum, max_trials):
-    """Allow two more trials for a quantum of 1 if fewer than 32 images fit, because no line is known yet."""
+    """Check that a search needs at most five trials, or seven if the quantum is 1 and fewer than 32 images
+    fit.
+
+    For so few images, the search can't fit a line through the memory of several batch sizes.
+    """
     sizes = itertools.product((0.1, 1, 9), (0.003, 0.02, 0.1, 0.3, 1), (2, 10, 80, 192))
     for fixed_gib, image_gib, limit_gib in sizes:
         fits = int((limit_gib - fixed_gib) / image_gib + 1e-6) // quantum * quantum
@@ -92,11 +96,11 @@ def test_five_trials_suffice_for_linear_memory(quantum, max_trials):
 @pytest.mark.parametrize(
     "gib",
     [
-        lambda image, size, limit, draw: 1 + image * size + draw.gauss(0, 0.2),  # Memory with noise
+        lambda image, size, limit, draw: 1 + image * size + draw.gauss(0, 0.2),  # Memory with random noise
         lambda image, size, limit, draw: 1 + image * size // 0.5 / 2,  # Memory that grows in steps
-        # Memory that is constant for small sizes.
+        # Memory that is constant for small batch sizes
         lambda image, size, limit, draw: 1 + image * max(0, size - 100),
-        # A cache that fills the available memory
+        # Cache that fills the available memory
         lambda image, size, limit, draw: min(1 + 1.3 * image * size, limit) + (image * size > limit),
     ],
     ids=range(4),
@@ -118,14 +122,11 @@ def test_the_knee_is_the_smallest_size_that_no_other_beats_by_five_percent():
     assert knee({8: 100.0, 16: 150.0, 32: 200.0}) == 32
 
 
-# --- A launch
+# --- Launch of one trial
 
 
 def test_a_hanging_launch_leaves_no_process(tmp_path, monkeypatch):
-    """Start a process that leaves its session and outlives its parent.
-
-    The search must also end this process.
-    """
+    """Check that the search also ends a process that has left its session and outlived its parent process."""
     monkeypatch.chdir(tmp_path)
     sleeper, starter, launcher = (tmp_path / name for name in ("sleeper.py", "starter.py", "launcher.py"))
     sleeper.write_text("import os, time\nopen('pids', 'a').write(f'{os.getpid()} ')\ntime.sleep(600)")
@@ -148,7 +149,7 @@ def test_out_of_memory_is_recognized(code, is_out_of_memory, monkeypatch):
 
 @pytest.mark.parametrize(("message", "is_out_of_memory"), rows_of("out of memory on a GPU"))
 def test_a_gpu_out_of_memory_is_recognized_by_its_message(message, is_out_of_memory, monkeypatch):
-    """Simulate the message that the libraries print when a GPU is out of memory."""
+    """Print a library's out-of-memory message from a process that uses no GPU."""
     monkeypatch.setattr(f"{LARGEST}._largest_data_gib", lambda *_: pytest.fail("it looked at processes"))
     ended = launch_limited(
         [sys.executable, "-c", f"print({message!r}); exit(1)"], limit_gib=None, timeout_s=60
@@ -164,12 +165,12 @@ def test_the_largest_process_is_measured():
     assert 300 / 1024 < ended.data_gib < 350 / 1024
 
 
-# --- Searches
+# --- Searches with real launches
 
 
 @pytest.mark.full
 def test_the_answer_ran_and_the_next_size_did_not(tmp_path):
-    """Check that 32 images fit and 64 do not."""
+    """Search in real launches under a memory limit that fits 32 images but not 64."""
     search_result, output = find(tmp_path, "cpu", "--memory_limit_gib=1.55", "--quantum=32", *CNN)
     check(search_result)
     assert len(search_result["trials"]) <= 3
@@ -197,7 +198,7 @@ def test_scripts_and_strategies(script, config, tmp_path):
 
 @pytest.mark.full
 def test_the_data_set_limits_the_size(tmp_path):
-    """Use the 1,437 images of digits, so that only the first multiple of 1,024 is possible."""
+    """Search on the digits, whose 1,437 training images contain only one multiple of 1,024."""
     words = ["train_cnn_a.py", "--data=digits", "--widths=4,8,32"]
     search_result, output = find(tmp_path, "cpu", "--quantum=1024", "--memory_limit_gib=4", *words)
     outcomes = [(trial["per_device_batch_size"], trial["outcome"]) for trial in search_result["trials"]]
@@ -220,9 +221,9 @@ def test_a_result_with_the_same_name_is_kept(tmp_path, monkeypatch):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Return a function that searches with simulated trials.
+    """Return a function that runs a search whose trials are simulated.
 
-    A process needs a fixed amount of memory plus 0.01 GiB per image.
+    A simulated process needs a fixed amount of memory plus 0.01 GiB per image.
     """
     monkeypatch.chdir(ROOT)
     file = tmp_path / "found" / "result.json"
@@ -230,7 +231,7 @@ def simulated(tmp_path, monkeypatch):
     def run_search(fixed_gib: float, *words: str, gpu_gib: float | None = None) -> dict:
         def launched(words, limit_gib, timeout_s):
             flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-            # A script refuses a flag that is given under two names
+            # Scripts refuse a flag that is passed under two names.
             assert not {"learning_rate", "model_folder"} & flags.keys()
             size = int(flags["per_device_batch_size"])
             gib = fixed_gib + size / 100
@@ -259,7 +260,7 @@ def simulated(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("layers", "answer"), [("0", 96), ("2", 88)])
 def test_a_margin_stays_free_with_randaugment(layers, answer, simulated, capsys):
-    """Search on a simulated GPU with 1 GiB of memory."""
+    """Search on a simulated GPU with 1 GiB of memory, with and without RandAugment."""
     words = ["--patience=1", "--learning-rate=1", "--model_folder=elsewhere", f"--randaug_layers={layers}"]
     search_result = simulated(0.02, *VIT, *words, gpu_gib=1.0)
     assert (search_result["answer"], search_result["margin"]) == (answer, 0.05 if layers == "2" else 0)
@@ -273,7 +274,7 @@ def test_a_margin_stays_free_with_randaugment(layers, answer, simulated, capsys)
 
 @pytest.mark.parametrize("fixed_gib", [0.4, 1.52])
 def test_the_limit_of_a_rehearsal_follows_from_its_first_trial(fixed_gib, simulated):
-    """Check that some sizes fit and others do not, whatever memory the data and the libraries need."""
+    """Check that some batch sizes fit and larger sizes fail, whatever memory the data and libraries need."""
     search_result = simulated(fixed_gib, *VIT)
     assert search_result["limit_gib"] == pytest.approx(1.25 * (fixed_gib + 0.08))
     assert 8 < search_result["answer"] == int((search_result["limit_gib"] - fixed_gib) * 100 + 1e-6) // 8 * 8
@@ -314,7 +315,7 @@ def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys)
     assert command in capsys.readouterr().out
 
 
-# --- Mistakes
+# --- Mistakes in flags
 
 
 @pytest.mark.parametrize(

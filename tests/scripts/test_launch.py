@@ -1,4 +1,4 @@
-"""launch.py on hosts with a real sshd: it starts, stops and cleans up all hosts, and reports failures."""
+"""Tests that launch.py starts, stops and cleans up hosts with a real sshd, and reports failures."""
 
 import contextlib
 import json
@@ -44,13 +44,13 @@ def write_hostfile(tmp_path, slots: Sequence[int]) -> Path:
 
 
 def start(words: list, tmp_path, flags=(), env=None, slots: Sequence[int] = (1, 1)) -> Job:
-    """Start launch.py on node1. `slots` lists the number of processes on each of the first hosts."""
+    """Start launch.py on node1 with a hostfile that lists `slots` processes for the first hosts."""
     launcher = ["launch.py", "--hostfile", write_hostfile(tmp_path, slots), "--log_dir", tmp_path / "logs"]
     return Job(hosts.inside("node1", [sys.executable, *launcher, *flags, *words], ROOT), env=env)
 
 
 def left(host: str) -> list[str]:
-    """Return the command lines of all processes on a host except sshd."""
+    """Return the command lines of all processes that run on a host, except sshd's."""
     pids = hosts.processes(host)
     commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid in pids]
     return [line for line in commands if line and not line.startswith(("sshd", "/usr/sbin/sshd", "sleep "))]
@@ -64,15 +64,15 @@ def wait_until_empty(names, within_s: float) -> None:
 
 
 def launcher_of(job: Job) -> psutil.Process:
-    """Return the launch.py process, which is a descendant of nsenter."""
+    """Return the job's launch.py process, which is a descendant of nsenter."""
     for process in psutil.Process(job.process.pid).children(recursive=True):
         if "launch.py" in process.cmdline()[:2]:
             return process
     raise AssertionError("no launch.py")
 
 
-# The commands of docs/launching.md for two hosts with one GPU each, without their script, plus torchrun
-# with the c10d rendezvous
+# Commands from docs/launching.md for two hosts with one GPU each, without their script, and a torchrun
+# command with the c10d rendezvous
 _, _, PAGE = (ROOT / "docs" / "launching.md").read_text().partition("## Hosts with one GPU each\n")
 COMMANDS = PAGE.split("```")[3].splitlines()[1:]
 COMMAND_OF = {line.split()[0]: line.removesuffix(" train_cnn_a.py") for line in COMMANDS}
@@ -94,7 +94,7 @@ SLOTS = ((1, 1), (2, 2), (1, 2))
     ],
 )
 def test_hosts_train_as_one_process(launcher, config, slots, cluster, one_process, tmp_path, cache):
-    """Run each command on every host. launch.py and deepspeed run only on the first host and use ssh."""
+    """Run the command on all hosts, or on the first host if the command starts other hosts over ssh."""
     names, folder, size = hosts.names()[: len(slots)], tmp_path / "run", per_device(sum(slots))
     write_hostfile(tmp_path, slots)
     words = [*TRAINING, size, *cache, "--output_dir", folder]
@@ -106,7 +106,7 @@ def test_hosts_train_as_one_process(launcher, config, slots, cluster, one_proces
     jobs = []
     for rank, name in enumerate(names[:1] if "hostfile" in line else names):
         command = re.sub("(nproc_per_node=)1", rf"\g<1>{slots[rank]}", re.sub(r"\bR\b", str(rank), line))
-        # accelerate divides num_processes by the number of hosts
+        # accelerate divides num_processes evenly among the hosts.
         command = re.sub("(num_processes )2", rf"\g<1>{slots[rank] * len(slots)}", command)
         jobs.append(Job(hosts.inside(name, [*command.split(), *words], ROOT)))
     endings = [job.wait() for job in jobs]
@@ -129,7 +129,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", ["single-node", full("multi-node")])
 def test_the_default_script(mode, request, tmp_path):
-    """Start train_hello.py with the given flags unless another script is named."""
+    """Check that launch.py passes the flags to train_hello.py if no script is named."""
     words = [sys.executable, "launch.py", "--mode", mode, *MODES[mode], "--log-dir", tmp_path / "logs"]
     words += ["--epochs", "2", "--batch-size", "128", "--learning-rate", "0.02", "--data-size", "1024"]
     words += ["--output_dir", tmp_path / "run"]
@@ -170,11 +170,11 @@ for epoch in range(10_000 if args.fault else 1):
 
 
 def foreign(tmp_path, fault: str = "") -> list:
-    """Write the script above to a folder. Return the script's path and flags.
+    """Write the FOREIGN script to a folder, and return the script's path and flags.
 
     Args:
-        tmp_path: Folder of the script and of its results.
-        fault: Code that the last process runs after the fourth epoch.
+        tmp_path: Folder for the script and its results.
+        fault: Code that the last process executes after the fourth epoch.
     """
     (tmp_path / "foreign.py").write_text(FOREIGN)
     return [tmp_path / "foreign.py", "--output_dir", tmp_path / "saved", "--fault", fault]
@@ -182,9 +182,9 @@ def foreign(tmp_path, fault: str = "") -> list:
 
 @pytest.mark.parametrize(("flags", "jobs"), [(["--dry_run"], 0), full([], 2)])
 def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
-    """Run the script without GPUs.
+    """Start two processes of the FOREIGN script without GPUs.
 
-    Accelerate makes each process a separate job unless the flag that launch.py prints is given.
+    Accelerate makes each process a separate job unless the user adds the --env flag that launch.py prints.
     """
     words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
     output = run([*words, *flags, *foreign(tmp_path)])
@@ -205,7 +205,7 @@ def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
     ],
 )
 def test_a_foreign_script_on_unequal_hosts(fault, expected, message, cluster, tmp_path):
-    """Check that launch.py names the cause of each end, including SIGTERM, and leaves no process."""
+    """Check that launch.py reports why a job ended and leaves no process running."""
     use_cpu, log = "ACCELERATE_USE_CPU", tmp_path / "logs" / "node1.log"
     job = start(foreign(tmp_path, fault), tmp_path, ["--env", use_cpu], {use_cpu: "true"}, slots=(2, 1))
     if fault == "pass":
@@ -229,7 +229,7 @@ def test_a_dry_run_needs_no_network(tmp_path):
 
 @pytest.mark.full
 def test_a_dry_run_starts_nothing(cluster, tmp_path):
-    """Start each host's part manually, with the command that the dry run prints for the host."""
+    """Check that the commands that a dry run prints start the job when each host runs its command."""
     words = [*HELLO, "--epochs", "1", "--output_dir", tmp_path / "run"]
     flags = ["--dry_run", "--master_addr", "10.77.0.1"]
     status, output = start(words, tmp_path, flags, slots=(2, 2)).wait(30)
@@ -244,11 +244,11 @@ def test_a_dry_run_starts_nothing(cluster, tmp_path):
     assert result(tmp_path / "run")["processes"] == 4
 
 
-# --- While it trains
+# --- Signals and faults during training
 
 
 class Training:
-    """A long training job on two hosts. The same command resumes it."""
+    """Long training job on two hosts, which resumes when the same command is run again."""
 
     def __init__(self, tmp_path: Path, *flags, **options):
         self.tmp_path, self.folder = tmp_path, tmp_path / "run"
@@ -257,14 +257,14 @@ class Training:
         self.start()
 
     def start(self) -> None:
-        """Start the job and wait for three lines of its log."""
+        """Start the job and wait until three lines have been added to its log."""
         self.job = start(self.words, self.tmp_path, **self.options)
         log = self.folder / "metrics.jsonl"
         before = log.read_text().count("\n") if log.exists() else 0
         wait_until(lambda: log.exists() and log.read_text().count("\n") >= before + 3, self.job, 240)
 
     def continues(self) -> None:
-        """Resume from the last checkpoint and train 10 more steps."""
+        """Resume from the last checkpoint and check that the job finishes after 10 more steps."""
         saved = max(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step_*"))
         job = start([*self.words, "--max_steps", saved + 10], self.tmp_path)
         status, output = job.wait()
@@ -281,7 +281,10 @@ def training(cluster, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGHUP)])
 def test_all_hosts_save_at_a_signal_and_the_same_command_continues(number, cluster, tmp_path):
-    """Print at every step. A print without a reader must not fail, and all ranks must save."""
+    """Check that ranks save after a signal, and after a kill of launch.py, which reads the ranks' output.
+
+    The ranks print at every step. A print that nobody reads must not fail.
+    """
     training = Training(tmp_path, "--log_every", "1")
     launcher_of(training.job).send_signal(number)
     status, output = training.job.wait(60)
@@ -302,7 +305,7 @@ def test_all_hosts_save_at_a_signal_and_the_same_command_continues(number, clust
 
 
 def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path):
-    """Pass a variable to every process with --env NAME. No command, file or output may contain its value."""
+    """Check that no command line, log or output contains the value of a variable passed with --env NAME."""
     canary = "s3cr3t-canary"
     training = Training(tmp_path, flags=["--env", "CANARY"], env={"CANARY": canary})
     assert {rank.environ()["CANARY"] for name in hosts.names()[:2] for rank in ranks_on(name)} == {canary}
@@ -345,7 +348,7 @@ main()
     ],
 )
 def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
-    """Name the host that failed, regardless of the hosts' output."""
+    """Check that the error names the failed host, although every rank prints a line like an error."""
     (tmp_path / "cause.py").write_text(CAUSE.replace("FAIL", fail))
     words = [tmp_path / "cause.py", "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, ["--env", "PYTHONPATH"], {"PYTHONPATH": str(ROOT)}).wait(120)
@@ -358,7 +361,7 @@ def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("node1", "its agent was killed by signal 9"),  # This host runs launch.py
+        ("node1", "its agent was killed by signal 9"),  # node1 runs launch.py
         ("node2", "its agent was killed, or the connection is lost"),
     ],
 )
@@ -368,7 +371,7 @@ def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name,
     killed = [agent, *agent.children(recursive=True)]
     assert len(killed) > 2
     for process in killed:
-        process.suspend()  # A suspended process can't notice another's end
+        process.suspend()  # A suspended process can't notice that another process has ended
     for process in killed:
         process.kill()
     status, output = training.job.wait(60)
@@ -397,7 +400,7 @@ def powered_off(_):
 
 @contextlib.contextmanager
 def suspended(_):
-    """Suspend a rank. All hosts end after --timeout_s, including the suspended rank's host."""
+    """Suspend a rank on node2. The job must end on all hosts, including node2, after --timeout_s."""
     (rank,) = ranks_on("node2")
     rank.suspend()
     yield
@@ -405,7 +408,10 @@ def suspended(_):
 
 @contextlib.contextmanager
 def lossy(training):
-    """Drop 30 percent of the packets to node2. The job must continue, or end in time and name the host."""
+    """Drop 30 percent of the packets to node2.
+
+    The job must either continue, or end in time with an error that names a host.
+    """
     process, log = training.job.process, training.folder / "metrics.jsonl"
     before = log.read_text().count("\n")
     hosts.lose("node2", 30)
@@ -421,9 +427,9 @@ def lossy(training):
 
 @contextlib.contextmanager
 def closed_output(training):
-    """Close the reader first, as `| tee` does at Ctrl-C. All hosts must still save a checkpoint."""
+    """Close the reader of launch.py's output, as Ctrl-C does with `| tee`. All ranks must still save."""
     training.job.process.stdout.close()
-    time.sleep(1)  # Nothing reads the next lines
+    time.sleep(1)  # Let the job print lines that nobody reads
     launcher_of(training.job).send_signal(signal.SIGINT)
     yield
 
@@ -454,7 +460,7 @@ def test_a_fault_ends_the_job_and_the_same_command_continues(fault, statuses, re
 @pytest.mark.full
 @pytest.mark.real_processes
 def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
-    """Suspend a host's launcher before the script runs. The other hosts' launchers wait for it."""
+    """Suspend a host's launcher before the script runs, while the launchers on other hosts wait for it."""
     job = start([*HELLO, "--timeout_s", "15", "--output_dir", tmp_path / "run"], tmp_path)
     wait_until(lambda: any("accelerate.commands.launch" in words for words in left("node2")), job)
     for number in hosts.processes("node2"):
@@ -468,11 +474,11 @@ def test_a_host_that_freezes_as_it_starts(cluster, tmp_path):
     wait_until_empty(hosts.names(), 5)
 
 
-# --- What is wrong before it trains
+# --- Faults before training starts
 
 
 def changed(host: str, change: list, repair: list):
-    """Return a context in which a command has changed a host."""
+    """Return a context manager that runs one command on a host at entry and another command at exit."""
 
     @contextlib.contextmanager
     def context(_):
@@ -496,7 +502,7 @@ def no_sshd(_):
 
 @contextlib.contextmanager
 def another_host_key(_, host: int = 2):
-    """Present the key of another host. launch.py must not send anything to this host."""
+    """Replace node2's known host key with a different key, so that launch.py must refuse to connect."""
     known_hosts = hosts.STATE / "node1" / "ssh" / "ssh_known_hosts"
     text = known_hosts.read_text()
     first = text.splitlines()[0]
@@ -561,7 +567,7 @@ for process in psutil.process_iter():
 
 
 def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
-    """Resolve the host's name to an address that other hosts can reach, as on most clouds."""
+    """Give the machine a hostname that resolves to an address visible to other hosts, as on most clouds."""
     with_hostname = ["unshare", "--uts", "sh", "-c", 'hostname 10.77.0.1 && exec "$@"', "sh"]
     words = [*with_hostname, "torchrun", "--standalone", "--nproc_per_node=2", *LONG]
     job = Job(hosts.inside("node1", [*words, "--output_dir", tmp_path / "run"], ROOT))
@@ -575,7 +581,9 @@ def test_ranks_on_one_host_listen_on_loopback_alone(cluster, tmp_path):
 
 
 def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
-    """Keep secrets out of .deepspeed_env, because DeepSpeed copies each line into the command line of ssh."""
+    """Check that .deepspeed_env contains no secret, because DeepSpeed copies every line into ssh's command
+    line.
+    """
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n\nNCCL_DEBUG=WARN\n")
     env = {"AWS_SECRET_ACCESS_KEY": "canary", "WANDB_API_KEY": "canary", "GLOO_SOCKET_IFNAME": "eth0"}
     for name, value in (env | {"NCCL_DEBUG": "INFO"}).items():
@@ -591,9 +599,9 @@ def test_the_deepspeed_env_has_no_secret(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "visible", "slots"), [(3, None, 3), (3, "", 1), (0, None, 1)])
 def test_a_mode_uses_the_gpus_of_this_machine(gpus, visible, slots, monkeypatch):
-    """Simulate the number of GPUs from the driver.
+    """Check the number of processes per host for a simulated number of GPUs.
 
-    Without a GPU, or in a rehearsal, a host runs one process.
+    A host without GPUs, or in a rehearsal, runs one process.
     """
     monkeypatch.setattr(launch, "list_gpus", lambda: Devices(gpus=({},) * gpus))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

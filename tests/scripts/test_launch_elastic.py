@@ -1,6 +1,6 @@
-"""launch.py --min_hosts on real hosts with an sshd.
+"""Tests that training results stay the same while hosts leave and join a job of `launch.py --min_hosts`.
 
-Training results stay the same as hosts leave and join.
+Each host runs a real sshd.
 """
 
 import json
@@ -22,34 +22,34 @@ from tests.scripts.test_launch import OTHER_CODE, launcher_of, wait_until_empty
 from tests.support.s3 import BUCKET, aws_env
 
 BATCH, POINTS = 64, 4096
-# Number of steps to replay after a change of hosts, and tolerance of the losses.
+# Number of steps to replay after a change of hosts, and tolerance of the replayed losses
 REPLAYED, REPLAY_BOUND = 50, 1e-5
-LOG_EVERY = "4"  # Number of steps in each logged mean of the losses
+LOG_EVERY = "4"  # Number of steps over which each logged loss is averaged
 WORDS = ["train_hello.py", "--trackers", "none", "--mixed_precision", "no", "--epochs", "100000"]
 WORDS += ["--log_every", LOG_EVERY, "--checkpoint_every", "64", "--log_samples", "--timeout_s", "60"]
 EXACT = ["--per_device_batch_size", "8", "--deterministic"]
 
 
 class ElasticTraining:
-    """An elastic training job that node4 starts on the first `count` hosts.
+    """Elastic training job that node4 starts on the first `count` hosts.
 
     Args:
-        tmp_path: Folder of the hostfile, the logs and the output.
+        tmp_path: Folder for the hostfile, logs and output.
         count: Number of hosts.
-        slots: Number of processes on each host.
-        flags: Flags for launch.py.
-        script: Additional arguments for train_hello.py.
+        slots: Number of processes per host.
+        flags: launch.py flags.
+        script: Additional train_hello.py arguments.
     """
 
     def __init__(self, tmp_path: Path, count: int, slots: int, *flags: str, script=(), folder=None, env=None):
         self.folder, self.hostfile = folder or tmp_path / "run", tmp_path / "hostfile"
         self.slots, self.script = slots, list(script)
-        self.processes = count * slots  # Number of processes at the first launch
-        self.kept = tmp_path / "kept"  # Folder with copies of checkpoints
+        self.processes = count * slots  # Number of processes after the first launch
+        self.kept = tmp_path / "kept"  # Folder with copies of the checkpoints from which the job resumed
         self.hostfile.write_text("".join(f"node{n} slots={slots}\n" for n in range(1, count + 1)))
         launcher = [sys.executable, "launch.py", "--hostfile", self.hostfile, "--log_dir", tmp_path / "logs"]
         words = [*launcher, "--min_hosts", "1", *flags, *WORDS, "--output_dir", self.folder, *script]
-        # launch.py would block on a full pipe without a reader, so a file receives its output
+        # launch.py writes to a file, because it would block on a full pipe that nobody reads.
         self.output = tmp_path / "output"
         words = ["sh", "-c", 'exec "$@" > "$0" 2>&1', self.output, *words]
         self.job = Job(hosts.inside("node4", words, ROOT), env=env)
@@ -59,8 +59,9 @@ class ElasticTraining:
 
         Args:
             devices: Number of processes.
-            steps: Number of steps.
-            keep: Whether to copy the checkpoint from which the job resumed before newer ones replace it.
+            steps: Number of steps to wait for.
+            keep: Whether to copy the checkpoint from which the job resumed before newer checkpoints replace
+                it.
         """
         first, deadline = None, time.monotonic() + 120
         while True:
@@ -81,13 +82,15 @@ class ElasticTraining:
                     return
 
     def _lines(self) -> list[dict]:
-        """Return the complete lines of the log, or an empty list before the log exists."""
+        """Return the log's complete lines, or an empty list if the log does not exist yet."""
         file = self.folder / "metrics.jsonl"
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
     def kill(self) -> None:
-        """End a job that a failed test has left running. The job's agents notice within seconds."""
+        """End the job if a failed test has left the job running. The agents on the hosts notice within
+        seconds.
+        """
         if self.job.process.poll() is None:
             launcher_of(self.job).kill()
             self.job.wait()
@@ -98,7 +101,7 @@ class ElasticTraining:
             hostfile.write("".join(f"{name} slots={self.slots}\n" for name in names))
 
     def wait_for_line(self, text: str) -> list[str]:
-        """Wait until launch.py has printed the text. Return the lines that contain the text."""
+        """Wait until launch.py prints the text, and return all output lines that contain the text."""
         wait_until(lambda: self.output.exists() and text in self.output.read_text(), self.job, 120)
         return [line for line in self.output.read_text().splitlines() if text in line]
 
@@ -110,15 +113,16 @@ class ElasticTraining:
         return output
 
     def assert_same_as_one_process(self, tmp_path: Path, first_step: int = 1) -> None:
-        """Compare the samples, learning rates and losses with a run on one process.
+        """Compare samples, learning rates and losses with a run on one process.
 
-        Each sample appears once, in the order of the steps. Learning rates are equal, and losses are equal up
-        to rounding errors. With --deterministic, the losses and the last checkpoint's weights are bitwise
-        identical.
+        Each sample must appear once, in the order of the steps. Learning rates must be identical, and losses
+        may differ only by rounding errors. With --deterministic, the losses and the last checkpoint's weights
+        must be bitwise identical.
 
         Args:
             tmp_path: Folder for the run on one process.
-            first_step: First step in samples.jsonl. This file is not copied to S3.
+            first_step: First step in the job's samples.jsonl. A host that resumes from S3 starts a new
+                samples.jsonl, because this file is not copied to S3.
         """
         last = max(steps_in(self.folder / "checkpoints"))
         samples_of = {line["step"]: line["samples"] for line in lines(self.folder / "samples.jsonl")}
@@ -139,12 +143,14 @@ class ElasticTraining:
             assert weights[0].read_bytes() == weights[1].read_bytes()
 
     def assert_same_as_replays(self, tmp_path: Path) -> None:
-        """Compare the losses after each change of hosts with a resume on one process."""
+        """Compare the losses after each change of hosts with a resume from the same checkpoint on one
+        process.
+        """
         records = logged(self.folder)
         for checkpoint in sorted(self.kept.iterdir()):
             first = step_of(checkpoint.name)
             replay = self._train_alone(tmp_path / f"replay{first}", first + REPLAYED, "--resume", checkpoint)
-            # Without the last lines of the replay, which ends inside a logging window
+            # The replay ends inside a logging window and therefore lacks the last log lines.
             common_steps = records.keys() & replay.keys()
             assert len(common_steps) >= REPLAYED // int(LOG_EVERY) - 1
             for step in common_steps:
@@ -152,7 +158,7 @@ class ElasticTraining:
                 assert records[step]["train/loss"] == pytest.approx(expected, abs=REPLAY_BOUND)
 
     def _train_alone(self, folder: Path, last: int, *words) -> dict[int, dict]:
-        """Train on one process up to the step `last`. Return the log's lines by step."""
+        """Train on one process up to step `last`, and return the log lines by step."""
         words = [*words, *(EXACT if "--deterministic" in self.script else [])]
         run([sys.executable, *WORDS, "--max_steps", last, "--output_dir", folder, *words])
         return logged(folder)
@@ -164,7 +170,7 @@ def logged(folder: Path) -> dict[int, dict]:
 
 @pytest.fixture
 def start(cluster, tmp_path):
-    """Return a function that starts an ElasticTraining. End all jobs after the test."""
+    """Return a function that starts an ElasticTraining, and end all started jobs after the test."""
     started = []
 
     def start_one(*words, **options) -> ElasticTraining:
@@ -182,7 +188,7 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     training.wait_for(2)
     hosts.kill("node2")
     training.wait_for_line("node2 lost after step")
-    hosts.revive("node2")  # This host answers while node1 starts without it
+    hosts.revive("node2")  # node2 answers again while node1 restarts the job without node2
     training.wait_for_line("node2 joins")
     training.wait_for(2)
     ranks_on("node2")[0].send_signal(signal.SIGTERM)
@@ -192,7 +198,7 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     assert "node2 leaves (SIGTERM)" in output
     repeated = re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", output)
     assert len(repeated) == 3, output
-    assert repeated[1:] == ["0", "0"]  # No step was repeated after the join or after the leave
+    assert repeated[1:] == ["0", "0"]  # No step was repeated after the host joined or left the job
     assert len([line for line in lines(training.folder / "metrics.jsonl") if "hosts" in line]) == 3
     training.assert_same_as_one_process(tmp_path)
     wait_until_empty(hosts.names(), 5)
@@ -200,7 +206,9 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
 
 @pytest.mark.full
 def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
-    """Add a host with other code, which joins after it has been repaired. The next host has to wait."""
+    """Add a host with different code, which can join only after its code is repaired, and a host that must
+    wait.
+    """
     training = start(1, 1, script=["--per_device_batch_size", "8"])
     training.wait_for(1)
     Job(hosts.inside("node2", OTHER_CODE[0])).wait()
@@ -226,13 +234,10 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2x2gpu", "fsdp_2x4gpu", "zero2_4gpu", "zero3_2x4gpu"])
 def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
-    """Cut the first host's network while it writes to the shared folder.
-
-    The machine later joins as another host.
-    """
+    """Cut the network of the first host, which writes to the shared folder, and reconnect the host later."""
     training = start(2, 2, "--config_file", f"accelerate_configs/{config}.yaml")
     training.wait_for(4)
-    # Without a checkpoint, the job would restart from step 0
+    # The job would restart from step 0 if it had no checkpoint.
     wait_until(lambda: steps_in(training.folder / "checkpoints"), training.job, 60)
     hosts.cut("node1")
     training.wait_for(2, keep=True)
@@ -249,7 +254,7 @@ def test_the_first_host_is_lost_under_each_strategy(config, start, tmp_path):
 
 
 def test_a_process_that_fails_at_each_start_ends_the_job(cluster, tmp_path):
-    """Fail before the first step. launch.py reports such a mistake once and never retries."""
+    """Check that launch.py reports a failure before the first step once and does not restart the job."""
     words = [sys.executable, "launch.py", "--mode", "multi-node", "--gpus-per-node", "1", "--min_hosts", "1"]
     words += ["--master-node", "node1", "--worker-nodes", "node2", "--log_dir", tmp_path / "logs"]
     words += ["train_hello.py", "--batch_sise", "64"]
@@ -261,7 +266,7 @@ def test_a_process_that_fails_at_each_start_ends_the_job(cluster, tmp_path):
 
 @pytest.fixture
 def s3_on_node4(cluster):
-    """Run moto's server on node4, which all hosts can reach. Yield the environment of its clients."""
+    """Run moto's S3 server on node4, which all hosts can reach, and yield the clients' environment."""
     env = aws_env("http://10.77.0.4:5000") | {"NO_PROXY": "10.77.0.4"}
     words = [sys.executable, "-m", "moto.server", "-H", "10.77.0.4", "-p", "5000"]
     server = Job(hosts.inside("node4", words, ROOT), env=env)
@@ -276,11 +281,11 @@ def s3_on_node4(cluster):
 
 @pytest.mark.full
 def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
-    """Train without a shared folder.
+    """Train without a shared folder, so that the second host resumes from S3 when the first host is lost.
 
-    The second host resumes from S3. Later, the first host and two new hosts join.
+    Later, the first host and two new hosts join.
     """
-    folder = ROOT / "runs" / "elastic"  # Each host has a separate copy of the project
+    folder = ROOT / "runs" / "elastic"  # Each host has its own copy of the project folder
     flags = [word for name in s3_on_node4 for word in ("--env", name)]
     words = ["--s3", f"s3://{BUCKET}/elastic", "--per_device_batch_size", "8"]
     training = start(2, 2, *flags, script=words, folder=folder, env=s3_on_node4)

@@ -1,4 +1,4 @@
-"""Every command in the README and its pages, shortened by flags. This machine stands in for every host."""
+"""Tests that run every command in the README and on related pages for a few steps, on this machine alone."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from onecurve.system.s3 import ObjectStore
 from tests.conftest import BIN, ROOT, Job, free_port, full, lines, mutate, result, run
 from tests.support.s3 import BUCKET, aws_env, s3  # noqa: F401 (a fixture)
 
-# Flags appended to a command, so that the command takes seconds and needs no hub. If a flag appears twice,
-# the last value applies.
+# Flags appended to a command so that the command takes seconds and needs no hub. If a flag appears twice, the
+# last value applies.
 DIGITS = ["--data", "digits", "--max_steps", "2", "--batch_size", "16", "--max_val_images", "32"]
 SMALL = {
     "train_hello.py": ["--max_steps", "20"],
@@ -25,32 +25,33 @@ SMALL = {
     "train_cnn_b.py": [*DIGITS, "--width", "8"],
     "train_vit.py": [*DIGITS, "--model", "test_vit", "--image_size", "32", "--patch_size", "8"],
 }
-# docs/imagenet.md and docs/cluster.md are missing here because they need archives and machines that tests
-# lack.
+# Pages whose commands are tested. docs/imagenet.md and docs/cluster.md are excluded because their commands
+# need archives and machines that the tests lack.
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("launching", "resuming", "results", "trouble")))
-ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"  # Flag of the commands that work for three scripts
-# Each command in the documents' code blocks and in the table of results, once
+# Flag of the commands that can start three different scripts
+ONE_TWO_AND_TWO_HOSTS = "--model_folder ./weights"
+# Unique commands in the documents' code blocks and in the table of results
 TEXT = "\n".join((ROOT / name).read_text() for name in DOCUMENTS)
 IN_BLOCKS = list(dict.fromkeys("".join(re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)).splitlines()))
 RESULTS = TEXT.split("## Results")[1].split("## ")[0]
 IN_TABLES = re.findall(r"^\|.*?\| `([^`]+)` \|", RESULTS, re.MULTILINE)
-# The first matching pattern determines a command's category. Comments name the file whose tests run the
-# category.
+# Regular expression for each category of commands. The first match determines a command's category. Comments
+# name the test file that runs the category, unless this file does.
 CATEGORIES = {
-    "make": r"make (train|same_bits|test|test-all)\b",  # `test` and `test-all` run these tests
+    "make": r"make (train|same_bits|test|test-all)\b",  # `make test` and `make test-all` include this test
     "experiment": r"make (experiment_vit|experiment_speedup|tensorboard)\b|experiments/\w+\.sh --seeds",
     "benchmark": r"python -m benchmarks\.(train_speed |checkpoint_saves$)",
-    "peers": r"python -m benchmarks\.peers ",  # test_gpu_suite.py
+    "peers": r"python -m benchmarks\.peers ",  # Run by tests/test_gpu_suite.py
     "tests": r"python -m pytest tests/[\w/]+\.py$",
-    "preparation": r"python prep_imagenet\.py ",  # test_prep_imagenet.py
-    "doctor": r"python doctor\.py ",  # test_doctor.py
+    "preparation": r"python prep_imagenet\.py ",  # Run by test_prep_imagenet.py
+    "doctor": r"python doctor\.py ",  # Run by test_doctor.py
     "tensorboard": r"tensorboard --logdir runs$",
-    "fetching": r"(scp|rsync) ",  # These commands copy files from a host
+    "fetching": r"(scp|rsync) ",  # Not run, because these commands copy files from a host
     "accelerate config": r"accelerate config$|accelerate launch train_cnn_a\.py$",
-    "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # test_launch.py
-    "named hosts": r"python launch\.py --mode ",  # test_launch.py
-    "one GPU each": r".*(_rank R|per_node=1 --master|--master_addr IP )",  # test_launch.py
-    "drill": r"python cluster/virtual_cluster\.py drill ",  # tests/cluster/test_drill.py
+    "a script of others": r"python launch\.py .* /shared/complete_cv_example\.py ",  # Run by test_launch.py
+    "named hosts": r"python launch\.py --mode ",  # Run by test_launch.py
+    "one GPU each": r".*(_rank R|per_node=1 --master|--master_addr IP )",  # Run by test_launch.py
+    "drill": r"python cluster/virtual_cluster\.py drill ",  # Run by tests/cluster/test_drill.py
     "practice": r"python cluster/virtual_cluster\.py ",
     "photographs": r"python .*photographs",
     "afterwards": r".*\b(validate|verify|find_batch_size|logbook|export|predict)\.py ",
@@ -71,20 +72,20 @@ LAUNCHES = in_category("launch")
 
 
 def split_environment(command: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables before a command and the words of the command."""
+    """Split a command into the environment variables at its start and its words."""
     words = shlex.split(command)
     count = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
 
 def launch_type(command: str) -> tuple:
-    """Return the launcher and the options that set the hosts. Other tests cover all other options."""
+    """Return the launcher and the options that select the hosts. Other tests cover the remaining options."""
     words = ("launch.py", "hostfile", "--nnodes=2", "--nnodes=1:4")
     return split_environment(command)[1][0], *(word in command for word in words)
 
 
 FIRST_OF_TYPE = {launch_type(command): command for command in reversed(LAUNCHES)}
-# test_preemption.py, test_elastic.py and the practice test below start these commands.
+# test_preemption.py, test_elastic.py and the practice test in this file start these commands.
 for covered in ("deepspeed --num_gpus 2", "torchrun --nnodes=1:4", "python launch.py --hostfile hostfile"):
     del FIRST_OF_TYPE[launch_type(covered)]
 
@@ -125,7 +126,7 @@ def test_the_section_on_stopped_runs(project_copy, cache, s3):  # noqa: F811
 
 
 def test_from_photographs_to_a_model_of_timm(project_copy, photographs, tmp_path, cache):
-    """Run the README's commands with a small model's weights instead of weights from the hub."""
+    """Run the README's photograph commands with a small model's weights instead of weights from the hub."""
     for k, file in enumerate(sorted(photographs.glob("*.JPEG"))):
         path = project_copy / "photographs" / f"class_{k % 4}" / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +204,7 @@ def expected_processes(command: str) -> int:
 
 
 def test_no_command_is_left_out():
-    """Check that every category has a test, so that a new category needs a new test."""
+    """Check that every command belongs to a category, so that a command without a test is detected."""
     assert not [command for command in [*IN_BLOCKS, *IN_TABLES] if category(command) is None]
     for command in IN_TABLES:
         if command.startswith("python -m pytest"):
@@ -216,9 +217,9 @@ WRITE_UPS = (ROOT / "docs/launching.md").read_text().partition("## Five write-up
 
 @pytest.mark.parametrize("row", re.findall(r"^\| [^|]+ \| (`.*`) \|$", WRITE_UPS, re.MULTILINE))
 def test_a_write_up_uses_commands_of_the_documents(row):
-    """Check that the documents contain each command.
+    """Check that the documents' code blocks contain each command in the table of write-ups.
 
-    Other tests run the commands; `CATEGORIES` names these tests.
+    CATEGORIES names the tests that run the commands.
     """
     assert set(row.strip("`").split("`<br>`")) <= set(IN_BLOCKS)
     assert (WRITE_UPS.count("| `"), len(in_category("one GPU each"))) == (5, 3)
@@ -260,9 +261,9 @@ def test_tensorboard_starts(tmp_path):
 @pytest.mark.needs("make setup")
 @pytest.mark.parametrize(("flags", "accuracy"), [(" --max_steps 22", 0.6), full("", 0.97)])
 def test_make_train(flags, accuracy, project_copy, cache):
-    """Check that `make train` installs nothing twice and imports nothing unused.
+    """Check that `make train` installs nothing twice and imports no unused package.
 
-    The README's other commands then use its run.
+    The README's other commands then read the run that `make train` wrote.
     """
     venv, end = BIN.parent, " train_cnn_a.py --data digits\n"
     mutate(project_copy, "Makefile", end, f"{end[:-1]}{flags}\n")
@@ -270,7 +271,7 @@ def test_make_train(flags, accuracy, project_copy, cache):
     output = run(make, cwd=project_copy, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert "pip install" not in output
     stderr = (project_copy / "stderr").read_text()
-    assert "were not passed" not in stderr  # Accelerate's warning about default values
+    assert "were not passed" not in stderr  # Part of accelerate's warning about default settings
     packages = set(re.findall(r"^import time:.*\| +(\S+)$", stderr, re.MULTILINE))
     assert {"torch", "accelerate"} < packages
     assert not packages & {"deepspeed", "transformers", "wandb", "evaluate", "timm", "datasets", "onnx"}
@@ -293,22 +294,24 @@ def test_make_same_bits(project_copy):
     assert len(set(hashes)) == 1, output
 
 
-ANSWERS = {  # Maps each strategy to the answers that differ from the defaults
+ANSWERS = {  # Answers to accelerate's questions that differ from the defaults, for each strategy
     "ddp": {},
     "fsdp": {
         r"torch dynamo\?.*?\]:": "yes\r",
         r"use FullyShardedDataParallel\?.*?\]:": "yes\r",
         r"FSDP activation checkpointing\?.*?\]:": "yes\r",
     },
-    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},  # One entry down
+    # Selects the next menu entry
+    "zero3": {r"use DeepSpeed\?.*?\]:": "yes\r", "ZeRO optimization stage": "\x1b[B\r"},
 }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", full("fsdp"), full("zero3")])
 def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_copy, tmp_path, cache):
-    """Answer accelerate's questions at a terminal. Then run the command without a config file.
+    """Answer the questions of `accelerate config` at a terminal, then launch a script without --config_file.
 
-    `make test` names the file that accelerate would find.
+    `make test` passes the path of accelerate's default config file with --config_file, because such a command
+    can be forked.
     """
     home = {"HF_HOME": str(tmp_path / "hf"), "CUDA_VISIBLE_DEVICES": "", "TERM": "dumb"}
     answer_accelerate_config(home, ANSWERS[strategy])
@@ -319,7 +322,8 @@ def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_co
         assert "fsdp_activation_checkpointing: true" in config
     script = "train_vit.py" if strategy == "fsdp" else "train_cnn_a.py"
     words = ["launch", script, *SMALL[script], *cache, "--output_dir", tmp_path / "run"]
-    if strategy == "ddp":  # A named config file allows a fork. Another HF_HOME requires a new process.
+    # With --config_file, the command can be forked. A different HF_HOME requires a new process.
+    if strategy == "ddp":
         words[1:1] = ["--config_file", tmp_path / "hf" / "accelerate" / "default_config.yaml"]
         home = {}
     run(["accelerate", *words], cwd=project_copy, env=home)
@@ -328,18 +332,19 @@ def test_the_plain_command_uses_the_users_accelerate_config(strategy, project_co
 
 
 def answer_accelerate_config(env: dict[str, str], answers: dict[str, str]) -> None:
-    """Choose multi-GPU and two processes. Accept the defaults of all other questions."""
+    """Answer the questions of `accelerate config`. Select multi-GPU, two processes and the given answers."""
     env = {**os.environ, **env}
     child = pexpect.spawn(str(BIN / "accelerate"), ["config"], env=env, encoding="utf-8", timeout=240)
     child.logfile_read = sys.stdout
     answers = {
-        "Which type of machine": "\x1b[B" * 4 + "\r",  # Four entries down is multi-GPU
+        # Multi-GPU is the fourth entry below the selected entry
+        "Which type of machine": "\x1b[B" * 4 + "\r",
         r"How many GPU.*\]: ?": "2\r",
         **answers,
-        # These menus keep their default entries
+        # Menus in which the default entry is accepted
         "In which compute environment|mixed precision|dynamo backend|Where to offload": "\r",
         "FSDP version|wrap policy|state dict": "\r",
-        r"\]: ?": "\r",  # All other questions show their default answers
+        r"\]: ?": "\r",  # Other questions display their default answer
         pexpect.EOF: None,
     }
     while (answer := list(answers.values())[child.expect(list(answers))]) is not None:

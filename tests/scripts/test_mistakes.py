@@ -1,4 +1,4 @@
-"""Mistakes print one line under every launcher. The test counts the additional lines from the launchers."""
+"""Tests that a mistake prints one error line under every launcher, and that launchers add few lines."""
 
 import re
 
@@ -7,18 +7,19 @@ import pytest
 from tests.conftest import CNN, Job, accelerate, deepspeed, full, mutate, python, torchrun
 
 LAUNCH = [*python(), "launch.py", "--mode", "single-node"]
-LAUNCHERS = {  # Maps each launcher to its words and the maximum number of lines that it adds
+LAUNCHERS = {  # Command of each launcher, and the maximum number of lines that the launcher adds
     "python": (python(), 0),
-    "accelerate, one process": (accelerate("cpu"), 16),  # Its traceback names the command that returned 1
+    # accelerate prints a traceback and the command that returned 1
+    "accelerate, one process": (accelerate("cpu"), 16),
     "torchrun, one process": (torchrun(1), 34),
     "torchrun": (torchrun(2), 50),
     "accelerate": (accelerate("ddp_2gpu"), 50),
-    # The c10d library prints a stack if the launcher kills a rank while it connects.
+    # The c10d library prints a stack trace if the launcher kills a rank while the rank connects.
     "deepspeed": (deepspeed("--num_gpus", "2"), 34),
     "launch.py": ([*LAUNCH], 6),
     "launch.py, two": ([*LAUNCH, "--gpus", "2", "--log_dir", "LOGS"], 6),
 }
-MISTAKES = {  # Maps each mistake to flags, a message, and the number of other lines that the script prints
+MISTAKES = {  # Flags, message, and number of other lines that the script prints, for each mistake
     "unknown flag": (["--epoch", "1"], "error: unknown flag --epoch: did you mean --epochs?", 0),
     "no such data": (["--data", "nowhere"], "error: --data nowhere does not exist", 2),
     "exception": (["--data", "digits"], "ZeroDivisionError: division by zero", 16),
@@ -47,9 +48,10 @@ def test_one_line(launcher, mistake, project_copy, tmp_path, cache):
     assert len(lines) <= 1 + other_lines + added, output
     if mistake != "exception":
         assert "Traceback" not in "\n".join(lines[: lines.index(message_lines[0])]), output
-    # These launchers print which rank failed, and why.
+    # torchrun and accelerate print which rank failed and why.
     if launcher in ("torchrun, one process", "torchrun", "accelerate"):
         assert f"traceback : {message.removeprefix('error: ')}" in output
     if launcher.startswith("launch.py"):
-        rank = r"(rank \d \(host \S+\) failed: )?"  # launch.py names the rank if there are several ranks
+        # launch.py names the failed rank if the job has several ranks
+        rank = r"(rank \d \(host \S+\) failed: )?"
         assert re.match(f"error: localhost: {rank}{re.escape(message.removeprefix('error: '))}", lines[-1])

@@ -1,4 +1,4 @@
-"""predict.py predicts each picture once under any launcher, with the same results as validate.py."""
+"""Tests that predict.py predicts each picture once under any launcher and agrees with validate.py."""
 
 import csv
 import io
@@ -34,7 +34,7 @@ COUNT = 360  # Number of held-out digits
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory, cache) -> Path:
-    """Write held-out digits as PNG files in two folders, and add a file that is not an image."""
+    """Write the held-out digits as PNG files in two folders, and add a file that is not an image."""
     folder = tmp_path_factory.mktemp("pictures")
     images = open_images(prepare_data("digits", Path(cache[1]))).val
     for k in range(COUNT):
@@ -47,7 +47,7 @@ def pictures(tmp_path_factory, cache) -> Path:
 
 @pytest.mark.parametrize("launcher", [python(), torchrun(2), full(torchrun(3))], ids=["1", "2", "3"])
 def test_each_picture_is_predicted_once_and_like_validate(launcher, trained, pictures, tmp_path, cache):
-    """Run on up to three processes. A file that is not an image must not end the command."""
+    """Predict with up to three processes, and check that a file that is not an image is skipped."""
     words = ["predict.py", trained, pictures / "even", f"{pictures}/odd/**/*.png", pictures / "broken.png"]
     words += ["--mixed_precision", "no", "--per_device_batch_size", 50, "--top", 3]
     words += ["--embeddings", tmp_path / "features.npy"]
@@ -86,7 +86,10 @@ def test_each_picture_is_predicted_once_and_like_validate(launcher, trained, pic
 
 @pytest.mark.parametrize(("cropped", "expected"), [(False, False), (True, True), (None, True)])
 def test_pictures_are_prepared_like_in_the_runs_evaluations(cropped, expected, trained, tmp_path):
-    """Ignore the name of the data. A model of an earlier version does not store the crop."""
+    """Check that only the model's field `cropped` decides whether pictures are cropped, not the data's name.
+
+    Models saved by earlier versions do not specify `cropped`, and their pictures are cropped.
+    """
     model = find(str(trained), "best", tmp_path, lambda: None)
     assert model.cropped is False
     model = replace(model, recipe=model.recipe | {"data": "/data/pets"}, cropped=cropped)
@@ -105,7 +108,7 @@ def test_embeddings_are_timms_features_before_the_head(name):
 
 
 def test_a_larger_picture_is_cropped_as_in_evaluations(tmp_path):
-    """Crop and normalize pictures in the same way as a data set of photographs."""
+    """Check that predict.py crops and normalizes a picture in the same way as an image data set."""
     noise = np.random.RandomState(0).randint(0, 256, (50, 70, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     preparation = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.2, 0.3), is_cropped=True)
@@ -125,7 +128,7 @@ def test_an_output_that_is_not_finite_is_refused(pictures):
 
 
 class Unsent(Pictures):
-    """Pictures for a worker that can't open another file to send a batch."""
+    """Pictures that a worker process can't send, because the worker is not allowed to open another file."""
 
     def __getitem__(self, i):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -156,7 +159,9 @@ def test_no_name_is_a_formula_in_a_spreadsheet(tmp_path, monkeypatch):
 
 
 def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
-    """Check only the pictures on the sheet, which are decoded in any case."""
+    """Check conversion warnings, which examine only the pictures on the sheet. The sheet decodes
+    them anyway.
+    """
     values = np.random.RandomState(0).randint(0, 4096, (20, 100)).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "a.png")
     row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}
@@ -171,7 +176,7 @@ def test_words_for_pictures(pictures, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{second}\n\n{first}\r\nnot there.jpg\n"))
     assert find_pictures(["-", first]) == [second, first, "not there.jpg"]
     assert len(find_pictures([str(pictures / "odd"), str(pictures / "*.png")])) == COUNT // 2 + 1
-    # The missing file is reported later.
+    # find_pictures also returns missing files, which are reported when they are opened.
     assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]
     with pytest.raises(ValueError, match="matches no file"):
         find_pictures(["nothing/*.jpg"])

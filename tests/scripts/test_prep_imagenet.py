@@ -1,4 +1,4 @@
-"""prep_imagenet.py on a miniature ILSVRC2012: formats, sources, broken input and interruptions."""
+"""Tests of prep_imagenet.py on a miniature ILSVRC2012: formats, sources, broken input and interruptions."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ from tests.support.s3 import BUCKET, s3, s3_proxy, use_s3  # noqa: F401
 from tools.prepare import devkit, originals, preparation
 
 MINI = ["--no_verify", "--subset"]
-SMALL = ["--shard_mib", "0.1"]  # About 7 shards of training images
+SMALL = ["--shard_mib", "0.1"]  # Size in MiB that splits the training images into about 7 shards
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
-    """Download the prepared data set. Return its contents()."""
+    """Download the prepared data set and return the SHA-256 of every file."""
     folder.mkdir(exist_ok=True)
     for key in store.list():
         store.download(key, folder / key, store.size_and_etag(key)[0])
@@ -59,7 +59,7 @@ def downloaded(store: ObjectStore, folder: Path) -> dict[str, str]:
 
 
 def read_index(folder: Path, split: str) -> dict[str, tuple[int, bytes]]:
-    """Check the manifest. Return the label and bytes of each image, by the stem of its file name."""
+    """Check the manifest, and return each image's label and bytes by the stem of its file name."""
     manifest = find_local(folder)
     images = {}
     rows = parse_shard_index((folder / f"{split}_index.npy").read_bytes(), manifest, split, split)
@@ -79,7 +79,7 @@ def expected(ilsvrc: Ilsvrc, split: str) -> dict[str, tuple[int, bytes]]:
 
 
 def assert_same(images: dict, expected_images: dict, odd: set[str] = frozenset()) -> None:
-    """Compare all labels and bytes. Odd images were re-encoded, so compare their pixels approximately."""
+    """Compare all labels and bytes, but only approximate pixels for the re-encoded images in `odd`."""
     assert images.keys() == expected_images.keys()
     for stem, (label, data) in expected_images.items():
         assert images[stem][0] == label
@@ -95,7 +95,7 @@ def odd(ilsvrc: Ilsvrc) -> set[str]:
     return {Path(ilsvrc.cmyk).stem, Path(ilsvrc.png).stem}
 
 
-# --- Formats
+# --- Output formats
 
 
 def test_shards(ilsvrc, shards):
@@ -116,7 +116,7 @@ def test_shards(ilsvrc, shards):
 
 
 def test_the_seed_decides_which_shard(ilsvrc, shards, tmp_path):
-    """Check that each shard contains images of many classes."""
+    """Check that a seed always writes identical shards, and that a shard contains images of many classes."""
     rows = np.load(shards / "train_index.npy")
     labels_by_shard = [set(rows[rows[:, 0] == shard, 3]) for shard in np.unique(rows[:, 0])]
     assert len(labels_by_shard) > 4
@@ -158,7 +158,8 @@ def test_resize(ilsvrc, tmp_path):
     images = read_index(out, "train")
     for stem, (label, data) in expected(ilsvrc, "train").items():
         assert images[stem][0] == label
-        resized, original = decode_image(images[stem][1]), decode_image(data)  # Both images are upright
+        # decode_image applies EXIF rotations
+        resized, original = decode_image(images[stem][1]), decode_image(data)
         height, width = original.shape[:2]
         if min(height, width) <= 120:
             assert stem in odd(ilsvrc) or images[stem][1] == data
@@ -170,14 +171,15 @@ def test_resize(ilsvrc, tmp_path):
     assert json.loads((out / "manifest.json").read_text())["resize"] == {"short_side": 120, "quality": 90}
 
 
-# --- Sources
+# --- Sources of images
 
 
 @pytest.mark.parametrize("source", ["tar", "folder"])
 def test_other_images(source, ilsvrc, tmp_path):
-    """Prepare names with dots and spaces, a real PNG, a name that two classes share, and other files.
+    """Prepare names with dots and spaces, a real PNG, an image name shared by two classes, and non-image
+    files.
 
-    The folders also contain links and images in subfolders.
+    The source folders also contain links and images in subfolders.
     """
     photograph, drawing = next(iter(ilsvrc.val.values())), encode(Image.new("RGB", (8, 8), "red"), "PNG")
     classes = {
@@ -227,7 +229,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_a_file_lists_the_classes_of_val(form, ilsvrc, tmp_path):
-    """Copy nothing if the file is missing, or if train lacks a class of val."""
+    """Check that nothing is copied if the label file is missing or if train lacks one of val's classes."""
     files, below = PUBLISHED[form]
     photographs = list(ilsvrc.val.values())
     images = {f"{below}/train/n0{c}/images/{k}.JPEG": photographs[c + k] for c in (1, 2) for k in (0, 2)}
@@ -254,7 +256,7 @@ def test_a_file_lists_the_classes_of_val(form, ilsvrc, tmp_path):
     assert not (tmp_path / "wrong").exists()
 
 
-VAL_LABELS = {  # Formats of label lists, each a function of an image's name, WordNet ID and label
+VAL_LABELS = {  # Functions that format a line of a label list from an image's name, WordNet ID and label
     "synsets, as TensorFlow's": lambda name, wnid, label: f"{wnid}\n",
     "indices": lambda name, wnid, label: f"{label}\r\n",
     "names and indices, as Caffe's": lambda name, wnid, label: f"{name} {label}\n",
@@ -264,7 +266,7 @@ VAL_LABELS = {  # Formats of label lists, each a function of an image's name, Wo
 
 @pytest.fixture
 def two_tars(ilsvrc, tmp_path) -> Path:
-    """Return a folder with ILSVRC2012's image archives, but without the development kit."""
+    """Return a folder with ILSVRC2012's two image archives but without the development kit."""
     (tmp_path / "tars").mkdir()
     for name in (TRAIN, VAL):
         (tmp_path / "tars" / name).symlink_to(ilsvrc.folder / name)
@@ -322,7 +324,7 @@ def test_wrong_labels_of_val(fault, ilsvrc, two_tars, tmp_path):
 
 
 def test_missing_labels_are_reported_with_a_remedy(ilsvrc, two_tars, tmp_path):
-    """Check that only val needs the development kit, because the training archive names its classes."""
+    """Check the remedy for missing labels of val. The train archive contains the names of the classes."""
     words = ["--data", two_tars, "--out", tmp_path / "out", *MINI]
     for source in ("imagenet", "tar"):
         output = fails("--from", source, *words)
@@ -370,10 +372,12 @@ def test_s3(ilsvrc, shards, in_s3, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_s3_continues_after_a_kill(lost, ilsvrc, shards, s3_proxy, tmp_path, monkeypatch):  # noqa: F811
-    """Resume with the journal in --work_dir, which lists the uploads to one destination, or start over.
+    """Resume an upload to S3 with the journal in --work_dir, or start over if the journal is lost.
+
+    A journal lists the uploads to only one destination.
 
     Args:
-        lost: Whether --work_dir has been deleted.
+        lost: Whether --work_dir was deleted after the kill.
     """
     use_s3(monkeypatch, s3_proxy.endpoint)
     store = ObjectStore(f"s3://{BUCKET}/killed-{lost}")
@@ -411,7 +415,7 @@ def test_wrong_flags(words, message, tmp_path):
 
 
 def broken(ilsvrc: Ilsvrc, folder: Path, **archives: bytes) -> Path:
-    """Copy the data set with other content for train or val."""
+    """Copy the miniature data set and replace the train or val archive."""
     shutil.copytree(ilsvrc.folder, folder)
     for part, content in archives.items():
         (folder / {"train": TRAIN, "val": VAL}[part]).write_bytes(content)
@@ -425,7 +429,7 @@ def class_tars(ilsvrc: Ilsvrc) -> dict[str, bytes]:
 
 ESCAPED = "../../../escaped.JPEG"
 TWICE = dict.fromkeys(("a.JPEG", "./a.JPEG"), b"x")
-BROKEN = {  # Maps each fault to the training tar and the message
+BROKEN = {  # Function that builds the training tar, and expected message, for each fault
     "parent": (lambda _: tar({"n01440764.tar": tar({ESCAPED: b"x"})}), f".tar: {ESCAPED} is not a plain"),
     "truncated": (lambda i: i.train_tar.read_bytes()[:500_000], f"{TRAIN} is truncated: it ends at"),
     "unknown class": (lambda _: tar({"n99999999.tar": tar({"a.JPEG": b"x"})}), "n99999999"),
@@ -449,7 +453,7 @@ def test_a_broken_archive(fault, ilsvrc, tmp_path):
 
 
 def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
-    """Try a wrong MD5 sum, wrong counts, and a devkit that is missing, incomplete or for other images."""
+    """Check the messages for wrong MD5 sums and counts and for missing, incomplete or unsuitable devkits."""
     words = ["--data", broken(ilsvrc, tmp_path / "data"), "--out", tmp_path / "out"]
     assert f"its MD5 is {ilsvrc.md5(ilsvrc.devkit)}" in fails(*words)
     assert "1,000" in fails(*words, "--no_verify")
@@ -464,7 +468,7 @@ def test_parts_of_the_data_that_do_not_fit(ilsvrc, tmp_path):
 
 @pytest.fixture
 def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
-    """Replace the published MD5 sums with the miniature's sums."""
+    """Replace the published MD5 sums with the MD5 sums of the miniature data set."""
     files = {"train": ilsvrc.train_tar, "val": ilsvrc.val_tar, "devkit": ilsvrc.devkit}
     sums = {part: ilsvrc.md5(file) for part, file in files.items()}
     for part, md5 in sums.items():
@@ -473,12 +477,12 @@ def published(ilsvrc, monkeypatch) -> tuple[tuple[str, str], ...]:
 
 
 def test_md5(ilsvrc, shards, published, tmp_path):
-    """Refuse a training tar with a flipped bit.
+    """Check that a training tar with a flipped bit is refused.
 
-    A preparation from the correct tar then replaces all output.
+    A preparation from the correct tar must then replace all output.
     """
     content, out = bytearray(ilsvrc.train_tar.read_bytes()), tmp_path / "out"
-    content[2000] ^= 1  # This byte lies in the first image
+    content[2000] ^= 1  # Flip a bit in the first image
     data = broken(ilsvrc, tmp_path / "data", train=content)
     words = ["--subset", *SMALL, "--data", data, "--out", out]
     output = fails(*words)
@@ -503,13 +507,13 @@ def test_an_image_that_can_not_be_resized_is_named(content, reason, ilsvrc, tmp_
     data = write(tmp_path / "data", {"train/cat/a.jpg": content})
     message = fails("--from", "folder", "--data", data, "--out", tmp_path / "out", "--resize", "256")
     assert f"{data / 'train' / 'cat'}: a.jpg can't be decoded: " in message
-    assert reason in message + capfd.readouterr().err  # libjpeg prints the reason
+    assert reason in message + capfd.readouterr().err  # libjpeg prints the reason to stderr
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("path", ["train/cat/b.jpg", "train/dog", "train/cat/more/b.TIF"])
 def test_dangling_links_of_a_folder_are_refused(path, ilsvrc, tmp_path):
-    """Refuse dangling links in class folders, but skip other files."""
+    """Check that dangling links in class folders are refused, but other files are skipped."""
     image = next(iter(ilsvrc.val.values()))
     data = write(tmp_path / "data", {"train/cat/a..jpg": image, "train/cat/notes.txt": b""})
     (data / path).parent.mkdir(exist_ok=True)
@@ -525,7 +529,7 @@ def test_images_with_equal_names_get_separate_keys():
 
 
 def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
-    """Use a class name above 155 bytes and image names above 100 bytes."""
+    """Prepare a class name longer than 155 bytes and image names longer than 100 bytes."""
     from datasets import load_dataset
 
     image = next(iter(ilsvrc.val.values()))
@@ -547,7 +551,7 @@ def test_names_too_long_for_plain_tar_headers(ilsvrc, tmp_path):
 
 
 def test_counts_that_are_not_the_published_ones(ilsvrc, tmp_path, monkeypatch):
-    """Run without --subset, with the miniature's counts instead of the published counts."""
+    """Prepare without --subset, with the miniature's class and image counts as the published counts."""
     monkeypatch.setattr(devkit, "CLASSES", 10)
     monkeypatch.setattr(devkit, "VAL_PER_CLASS", 3)
     words = ["--no_verify"]
@@ -573,7 +577,7 @@ def test_a_complete_data_set_that_lost_a_file(damage, ilsvrc, shards, tmp_path):
 
 
 def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
-    """Refuse different settings and foreign files. The folder must stay unchanged."""
+    """Check that different settings and foreign files are refused and leave the output folder unchanged."""
     out = shutil.copytree(shards, tmp_path / "out")
     words = ["--data", ilsvrc.folder, "--out", out, *MINI, *SMALL]
     assert "is already complete" in prep(*words)
@@ -595,7 +599,10 @@ def test_other_settings_and_foreign_files(ilsvrc, shards, tmp_path):
 
 
 def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
-    """Move an image without changing the total size. Modification times do not matter after completion."""
+    """Check that moving an image to another class is detected, although the total size stays the same.
+
+    Changes of only the modification times are accepted.
+    """
     image = next(iter(ilsvrc.val.values()))
     paths = ("train/cat/1.jpg", "train/cat/2.jpg", "train/dog/1.jpg")
     data = write(tmp_path / "data", dict.fromkeys(paths, image))
@@ -610,7 +617,7 @@ def test_an_image_that_moved_to_another_class(ilsvrc, tmp_path):
 def test_open_files(ilsvrc, shards, tmp_path):
     limits = ((resource.RLIMIT_NOFILE, (80, 96)),)
     words = ["--data", ilsvrc.folder, *MINI, "--out"]
-    # The preparation writes 24 shards.
+    # The first preparation writes 24 shards.
     job = forked(tmp_path, *words, tmp_path / "out", "--shard_mib", 0.03, limits=limits)
     assert job.wait()[0] == 0, "the soft limit is raised"
     status, output = forked(tmp_path, *words, tmp_path / "more", "--shard_mib", 0.005, limits=limits).wait()
@@ -623,7 +630,7 @@ def test_open_files(ilsvrc, shards, tmp_path):
 
 @pytest.fixture
 def eager(monkeypatch) -> None:
-    """Use the batch size of a forked preparation: 2 images."""
+    """Process images in batches of 2, as forked preparations do."""
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
 
 
@@ -633,7 +640,7 @@ def command(ilsvrc: Ilsvrc) -> list:
 
 @pytest.fixture
 def killed(eager, tmp_path):
-    """Return a function that starts a preparation. The preparation kills itself at `stop_at`."""
+    """Return a function that starts a preparation that kills itself at `stop_at`."""
 
     def killed(stop_at: str | int, *words: object, **options) -> None:
         status, output = forked(tmp_path, *words, place=stop_at, **options).wait()
@@ -644,7 +651,7 @@ def killed(eager, tmp_path):
 
 @pytest.fixture(scope="module")
 def straight(ilsvrc, tmp_path_factory) -> Path:
-    """Prepare shards without an interruption."""
+    """Prepare reference shards without an interruption."""
     out = tmp_path_factory.mktemp("straight") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(originals, "BATCH_IMAGES", 2)
@@ -652,8 +659,8 @@ def straight(ilsvrc, tmp_path_factory) -> Path:
     return out
 
 
-# Maps each case to the moment of the kill, flags, the archive that is then replaced, and the reason for
-# refusing to resume.
+# Where the preparation is killed, its flags, the archive that is touched afterwards, and the expected reason
+# for refusing to resume, for each case
 STORIES = {
     "the first images": (2, [], "", ""),
     "images": (40, [], "", ""),
@@ -671,7 +678,9 @@ KEPT = {"val": ["train"], "manifest": ["train", "val"]}
 
 @pytest.mark.parametrize("story", STORIES)
 def test_killed_and_started_again(story, killed, ilsvrc, straight, tmp_path):
-    """Keep finished splits if their inputs and settings are unchanged. Prepare an unfinished split again."""
+    """Check that finished splits with unchanged inputs and settings are kept and unfinished splits start
+    over.
+    """
     stop_at, flags, replaced, refusal = STORIES[story]
     data, out = shutil.copytree(ilsvrc.folder, tmp_path / "data"), tmp_path / "out"
     words = ["--data", data, *MINI, *SMALL, "--out", out]
@@ -735,7 +744,9 @@ def test_a_finished_split_stays_with_its_classes(killed, ilsvrc, tmp_path):
 
 
 def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
-    """Let val fail after some of its images. The next archive lacks the class of these images."""
+    """Let val fail after it has written some images, then prepare a val archive without the class of these
+    images.
+    """
     images = list(ilsvrc.val.values())
     classes = [tar({f"{i}.jpg": image for i, image in enumerate(images[:6])}), tar({"1.jpg": images[7]})]
     data = tmp_path / "data"
@@ -744,7 +755,7 @@ def test_a_split_that_failed_leaves_nothing(ilsvrc, tmp_path, monkeypatch):
     (data / "val.tar").write_bytes(tar({"cat.tar": classes[0], "wolf.tar": classes[1]}))
     monkeypatch.setattr(preparation, "SAMPLED", 1)
     monkeypatch.setattr(originals, "BATCH_IMAGES", 2)
-    # Threads that check images would be one batch behind
+    # With --no_verify, there are no threads that check images, which would be one batch behind.
     words = ["--from", "tar", "--data", data, "--no_verify", "--out"]
     output = fails(*words, tmp_path / "out")
     assert "class wolf is not one of the 2 classes" in output
@@ -765,7 +776,8 @@ def test_a_split_finished_without_md5_needs_no_verify(killed, published, ilsvrc,
 def test_a_killed_preparation_leaves_no_process(ilsvrc, tmp_path):
     words = ["--train", ilsvrc.train_tar, "--devkit", ilsvrc.devkit, *MINI, "--resize", 64, "--out"]
     job = forked(tmp_path, *words, tmp_path / "out", place=2)
-    assert job.wait(60)[0] == -signal.SIGKILL  # No other process keeps its output open
+    # wait() returns only after all processes that inherited the output have ended
+    assert job.wait(60)[0] == -signal.SIGKILL
     for folder in ("out", "straight"):
         prep(*words, tmp_path / folder)
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
@@ -782,7 +794,7 @@ def test_two_at_once(eager, ilsvrc, straight, tmp_path):
 
 
 def test_a_file_may_not_grow(eager, ilsvrc, tmp_path):
-    """Reach RLIMIT_FSIZE in the middle of an image."""
+    """Reach the file size limit RLIMIT_FSIZE in the middle of an image."""
     words = ["--data", ilsvrc.folder, *MINI, "--shard_mib", 64, "--out"]
     limits = ((resource.RLIMIT_FSIZE, (300_000, 300_000)),)
     status, output = forked(tmp_path, *words, tmp_path / "out", limits=limits).wait()

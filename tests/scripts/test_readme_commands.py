@@ -1,9 +1,9 @@
-"""Every command in the README's code blocks, run unchanged to its end.
+"""Tests that run every command in the README's code blocks unchanged.
 
-The data are small but have the locations and formats that the README names: a copy of CIFAR-10 from the hub,
-image folders, an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a CPU
-train for one epoch. `make test` stops commands with several training runs early. test_launchers.py shortens
-the other commands with flags.
+The data sets are small but have the locations and formats that the README names: a copy of CIFAR-10 from the
+hub, image folders, an imitation of ILSVRC2012, and weights in the hub's cache. Models that take hours on a
+CPU train for one epoch. `make test` ends commands with several training runs after the first minute.
+test_launchers.py shortens the commands on other pages with flags.
 """
 
 import os
@@ -34,22 +34,22 @@ from tools.prepare import devkit
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(?:sh)?\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-# In a block with prompts, the lines without a prompt are output.
+# Command lines in the code blocks. In a block with prompts, lines without a prompt are output.
 LINES = [line for block in BLOCKS for line in block.splitlines() if block[0] != "$" or line[0] == "$"]
 WORDS = [shlex.split(line.removeprefix("$ "), comments=True) for line in LINES]
-# `make test` is the command that runs this test
+# Commands to test, except `make test`, which runs this test
 COMMANDS = [shlex.join(words) for words in WORDS if words and words != ["make", "test"]]
-FOR_GPUS = {  # Flags that shorten commands whose models take hours on a CPU
+FOR_GPUS = {  # Flags that shorten the training of models that take hours on a CPU
     "fsdp_4gpu.yaml train_vit.py": ["--epochs", "1", "--batch_size", "64"],
     "vit_b16_finetune_small.yaml": ["--epochs", "1"],
     "vit_s16_imagenet.yaml": ["--epochs", "1", "--batch_size", "32"],
 }
-EARLY = {  # Text that a command with several training runs prints in its first minute
+EARLY = {  # Text that each command with several training runs prints in its first minute
     "make same_bits": "epoch 1/2",
     "make experiment_speedup DATA=/data/cifar10": "epoch 1/1",
     "make experiment_vit DATA=/data/cifar10": "       8  ran ",
 }
-BEFORE = {  # Maps a path or recipe in a command to the earlier command that creates it
+BEFORE = {  # Earlier command that creates the path or recipe that a later command uses
     "runs/train_cnn_a/single_128_10_1_1": "make train",
     "runs/train_vit/photographs": "vit_b16_finetune_small",
     "/data/imagenet256 ": "prep_imagenet.py",
@@ -58,7 +58,7 @@ BEFORE = {  # Maps a path or recipe in a command to the earlier command that cre
 
 @dataclass(frozen=True)
 class Published:
-    """A function that makes an imitation of ILSVRC2012 the published data set in a forked process."""
+    """Callable that makes a forked process treat an imitation of ILSVRC2012 as the published data set."""
 
     md5: dict[str, str]
     classes: int
@@ -70,7 +70,7 @@ class Published:
 
 
 class Project:
-    """A copy of the project with the data that the README names."""
+    """Copy of the project with the data sets that the README names."""
 
     def __init__(self, folder: Path):
         self.folder, self.root = folder, copy_project(folder / "project")
@@ -115,9 +115,9 @@ class Project:
         return Job([*words, *flags], cwd=self.root, env=env)
 
     def put_into_the_hubs_cache(self, name: str) -> dict[str, str]:
-        """Store random weights in the layout of a download from the hub.
+        """Store random weights in the hub's cache, in the layout of a download.
 
-        Return the environment variables that select the weights.
+        Return the environment variables that make timm load the weights.
         """
         hub_name = timm.get_pretrained_cfg(name).hf_hub_id.replace("/", "--")
         repository = self.folder / "hub/hub" / f"models--{hub_name}"
@@ -141,7 +141,7 @@ def test_a_command_runs_to_its_end(command, project):
 
 @pytest.mark.parametrize("command", EARLY)
 def test_the_first_minute_of_a_command(command, project):
-    """Stop all processes after the first minute. The next start would resume."""
+    """Stop all processes of a command within its first minute. Running the command again would resume."""
     assert command in COMMANDS
     job = project.start(command, [])
     read_until(EARLY[command], job)

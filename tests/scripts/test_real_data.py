@@ -1,4 +1,4 @@
-"""CIFAR-10 under every config, and the accuracies that the README reports."""
+"""Tests that train CIFAR-10 with every accelerate config and check the accuracies in the README."""
 
 import re
 from itertools import cycle
@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import CNN, RESNET, ROOT, VIT, Job, accelerate, full, metrics, python, result, run
 
-# tests/scripts/test_launch.py starts the configs for two hosts.
+# Accelerate configs for one host. tests/scripts/test_launch.py starts the configs for two hosts.
 CONFIGS = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml") if "_2x" not in path.stem)
 SCRIPTS = {"cnn_a": CNN, "cnn_b": RESNET, "vit": VIT}
 QUICK = ("cpu", "single_gpu", "fsdp_2gpu")  # `make test-all` also runs the other configs
@@ -19,9 +19,9 @@ PAIRS = [
 
 @pytest.mark.parametrize(("config", "script"), PAIRS)
 def test_cifar10_under_each_config(config, script, cifar10, tmp_path, cache):
-    """Use each config's number of processes and precision unchanged.
+    """Train with each config's number of processes and precision.
 
-    One config evaluates all 10,000 images.
+    The run with cpu.yaml evaluates all 10,000 test images.
     """
     count = re.search(r"_(\d)gpu", config)
     processes = int(count.group(1)) if count else 1

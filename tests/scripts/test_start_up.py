@@ -1,7 +1,7 @@
-"""Modules that commands import at startup.
+"""Tests that limit which modules the commands import at startup.
 
-Commands answer --help, a wrong flag and missing data without importing torch. A script loads no module of
-onecurve/ before the module is needed.
+Commands answer --help, a wrong flag and missing data without importing torch. Scripts load no module of
+onecurve/ before it is needed.
 """
 
 import itertools
@@ -24,12 +24,12 @@ HEAVY = {"torch", "accelerate", "deepspeed", "timm", "transformers"}
 HEAVY |= {"datasets", "scipy", "boto3", "matplotlib", "triton"}
 OF_FLAGS = {"checkpoint.mirror", "data.shards", "data.shard_cache", "system.s3"}
 OF_FLAGS |= {"run.plots", "telemetry.sampling"}
-# Maximum number of onecurve/ modules that each script loads
+# Maximum number of onecurve/ modules that each script imports
 MODULES = {"train_hello": 43, "train_cnn_a": 62, "train_vit": 73}
 
 
 def imported(*words: str) -> tuple[int, set[str], str]:
-    """Run `python WORDS`. Return its exit status, the modules that its processes import, and its output."""
+    """Run `python WORDS` and return the exit status, the modules that processes import, and the output."""
     env = os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
@@ -102,7 +102,7 @@ def test_files_are_listed_once_and_a_long_list_delays_no_import(tmp_path, monkey
 
 
 def test_flags_are_parsed_once(monkeypatch, tmp_path):
-    """Parse the flags once, because a pipe such as `--config <(...)` can be read only once."""
+    """Check that flags are parsed once, because a pipe such as `--config <(...)` can be read only once."""
     (tmp_path / "recipe.yaml").write_text("epochs: 3\n")
     monkeypatch.setattr(sys, "argv", ["train_cnn_a.py", "--config", str(tmp_path / "recipe.yaml")])
     first = from_flags(recipe_type := type("Fresh", (ImageRecipe,), {}))

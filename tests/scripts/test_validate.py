@@ -1,4 +1,4 @@
-"""validate.py under real launchers. Its metrics match those of the run and of scikit-learn."""
+"""Tests that validate.py's metrics under all launchers match the run's metrics and scikit-learn's."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ FP32 = ["--mixed_precision", "no"]
 
 @pytest.fixture(scope="module")
 def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
-    """Validate the run on one process. Return the output, its home folder and its network connections."""
+    """Validate the run on one process, and return the output, the home folder and the network connections."""
     home = tmp_path_factory.mktemp("home")
     with listener() as (address, callers):
         web = {f"{scheme}_PROXY": address for scheme in ("HTTP", "HTTPS", "ALL")}
@@ -57,13 +57,13 @@ def validated(trained, tmp_path_factory, cache) -> tuple[str, Path, list]:
 
 @pytest.fixture
 def report(trained, validated) -> dict:
-    """Return the report of the validation on one process."""
+    """Return the report of validate.py on one process."""
     return read(trained / "validation" / f"val_{result(trained)['best_step']}")
 
 
 @pytest.fixture
 def copy(trained, tmp_path) -> Path:
-    """Copy the run, so that a test can damage the copy."""
+    """Copy the trained run, so that a test can damage the copy."""
     return shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("validation"))
 
 
@@ -74,7 +74,7 @@ def modules(tmp_path_factory):
 
 @contextlib.contextmanager
 def listener() -> Iterator[tuple[str, list]]:
-    """Run a server that closes each connection. Yield its URL and the addresses of its clients."""
+    """Run a server that closes every connection, and yield the server's URL and its clients' addresses."""
     callers = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -99,10 +99,7 @@ def words(*rest) -> list:
 
 
 def fails(words: list, status: int = 1, **options) -> str:
-    """Run a command that must fail with this status.
-
-    Return its output, which must not contain a traceback.
-    """
+    """Run a command that must fail with this exit status and without a traceback, and return its output."""
     exit_status, output = Job(words, **options).wait()
     assert exit_status == status, output
     assert "Traceback" not in output
@@ -110,7 +107,7 @@ def fails(words: list, status: int = 1, **options) -> str:
 
 
 def assert_same(report: dict, other_report: dict) -> None:
-    """Compare the parts of two reports that do not depend on the number of processes."""
+    """Compare the entries of two reports that do not depend on the number of processes."""
     for name in ("images", "top1", "top5", "per_class", "confusion", "classes", "split", "data"):
         assert report[name] == other_report[name], name
     assert report["loss"] == pytest.approx(other_report["loss"], abs=1e-6)
@@ -121,7 +118,7 @@ def assert_same(report: dict, other_report: dict) -> None:
         assert image["probability"] == pytest.approx(other_image["probability"], abs=1e-6)
 
 
-# --- What it says
+# --- Reported results
 
 
 def test_the_numbers_of_the_run(trained, validated, report):
@@ -187,7 +184,7 @@ def test_a_lone_file(trained, report, cache, tmp_path):
     assert_same(read(tmp_path / "out"), report)
     assert read(tmp_path / "out")["checkpoint"] == str(file)
     assert "is a single file" in fails(words(file, "--data", "digits"))
-    output = fails(words(file, *flags))  # The command lacks --widths
+    output = fails(words(file, *flags))  # Without --widths, the file belongs to a different model
     assert "belongs to another model: 7 tensors differ" in output
 
 
@@ -211,9 +208,9 @@ def test_from_s3(trained, s3, cache, tmp_path, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("launcher", ["python", full("torchrun")])
 def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path, cache):
-    """Check training, validate.py and the page.
+    """Check the run folder, validate.py and the logbook page for 1,001 classes.
 
-    A confusion matrix of all classes would need quadratic memory.
+    A confusion matrix of all classes would need memory that grows with the square of the number of classes.
     """
     rows = ["file,label,split"]
     for k in range(1001 + 80):
@@ -242,12 +239,12 @@ def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path
     assert len([name for name in pages if name.startswith("confusion_")]) == 2, pages
 
 
-# --- The metrics
+# --- Metrics
 
 
 @pytest.mark.parametrize("classes", [2, 10, 1000, 1001])
 def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
-    """Leave two classes without samples. Never predict one of these classes and a third class."""
+    """Compare metrics with scikit-learn if some classes have no samples or are never predicted."""
     draws = np.random.default_rng(classes)
     labels = draws.integers(0, max(1, classes - 2), 3000)
     predicted = np.where(draws.random(3000) < 0.6, labels, draws.integers(0, classes, 3000))
@@ -266,7 +263,7 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
     for true, guess, count in frequent_mistakes(labels, predicted, classes):
         assert true != guess
         assert confusion[true, guess] == count
-    # The specificity of a class is the recall of "is another class"
+    # The specificity of a class is the recall of the complementary class, which contains all other samples.
     negatives = sklearn_metrics.multilabel_confusion_matrix(labels, predicted, labels=range(classes))[:, 0]
     specificity = negatives[:, 0] / np.maximum(1, negatives.sum(1))
     np.testing.assert_allclose(scores["specificity"], specificity, atol=1e-12)
@@ -279,7 +276,10 @@ def test_classification_and_top_k_agree_with_scikit_learn(modules, classes):
 
 
 def test_calibration_error_bin_by_bin(modules):
-    """Compare with the sum in the paper. Bins exclude their lower bound and include their upper bound."""
+    """Compare the calibration error with the paper's sum over bins.
+
+    Bins exclude their lower bound and include their upper bound.
+    """
     draws = np.random.default_rng(0)
     probabilities = np.append(draws.random(2000), [1.0, 0.2, 1 / 15, 1e-9])
     labels = draws.integers(0, 3, len(probabilities))
@@ -305,11 +305,12 @@ def test_an_image_counted_twice_is_detected(trained, project_copy, cache, tmp_pa
     )
     status, output = Job(words(trained, *cache, "--output_dir", tmp_path / "out"), cwd=project_copy).wait()
     assert status == 1
-    assert "image 359 was counted 25 times" in output  # 360 equals 3 x 128 minus 24
+    # Padding 360 images to 3 x 128 repeats the last image 24 times
+    assert "image 359 was counted 25 times" in output
     assert not (tmp_path / "out").exists()
 
 
-# --- What can't be validated
+# --- Models and data that can't be validated
 
 
 def beat() -> None:
@@ -349,7 +350,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
         with pytest.raises(ValueError, match=f"its recipe has '{key}'"):
             as_flags(recipe | {key: "x"}, recipe_type)
     vit = recipe_class(load_script(ROOT / "train_vit.py"))
-    # Nothing is downloaded, because a checkpoint to validate already contains its weights.
+    # Nothing is downloaded, because the checkpoint to validate already contains the weights.
     assert as_flags({"pretrained": True, "weights": "x", "patch_size": None}, vit) == []
     with pytest.raises(SystemExit):
         parse(recipe_type, [], as_flags(recipe | {"widths": [4, 8]}, recipe_type))

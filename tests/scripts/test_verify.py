@@ -1,4 +1,4 @@
-"""verify.py on finished runs, and on copies of runs with one false statement each."""
+"""Tests of verify.py on finished runs, and on copies of runs with one forged statement each."""
 
 import hashlib
 import json
@@ -24,11 +24,12 @@ from tools.logbook.run_record import RunRecord
 from tools.verify import replay, verification
 from tools.verify.replay import contradictions
 
-STEPS = 32  # 4 epochs, each with 8 steps, an evaluation and a kept checkpoint
+# The run has 4 epochs of 8 steps. Each epoch ends with an evaluation and a checkpoint that is kept.
+STEPS = 32
 FLAGS = ["--epochs", 4, "--batch_size", 8, "--per_device_batch_size", 4, "--holdout", 16, "--log_every", 2]
 FLAGS += ["--checkpoint_every", 8, "--keep_every", 8, "--checkpoint_s", 0, "--workers", 0]
 FLAGS += ["--trackers", "none", "--telemetry_s", 0, "--mixup", 0, "--cutmix", 0, "--warmup", 0]
-FLAGS += ["--drop_path", 0]  # Drop path depends on per_device_batch_size
+FLAGS += ["--drop_path", 0]  # Drop path depends on per_device_batch_size and is therefore disabled
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +51,12 @@ def finished(data, tmp_path_factory, cache) -> Path:
 
 @pytest.fixture(scope="module")
 def half(data, tmp_path_factory, cache) -> Path:
-    """Train the same run in bf16 without --deterministic."""
+    """Train a run with the same flags in bf16 without --deterministic."""
     return trained(data, cache, tmp_path_factory.mktemp("half") / "run", "bf16")
 
 
 def verified(folder: Path, cache: list, *flags) -> tuple[int, str, dict]:
-    """Run verify.py. Return its exit status, its output and the stamp."""
+    """Run verify.py and return its exit status, its output and the verification stamp."""
     status, output = Job([*python(), "verify.py", folder, *flags, *cache]).wait()
     return status, output, last_stamp(folder)
 
@@ -72,7 +73,7 @@ def replays(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def check(replays, cache, monkeypatch, capsys):
-    """Return a function like verified() that runs in this process and launches equal replays only once."""
+    """Return a function that runs verify.py in this process and launches identical replays only once."""
 
     def launch(words: list[str], env: dict[str, str]) -> tuple[int, str]:
         first = words.index("--config")
@@ -100,7 +101,7 @@ def check(replays, cache, monkeypatch, capsys):
 
 
 def only(start: int, steps: int = 8) -> list:
-    """Return flags that select the interval of `steps` steps from step `start`."""
+    """Return the flags that verify only `steps` steps from step `start`."""
     starts = list(range(0, STEPS, steps))
     seed = next(s for s in range(100) if random.Random(s).sample(starts, 1) == [start])
     return ["--sample", 1, "--seed", seed, "--steps", steps]
@@ -128,17 +129,17 @@ def edit_about(folder: Path, change) -> None:
 
 
 def edit_log(folder: Path, change) -> None:
-    """Change each line of the log. If `change` returns None, the line is removed."""
+    """Change each line of the log, and remove the lines for which `change` returns None."""
     log = [changed for line in lines(folder / "metrics.jsonl") if (changed := change(line)) is not None]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
 
 
 def sign(folder: Path, step: int, **changes) -> None:
-    """Rewrite a checkpoint's manifest with the given changes and the files' current hashes."""
+    """Rewrite a checkpoint's manifest with the given changes and the current hashes of the files."""
     forge(folder / "checkpoints" / f"step_{step:08d}", **changes)
 
 
-# Each forgery changes a copy of a run
+# --- Forgeries, each of which changes a copy of a run
 
 
 def in_result(**changes):
@@ -146,13 +147,13 @@ def in_result(**changes):
 
 
 def in_lines(name: str, step: int | None = None, change=None, **changes):
-    """Return a forgery that changes the log's lines that contain a value.
+    """Return a forgery that changes all log lines that contain a value with this name.
 
     Args:
         name: Name of the value.
-        step: Step of the only line to change. Default: every line with the value.
-        change: Function from the old value to the new value.
-        changes: Other values to set in the line.
+        step: Step of the only log line to change. By default, every line with the value is changed.
+        change: Function that maps the old value to the new value.
+        changes: Other values to set in the log line.
     """
 
     def changed(line: dict) -> dict:
@@ -205,7 +206,7 @@ def log_cut(folder: Path) -> None:
 
 
 def run_cut(folder: Path) -> None:
-    """Shorten the run as if it had ended at step 16 of 32."""
+    """Shorten the run as if training had ended at step 16 of 32."""
     log_cut(folder)
     last = lines(folder / "metrics.jsonl")[-1]
     for step in (24, 32):
@@ -221,7 +222,7 @@ def repeated_line(folder: Path) -> None:
 
 
 def loss_in_a_state(folder: Path) -> None:
-    """Shrink the sum of losses since the last line, which also makes the loss in the next line smaller."""
+    """Change the step of the last log line that a checkpoint's state records."""
     edit(folder / "checkpoints/step_00000008/state.json", lambda state: state.update(logged_step=7))
     sign(folder, 8)
 
@@ -259,7 +260,7 @@ def smaller_loss(by: float):
 
 
 def in_starts(*changes: dict):
-    """Record one start for each dictionary of changes, which may contain recipe values and other values."""
+    """Append a start for each dictionary of changes, which may contain recipe flags and other values."""
 
     def change(folder: Path) -> None:
         first = lines(folder / "starts.jsonl")[0]
@@ -273,7 +274,7 @@ def in_starts(*changes: dict):
 
 
 def added_evaluations(folder: Path, accuracy_share: float = 1.0) -> None:
-    """Add evaluations at steps 3 and 5, inside the first epoch, with this fraction of the best accuracy."""
+    """Add evaluations at steps 3 and 5 of the first epoch, with a fraction of the best accuracy."""
     log = lines(folder / "metrics.jsonl")
     best = max(log, key=lambda line: line.get("val/accuracy", 0))
     values = {key: value for key, value in best.items() if key.startswith("val/")}
@@ -296,7 +297,7 @@ zero_moments = in_tensors(8, "optimizer", torch.zeros_like, "head.weight/exp_avg
 off_by_a_tenth = in_tensors(16, "model", lambda t: t + 0.099, "head.weight")
 
 FIRST = only(0)
-# Two of these forgeries are visible only in the last steps, and one only in the second checkpoint.
+# Steps to verify for forgeries that are visible only in the last steps or in the second checkpoint
 LONGER = {"log cut": only(16, 16), "random EMA": only(16, 16), "random second checkpoint": only(0, 16)}
 LONGER["repeated line"] = ["--steps", 16]
 FORGERIES = {
@@ -308,9 +309,9 @@ FORGERIES = {
     "tensor of NaN": (tensor_of_nan, "head.weight in step_00000008/model.safetensors is not finite"),
     "false bf16": (false_bf16, "in step_00000008/model.safetensors differs by"),
     "false bf16 and loss": (both(false_bf16, smaller_loss(0.03)), "train/loss of step 4 is "),
-    # A decay above 0.5 takes effect later
+    # An EMA decay above 0.5 would take effect at a later step.
     "other EMA decay": (in_recipe(ema_decay=0.3), "in step_00000008/ema.safetensors differs by"),
-    # Further forgeries
+    # Forgeries of other results
     "test accuracy": (forged_test_accuracy, " is 0.9999, in the replay 0."),
     "accuracy in result": (accuracy_in_result, "test_accuracy is 0.9999 in result.json, 0."),
     "other title": (in_result(epochs=400, batch_size=4096), "epochs: 400, in the replay 4"),
@@ -339,7 +340,7 @@ FORGERIES = {
 
 
 def test_evaluations_that_no_replay_repeats_are_not_verified(finished, check, tmp_path):
-    """Add starts that ended at these steps because of --max_steps, and whose checkpoints were deleted."""
+    """Add starts that ended at steps 3 and 5 because of --max_steps and left no checkpoints."""
     folder = copy_of(finished, tmp_path)
     added_evaluations(folder, accuracy_share=0.5)
     early_ends(folder)
@@ -357,7 +358,7 @@ def test_an_early_end_is_no_contradiction(finished, tmp_path):
     assert not [line for line in contradictions(RunRecord(folder), [8, 16]) if line.startswith("steps is")]
 
 
-# Each of these forgeries launches separate replays.
+# Forgeries that launch separate replays
 SLOW = {"random second checkpoint", "repeated line", "false bf16", "other EMA decay", "other seed"}
 SLOW |= {"false bf16 and loss"}
 
@@ -384,8 +385,8 @@ def test_a_deterministic_run_of_two_processes_is_equal_bit_for_bit(data, cache, 
     assert (status, ": they differ by 1.0e-09" in output) == (1, True), output
 
 
-# Forgeries of a run without --deterministic: the change, the exit status and the message. The status is 0
-# where verify.py reports the difference without a verdict. `make test` runs the first three forgeries.
+# Forgeries of a run without --deterministic: the change, the exit status and the message. The status is 0 if
+# verify.py reports the difference without a verdict. `make test` runs the first three forgeries.
 EVALUATED = {
     "nothing": (lambda _: None, 0, "100.0%) and 4 of 4 checkpoints replayed, evaluated again: no difference"),
     "learning rate": (in_lines("train/lr", 4, lambda _: 1.0), 1, "train/lr of step 4 is 1, in the replay 0."),
@@ -412,10 +413,7 @@ def test_forgeries_of_a_run_that_is_evaluated_again(forgery, half, check, tmp_pa
 
 
 def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
-    """Train without --deterministic.
-
-    With 8 images per class, one image changes the metric by 0.25 at most.
-    """
+    """Verify a run without --deterministic, whose 8 images per class bound the metric's change to 0.25."""
     flags = ["--epochs", 1, "--best_by", "macro_f1", "--ema_decay", 0]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     assert check(folder, "--steps", 8)[0] == 0
@@ -428,9 +426,9 @@ def test_the_metric_of_best_by_is_bounded(data, cache, check, tmp_path):
 
 @pytest.mark.parametrize("name", replay.BY_CLASS)
 def test_the_bound_of_a_metric_by_class_holds(name):
-    """Change random predictions for a few images.
+    """Check a metric's bound by changing random predictions for a few images.
 
-    The largest change stays within a factor of 5 of the bound.
+    The largest observed change must be at least a fifth of the bound.
     """
     draw, closest = np.random.default_rng(0), 0.0
     for _ in range(300):
@@ -455,7 +453,7 @@ def test_the_bound_of_a_metric_by_class_holds(name):
 
 @pytest.mark.full
 def test_a_raised_headline_in_half_precision(cache, tmp_path):
-    """Raise the accuracy by 24 of 360 images, which is within the spread of a replay."""
+    """Raise the accuracy by 24 of 360 images, which is within the spread of half-precision replays."""
     folder = tmp_path / "run"
     flags = ["--mixed_precision", "bf16", "--epochs", 1, "--lr", 3e-4]
     flags += ["--batch_size", 64, "--trackers", "none"]
@@ -498,7 +496,10 @@ def test_an_error_is_a_finding_of_its_interval(finished, check, tmp_path):
 
 
 def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
-    """Change each compared file. A removed checkpoint does not change any statement on the page."""
+    """Check that a stamp is void after a change of any compared file.
+
+    Removing a checkpoint changes no statement on the page and keeps the stamp valid.
+    """
     folder = copy_of(finished, tmp_path)
     assert check(folder, *FIRST)[0] == 0
     shutil.rmtree(folder / "checkpoints" / "step_00000024")
@@ -513,7 +514,7 @@ def test_a_stamp_is_void_after_a_change(finished, check, tmp_path):
         (folder / name).write_text(before)
 
 
-# Runs without a forgery
+# --- Runs without a forgery
 
 
 def test_a_true_run(finished, check, tmp_path):
@@ -530,7 +531,10 @@ def test_a_true_run(finished, check, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp_2gpu", "fsdp_2gpu", "zero2_2gpu", "zero3_4gpu"])
 def test_a_true_run_is_verified_by_several_processes(config, finished, data, cache, tmp_path):
-    """Replay from one checkpoint to the next. ZeRO does not support --deterministic."""
+    """Verify a run on several processes with replays from one checkpoint to the next.
+
+    Runs under ZeRO train without --deterministic, which ZeRO does not support.
+    """
     if "zero" in config:
         folder, method = trained(data, cache, tmp_path / "run", "no"), "evaluated again"
     else:
@@ -546,9 +550,9 @@ def test_a_true_run_is_verified_by_several_processes(config, finished, data, cac
 
 @pytest.mark.full
 def test_a_run_with_batch_norm_is_verified_by_two_processes(cache, tmp_path):
-    """Check the last steps at a small learning rate.
+    """Verify the last steps, whose learning rate is small.
 
-    Here, rounding errors change BatchNorm's statistics more than a training step does.
+    At this learning rate, rounding errors change BatchNorm's statistics more than a training step does.
     """
     folder, every = tmp_path / "run", ["--checkpoint_every", 10, "--keep_every", 10, "--checkpoint_s", 0]
     words = [*accelerate("ddp_2gpu"), *RESNET, "--data", "digits", "--epochs", 2, "--batch_size", 64, *every]
@@ -559,7 +563,7 @@ def test_a_run_with_batch_norm_is_verified_by_two_processes(cache, tmp_path):
 
 
 def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
-    """Check that the replay keeps only the checkpoints to compare."""
+    """Check that a replay keeps only the checkpoints that verify.py compares."""
     flags = ["--epochs", 1, "--checkpoint_every", 2, "--keep_every", 2]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
     status, output, _ = check(folder, "--steps", 8)
@@ -568,9 +572,9 @@ def test_a_run_with_many_checkpoints(data, cache, check, tmp_path):
 
 
 def test_a_changed_recipe_is_replayed_and_listed(data, cache, check, tmp_path):
-    """Change the learning rate at step 8 of 16.
+    """Check a run whose learning rate changed at step 8 of 16.
 
-    Both parts must be bitwise identical, and the page must report the change.
+    Both replays must be bitwise identical to the run, and the page must report the change.
     """
     folder, flags = tmp_path / "run", ["--deterministic", "--epochs", 2]
     trained(data, cache, folder, "no", *flags, "--max_steps", 8)
@@ -584,11 +588,11 @@ def test_a_changed_recipe_is_replayed_and_listed(data, cache, check, tmp_path):
 
 
 def test_a_run_that_began_with_the_checkpoint_of_another_run(data, finished, cache, check, tmp_path):
-    """Replay the steps before the run's first checkpoint from the other run, unless that run was deleted."""
+    """Replay the steps before a run's first checkpoint from the run that was resumed, if it still exists."""
     other = copy_of(finished, tmp_path) / "checkpoints" / "step_00000016"
     flags = ["--lr", 0.001, "--allow_changed", "lr", "--resume", other]
     folder = trained(data, cache, tmp_path / "run", "no", *flags)
-    shutil.rmtree(folder / "checkpoints" / "step_00000016")  # A longer run would have pruned this checkpoint
+    shutil.rmtree(folder / "checkpoints" / "step_00000016")  # Longer runs prune this checkpoint
     for share in ("16 of 16 steps", "8 of 32 steps"):
         status, output, _ = check(folder, "--steps", 8)
         is_gone = "the evaluation at step 16, which the headline reports, could not be repeated" in output
@@ -598,7 +602,6 @@ def test_a_run_that_began_with_the_checkpoint_of_another_run(data, finished, cac
 
 
 def test_a_custom_script_is_verified(finished, check, tmp_path):
-    """Pass the script as --script, as the error message of own_script() requests."""
     folder, script = copy_of(finished, tmp_path), tmp_path / "train_mine.py"
     shutil.copy(ROOT / "train_vit.py", script)
     edit_about(folder, lambda record: record.update(script="train_mine"))
@@ -610,7 +613,7 @@ def test_a_custom_script_is_verified(finished, check, tmp_path):
 
 
 def test_a_swapped_image_is_detected(data, finished, cache, tmp_path):
-    """Replace a picture. The new picture's bytes differ from the bytes that the page records."""
+    """Check that a replaced picture is detected, because a hash of all pictures' bytes is recorded."""
     file = data / "train" / "b" / "3.png"
     before = file.read_bytes()
     file.write_bytes(png(999))

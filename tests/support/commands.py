@@ -1,4 +1,4 @@
-"""Helpers that run the project's commands in the test's process."""
+"""Helper that runs the project's commands in the test process."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def call(main: Callable[[], int], *words: object) -> tuple[int, str]:
-    """Run a command with these arguments. Return its exit status and output.
+    """Run a command's main function with these arguments, and return its exit status and output.
 
     The process's umask and signal handlers are restored afterwards.
     """
@@ -28,7 +28,7 @@ def call(main: Callable[[], int], *words: object) -> tuple[int, str]:
         stack.enter_context(contextlib.redirect_stderr(output))
         try:
             status = run_command(main)
-        except SystemExit as exit:  # The flag parser raises this
+        except SystemExit as exit:  # Flag parsers raise SystemExit
             status = int(exit.code or 0)
         finally:
             os.umask(umask)

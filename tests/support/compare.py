@@ -1,6 +1,6 @@
-"""Comparisons of two runs, for example of a resumed run with an uninterrupted run.
+"""Comparisons of two runs, for example a resumed run and an uninterrupted run.
 
-Each failure names the broken promise, the step and both values.
+Each failure message names the broken promise, the step and both values.
 """
 
 import json
@@ -17,7 +17,7 @@ LOSSES = {"train/loss", "val/loss", "test/loss"}
 
 
 def without_times(log: list[dict]) -> list[dict]:
-    """Return the log's lines without the values that differ from run to run."""
+    """Return the log lines without times, speeds and other values that differ from run to run."""
     times = ("train/images_per_s", "train/mfu_pct", "wall_s")
     return [{name: value for name, value in line.items() if name not in times} for line in log]
 
@@ -45,8 +45,8 @@ def assert_same_tensors(folder: Path, reference: Path, tolerance: float = 0, wit
     Args:
         folder: Run folder.
         reference: Run folder with the expected tensors.
-        tolerance: Largest absolute difference. 0 requires bitwise identical tensors.
-        without: Text in the names of tensors to leave out.
+        tolerance: Maximum absolute difference. 0 requires bitwise identical tensors.
+        without: Text in the names of tensors that are not compared.
     """
     tensors_of_run, expected = tensors(latest(folder)), tensors(latest(reference))
     promise, step = f"tensors within {tolerance:g}" if tolerance else "equal bits", latest(folder).name
@@ -58,7 +58,8 @@ def assert_same_tensors(folder: Path, reference: Path, tolerance: float = 0, wit
         tensor, expected_tensor = tensors_of_run[name], expected[name]
         types = [(item.dtype, tuple(item.shape)) for item in (tensor, expected_tensor)]
         assert types[0] == types[1], difference(promise, step, name, *types)
-        is_close = (tensor - expected_tensor).abs().flatten() <= tolerance  # NaN counts as a difference
+        # NaN counts as a difference, because the comparison is False
+        is_close = (tensor - expected_tensor).abs().flatten() <= tolerance
         if not is_close.all():
             at = int(is_close.to(torch.int8).argmin())
             values = tensor.flatten()[at].item(), expected_tensor.flatten()[at].item()
@@ -68,7 +69,7 @@ def assert_same_tensors(folder: Path, reference: Path, tolerance: float = 0, wit
 def assert_same_training(folder: Path, reference: Path, begin: int = -1) -> None:
     """Compare two runs after step `begin`.
 
-    Losses must agree within 1e-5 and tensors within 1e-4. Learning rates and samples must be equal.
+    Losses must agree within 1e-5 and tensors within 1e-4. Learning rates and samples must be identical.
     """
     logs = ([line for line in metrics(f) if line["step"] > begin] for f in (folder, reference))
     assert_same_losses(*logs)
@@ -98,7 +99,7 @@ def assert_same_end(folder: Path, reference: Path) -> None:
 
 
 def assert_same_state(folder: Path, reference: Path) -> None:
-    """Compare the runs' newest state.json files, except for times."""
+    """Compare the newest state.json files of two runs, except for times."""
     states = [json.loads((latest(f) / "state.json").read_text()) for f in (folder, reference)]
     for state in states:
         assert state.pop("train_s") > 0

@@ -1,4 +1,4 @@
-"""Small data sets in each layout that --data accepts."""
+"""Small data sets in every layout that --data accepts."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ PNG = png()
 
 
 def pixels(*seeds: int) -> np.ndarray:
-    """Return the pictures for these seeds: uint8 [n, 32, 32, 3]."""
+    """Return one picture for each seed, as a uint8 array of shape [n, 32, 32, 3]."""
     return np.stack([np.asarray(picture(seed)) for seed in seeds])
 
 
@@ -45,7 +45,7 @@ def opened(data: object, cache: Path, **flags) -> Images:
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
-    """Write each file's content to its path below `root`."""
+    """Write each file's content to its path below `root`, and return `root`."""
     for path, content in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
@@ -53,7 +53,7 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def put(root: Path, *paths: str) -> Path:
-    """Write a different picture to each path below `root`."""
+    """Write a different picture to each path below `root`, and return `root`."""
     return write(root, {path: png(k) for k, path in enumerate(paths)})
 
 
@@ -64,15 +64,15 @@ def data_set(
 
     Args:
         root: Folder to write.
-        kind: `folders`, `list`, `parquet` or `saved`.
+        kind: Format of the data set: `folders`, `list`, `parquet` or `saved`.
         names: Class names.
-        labels: Labels of the images in each split. By default, the classes alternate.
-        size: Width and height of the pictures.
-        splits: Images of each split, or the number of images. Image k of the n-th split is then
-            picture(1000 * n + k). The name `whole` means data without splits.
+        labels: Label of each image in each split. By default, the classes alternate.
+        size: Width and height of the pictures in pixels.
+        splits: Images in each split, or the number of images. If a split is a number, image k of the n-th
+            split is picture(1000 * n + k). The name `whole` selects data without splits.
 
     Returns:
-        The value for --data.
+        Value for the --data flag.
     """
     rows, files, tables = ["file,label,split"], {}, {}
     for number, (split, images) in enumerate(splits.items()):
@@ -118,7 +118,7 @@ def write_parquet(path: Path, images: list, labels: list, names: list | None = N
 
 
 def hub_rows(images: list[bytes], labels: list[int], names: Sequence[str] = ("cat", "dog")):
-    """Return a Dataset of the `datasets` library."""
+    """Return the images and labels as a Dataset of the `datasets` library."""
     import datasets
 
     features = {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=list(names))}
@@ -126,13 +126,13 @@ def hub_rows(images: list[bytes], labels: list[int], names: Sequence[str] = ("ca
     return datasets.Dataset.from_dict({"photo": photos, "kind": labels}, datasets.Features(features))
 
 
-# Archives and shards that tarfile writes, instead of prep_imagenet.py
+# --- Archives and shards, written with tarfile instead of prep_imagenet.py
 
 CLASSES = [{"wnid": f"n{c:08d}", "name": name} for c, name in enumerate(("crane", "hen", "crane", "ox"))]
 
 
 def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bool = False) -> bytes:
-    """Return a tar archive of regular files with reproducible bytes. `folders` adds folder members."""
+    """Return a tar archive of regular files with reproducible bytes. `folders` adds entries for folders."""
     buffer, parents = io.BytesIO(), {str(parent) for name in members for parent in Path(name).parents} - {"."}
     with tarfile.open(fileobj=buffer, mode="w", format=format) as archive:
         for name in sorted(parents) if folders else ():
@@ -147,14 +147,14 @@ def tar(members: dict[str, bytes], format: int = tarfile.GNU_FORMAT, folders: bo
 
 
 def jpeg(seed: int) -> bytes:
-    """Return a JPEG of about 1 kB, 40 to 55 pixels wide and 36 pixels high."""
+    """Return a JPEG image of about 1 kB, 40 to 55 pixels wide and 36 pixels high."""
     return encode(picture(seed, 40 + seed % 16, 36))
 
 
 def write_shards(
     folder: Path, train: tuple[int, ...] = (31, 30, 29, 31, 30, 32), val: tuple[int, ...] = (13, 12)
 ) -> Path:
-    """Write a prepared folder of shards with these image counts. Image i of each split has label i % 4."""
+    """Write a prepared folder of shards with this many images per split. The i-th image has label i % 4."""
     folder.mkdir(parents=True)
     splits, first = {}, 0
     for split, counts in (("train", train), ("val", val)):

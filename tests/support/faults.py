@@ -1,8 +1,8 @@
 """Faults at a chosen file operation of a process, injected through Python's audit events.
 
-Every Python process first imports `sitecustomize` from its path. The module counts the operations on paths
-that contain WATCHED and injects the fault before the selected operation. A mark file ensures that the fault
-occurs only once.
+Every Python process first imports the module `sitecustomize` from its path. HOOK is a `sitecustomize` module
+that counts the operations on paths that contain WATCHED, and injects the fault before the selected operation.
+A mark file ensures that the fault occurs only once.
 """
 
 import errno
@@ -49,27 +49,27 @@ sys.addaudithook(hook)
 
 
 def at_file_operation(tmp_path: Path, watched: str, at: int | str, fill: Path | None = None) -> dict:
-    """Return an environment that injects a fault before a file operation of a process.
+    """Return environment variables that make a process inject a fault before one of its file operations.
 
     Args:
-        tmp_path: Folder of the hook and the mark file.
-        watched: Text in the paths to watch.
-        at: Number of the operation, counted from 1, or an event and a file name, for example
-            "os.rename step_00000008". "list" writes all operations to <mark>.list instead.
-        fill: Folder whose disk is filled. By default, the process is killed instead.
+        tmp_path: Folder for the hook and the mark file.
+        watched: Text that the watched paths contain.
+        at: Number of the operation, starting at 1, or an event and a file name, for example "os.rename
+            step_00000008". With "list", no fault is injected, and all operations are written to <mark>.list.
+        fill: Folder whose disk the fault fills. By default, the fault kills the process.
     """
     fault = {"WATCHED": watched, "AT": str(at), "MARK": str(mark(tmp_path)), "FILL": str(fill or "")}
     return _imported_first(tmp_path, HOOK) | fault
 
 
 def called_first(tmp_path: Path, function: Callable[[], None]) -> dict[str, str]:
-    """Return the environment of a process that calls this function before its script."""
+    """Return environment variables that make a process call this function before its script."""
     code = f"import os, pickle\ndel os.environ['PYTHONPATH']\npickle.loads({pickle.dumps(function)!r})()\n"
     return _imported_first(tmp_path, code)
 
 
 def without_folders() -> None:
-    """Replace os.fsync with a version that fails for folders, as it does on some file systems."""
+    """Replace os.fsync with a function that fails for folders, as os.fsync does on some file systems."""
     sync = os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -88,10 +88,10 @@ def _imported_first(tmp_path: Path, code: str) -> dict[str, str]:
 
 
 def mark(tmp_path: Path) -> Path:
-    """Return the mark file. After the fault, this file names the operation."""
+    """Return the path of the mark file, which names the operation after the fault has occurred."""
     return tmp_path / "happened"
 
 
 def operations(tmp_path: Path) -> list[str]:
-    """Return the operations that "list" recorded, in the form "<number> <event> <file>"."""
+    """Return the operations that `at="list"` recorded, in the form "<number> <event> <file>"."""
     return Path(f"{mark(tmp_path)}.list").read_text().splitlines()

@@ -1,13 +1,13 @@
 """Python processes that are forked from a server with torch already imported.
 
-Starting torch and accelerate costs 5 s of processor time, and a launch with two ranks costs 13 s. A fork
-costs 0.1 s. Popen replaces subprocess.Popen. A process that Popen forks is a child of the caller. Its command
-line, environment, folder, session, standard streams, signals and processor affinity are the same as if it had
-been started. The children of a forked process are also forked. For example, a launcher forks its ranks from
-another server.
+Starting torch and accelerate takes 5 s of CPU time, and a launch with two ranks takes 13 s. A fork takes 0.1
+s. Popen replaces subprocess.Popen. A process that Popen forks is a child of the caller. The forked process
+has the same command line, environment, working directory, session, standard streams, signals and processor
+affinity as a newly started process. Forked processes also fork their children. For example, a launcher forks
+its ranks from another server.
 
-Other programs, `python -c`, and commands whose environment affects an import can't be forked, so Popen starts
-them. The server runs no torch operation and has no threads.
+Popen starts commands that can't be forked: other programs, `python -c`, and commands whose environment
+affects an import. The server runs no torch operation and has no threads.
 """
 
 import atexit
@@ -45,12 +45,12 @@ PRELOADED = (
     *("sklearn.datasets", "matplotlib.figure", "matplotlib.backends.backend_agg", "psutil"),
 )
 OF_DEEPSPEED = ("deepspeed", "transformers.integrations", "setuptools")
-# Variables that the interpreter or a preloaded package reads at startup. Their values must equal the
-# server's.
+# Prefixes of variables that the interpreter or a preloaded package reads at startup. A command can be forked
+# only if the server's environment contains the same values of these variables.
 READ_AT_START = ("HF_", "HUGGING", "HOME", "LANG", "LC_", "LD_", "MALLOC_", "MPL", "PYTHON", "XDG_")
 READ_AT_START += ("TORCHDYNAMO_", "TORCH_LOGS", "TORCH_TRACE", "TORCH_COMPILE", "TRITON_")
 HANDLED = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONUNBUFFERED", "HF_TOKEN")
-# These commands start nothing that can be forked, or wait until all their child processes have ended.
+# Commands that start no process that can be forked, or that wait until all their child processes have ended
 WITHOUT_SERVER = ("train_", "validate", "prep_", "tools.launch.agent")
 LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
 PR_SET_MM, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER, PR_SET_MM_MAP = 35, 36, 37, 14
@@ -60,7 +60,7 @@ _start_process = subprocess.Popen._execute_child  # type: ignore[attr-defined]  
 
 
 class Server:
-    """The caller's end of the socket to a server."""
+    """Client end of the socket to a server process."""
 
     def __init__(self, channel: socket.socket, environment: dict[str, str]):
         self.channel = channel
@@ -68,7 +68,7 @@ class Server:
         self.lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], streams: list[int]) -> int:
-        """Fork a process that becomes a child of this process. Return its pid."""
+        """Fork a process that becomes a child of this process, and return its pid."""
         with self.lock, _adopting_orphans():
             self.send(request, streams)
             return struct.unpack("!i", _receive(self.channel, 4))[0]
@@ -80,7 +80,7 @@ class Server:
 
 
 class Popen(subprocess.Popen):
-    """A subprocess.Popen that forks Python processes where possible."""
+    """Replacement for subprocess.Popen that forks Python processes where possible."""
 
     def _execute_child(self, args, *rest):
         packages = "deepspeed" if any("zero" in str(w) or "deepspeed" in str(w) for w in args) else "torch"
@@ -91,21 +91,22 @@ RESET = {signal.SIGINT, signal.SIGHUP}
 
 
 def reset_signals() -> None:
-    """Reset SIGINT and SIGHUP, which nohup and a shell's background ignore.
+    """Restore the default handling of SIGINT and SIGHUP, which nohup and background jobs of a shell ignore.
 
-    Use this function as a preexec_fn.
+    Popen's argument preexec_fn may be this function.
     """
     for number in RESET:
         signal.signal(number, signal.SIG_DFL)
 
 
 def _execute(self, server, *values):
-    """Replace Popen._execute_child."""
+    """Fork the process if possible, and otherwise call the original Popen._execute_child."""
     arguments = inspect.signature(_start_process).bind(self, *values).arguments
     args, cwd, preexec_fn = arguments["args"], arguments["cwd"], arguments["preexec_fn"]
     env = os.environ if arguments["env"] is None else arguments["env"]
     env = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
-    # The caller sets only the program, its streams, its folder, its environment and its session.
+    # A process can be forked only if the caller sets no other Popen options than the program, streams,
+    # working directory, environment and session.
     is_plain = preexec_fn in (None, reset_signals) and not (arguments["shell"] or arguments["pass_fds"])
     python_words = _python_words(args, env) if is_plain and isinstance(args, (list, tuple)) else None
     fork_server = server() if python_words else None
@@ -138,7 +139,7 @@ def _execute(self, server, *values):
 
 
 def _python_words(args: Sequence, env: dict[str, str]) -> list[str] | None:
-    """Return the words after `python`, or None for another Python or a command that can't be forked."""
+    """Return the words after `python`, or None if the command uses a different Python or can't be forked."""
     program, *rest = [os.fsdecode(word) for word in args]
     if (program := shutil.which(program, path=env.get("PATH")) or "") and not _is_this_python(program):
         with open(program, "rb") as file:
@@ -150,7 +151,7 @@ def _python_words(args: Sequence, env: dict[str, str]) -> list[str] | None:
 
 
 def _is_this_python(program: str) -> bool:
-    """Return True if the program is this Python, possibly through another path to its environment."""
+    """Return True if the program is the running Python interpreter, possibly under a different path."""
     path, executable = Path(program), Path(sys.executable)
     return path.name.startswith("python") and path.parent.resolve() == executable.parent.resolve()
 
@@ -161,7 +162,7 @@ def _read_at_start(env: dict[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _adopting_orphans():
-    """Let this process adopt the forked process. The server's intermediate process ends immediately."""
+    """Make this process adopt the forked process, whose parent process in the server ends immediately."""
     before = ctypes.c_int()
     _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -184,7 +185,7 @@ _servers: dict[str, Server | None] = {}
 
 
 def _server(packages: str) -> Server | None:
-    """Return the server of this type, or None if the system lets no process change its command line."""
+    """Return the server with these packages, or None if processes can't change their command line."""
     if packages == "deepspeed" and packages not in _servers and (of_torch := _server("torch")):
         channel, server_channel = socket.socketpair()
         of_torch.send({"import": OF_DEEPSPEED}, [server_channel.fileno()])
@@ -204,15 +205,16 @@ def _server(packages: str) -> Server | None:
     return _servers[packages]
 
 
-# In the server ----------------------------------------------------------------------------------------------
+# --- Code that runs in the server
 
 
 def _preload() -> None:
-    # With one core, OpenBLAS and OpenMP start no threads. _start_like_python sets torch's number of threads.
+    # Restrict the process to one core, so that OpenBLAS and OpenMP start no threads. _start_like_python sets
+    # torch's number of threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     _import(*PRELOADED)
-    # timm imports wandb, which creates temporary folders. The first process to end would remove the folders
-    # of all processes.
+    # Hide wandb from timm, which would import it. wandb creates temporary folders, and the first forked
+    # process to end would remove the folders of all forked processes.
     sys.modules["wandb"] = None  # type: ignore[assignment]  # import then raises ImportError
     _import("timm")
     del sys.modules["wandb"]
@@ -224,7 +226,7 @@ def _import(*names: str) -> None:
         importlib.import_module(name)
     tasks = Path("/proc/self/task").iterdir()
     threads = [(task / "comm").read_text().strip() for task in tasks]
-    # pyarrow's allocator supports forks
+    # The background thread of pyarrow's allocator supports forks.
     extra_threads = [name for name in threads if name != "jemalloc_bg_thd"][1:]
     assert not extra_threads, f"a preloaded package has started {extra_threads}"
     gc.collect()
@@ -233,9 +235,9 @@ def _import(*names: str) -> None:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork a process for each request and return the request in the child.
+    """Fork a process for each request, and return the request in the child process.
 
-    A fork with more imports can also act as a server.
+    A fork that has imported more packages can also act as a server.
     """
     while True:
         try:
@@ -269,10 +271,11 @@ def _serve(channel: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> None:
-    """Set all the attributes that a started process inherits."""
+    """Set all process attributes that a newly started process would inherit from its parent."""
     if request["new_session"]:
         os.setsid()
-    for number, descriptor in enumerate(streams):  # All descriptors are above 2, which the server uses
+    # The server uses descriptors 0 to 2, so all received descriptors are above 2
+    for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     for number, limits in request["limits"].items():
@@ -294,10 +297,10 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def _show_as(cmdline: list[str], env: dict[str, str]) -> bool:
-    """Show this command line and environment in /proc, where tests read them. Return False on failure.
+    """Show this command line and environment in /proc, where tests read them, or return False on failure.
 
-    prctl(2) with PR_SET_MM_MAP sets all memory boundaries at once. The new boundaries equal the current ones
-    (proc_pid_stat(5)), except for the command line and the environment.
+    prctl(2) with PR_SET_MM_MAP sets all memory boundaries at once. The current boundaries in proc_pid_stat(5)
+    are kept, except those of the command line and the environment.
     """
     words = b"".join(os.fsencode(word) + b"\0" for word in cmdline)
     pairs = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
@@ -320,9 +323,9 @@ _shown: list = []
 
 
 def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
-    """Fork a server for this process's children.
+    """Fork a server for the child processes of this process.
 
-    Return the channel in the server, and None in the caller.
+    Return the channel in the server process, and None in the calling process.
     """
     channel, server_channel = socket.socketpair()
     if os.fork() == 0:
@@ -331,7 +334,7 @@ def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         devnull = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):  # Otherwise, readers of the job's output would wait for this process
+        for number in (0, 1, 2):  # Readers of the job's output would otherwise wait for the server to end
             os.dup2(devnull, number)
         return server_channel
     server_channel.close()
@@ -341,13 +344,13 @@ def _serve_its_children(request: dict[str, Any]) -> socket.socket | None:
 
 
 def _start_like_python(words: list[str], env: dict[str, str]) -> None:
-    """Set up the interpreter as at the start of `python WORDS`."""
+    """Set up the interpreter in the same way as `python WORDS`."""
     import numpy
     import torch
 
     numpy.random.seed()
     tempfile.tempdir = None
-    # A spawned process looks for a relative main script in this folder
+    # A spawned process resolves the relative path of its main script in this folder.
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     threads = env.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdigit() else len(os.sched_getaffinity(0)))
@@ -385,7 +388,7 @@ def _run(words: list[str]) -> None:
     if words[0] == "-m":
         sys.argv[:] = ["-m", *words[2:]]
         sys.modules["__main__"] = types.ModuleType("__main__")
-        sys.modules.pop(words[1], None)  # runpy warns if the module is already imported
+        sys.modules.pop(words[1], None)  # runpy warns about a module that is already imported
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # `python -m` calls it
     else:
         sys.argv[:] = words
@@ -393,7 +396,7 @@ def _run(words: list[str]) -> None:
 
 
 def _end_like_python(words: list[str]) -> None:
-    """Run the command and end like the interpreter, but without clearing modules, which saves 0.5 s."""
+    """Run the command and end like the interpreter, but do not clear modules, which saves 0.5 s."""
     status = 0
     try:
         _run(words)
@@ -419,7 +422,8 @@ def _end_like_python(words: list[str]) -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            status = 120 if stream is sys.stdout else status  # Nothing reads the output any more
+            # The process that reads the output has closed the pipe
+            status = 120 if stream is sys.stdout else status
     if status < 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 -m tests.support.graphed_ranks CASES
 
-CASES is a file with a JSON list of case names. Each output line is a JSON object. The object names the case,
-says whether the losses, evaluations and weights of all ranks are bitwise identical with and without the
-graph, and lists the ranks that kept the graph.
+CASES is a file with a JSON list of case names. Each output line is a JSON object that names a case, reports
+whether the losses, evaluations and weights of all ranks are bitwise identical with and without the graph, and
+lists the ranks that kept the graph.
 """
 
 import dataclasses
@@ -42,15 +42,15 @@ SIZES, IMAGES, CLASSES = (8, 6), 4, 5
 
 @dataclass(frozen=True)
 class Case:
-    """A training run to compare, possibly with mutated code.
+    """Training run to compare with and without a graph, possibly with mutated code.
 
     Attributes:
         accumulations: Number of micro-batches per step on each rank.
-        deterministic: Whether to train with --deterministic.
-        is_recorded: Whether to record the step. If False, Python calls every step, as in a rehearsal.
+        deterministic: Whether --deterministic is set.
+        is_recorded: Whether the step is recorded. If False, Python executes every step, as in a rehearsal.
         fails_at: Operation at which the last rank's capture fails.
-        mutant: Text to replace in step_graph.py, and the replacements.
-        of_sum: Text to replace in exact_sum.py, and the replacements.
+        mutant: Texts to replace in step_graph.py, and their replacements.
+        of_sum: Texts to replace in exact_sum.py, and their replacements.
     """
 
     accumulations: int = 1
@@ -63,7 +63,7 @@ class Case:
 
 COPY = "        self.shape.inputs.copy_(inputs)\n"
 LABELS = "self.shape.labels.copy_"
-DROP = "parts.append(part := GraphPart())"  # The code runs between captures
+DROP = "parts.append(part := GraphPart())"  # Statement that runs between captures
 DROPPED = f"""{DROP}
                     [setattr(p, "grad", None) for group in self.groups for p in group["params"]]
                     getattr(self.model, "reset_iter_state", lambda: None)()"""
@@ -108,7 +108,8 @@ MUTANTS = {
 OF_FSDP = {"gathered parameters in a replay": Case(mutant=(("if self.is_gathered:", "if False:"),))}
 
 
-GRAPHS: list[Any] = []  # All StepGraphs, because a script's loop keeps its graph until the end
+# References to all StepGraphs, because a script's training loop also keeps its graph until the end
+GRAPHS: list[Any] = []
 
 
 class Block(nn.Sequential):
@@ -151,7 +152,7 @@ def main() -> None:
 
 
 def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Callable[[], None]:
-    """Report at the end of the process group whether a graph, with NCCL's collectives, still exists."""
+    """Report whether a graph, with its NCCL collectives, still exists when the process group is destroyed."""
 
     def ended() -> None:
         accelerator.print(json.dumps(["graphs at the end", sum(graph.shape is not None for graph in GRAPHS)]))
@@ -161,7 +162,7 @@ def report_graphs(accelerator: Accelerator, destroy: Callable[[], None]) -> Call
 
 
 def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleType:
-    """Return a copy of the module in which some pieces of code are replaced."""
+    """Return a copy of the module in which these pieces of code are replaced."""
     if not pairs:
         return module
     text = Path(str(module.__file__)).read_text()
@@ -174,12 +175,12 @@ def mutated(module: ModuleType, pairs: tuple[tuple[str, str], ...]) -> ModuleTyp
 
 
 def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tuple[Any, list[bool]]:
-    """Train with both image sizes. Return the result's bits, and whether each rank ended with a graph.
+    """Train at both image sizes, and return the training results and whether each rank ended with a graph.
 
     Args:
         accelerator: Accelerator of this rank.
         case: Case to train.
-        module: Module that defines StepGraph. With None, the step is called directly.
+        module: Module that defines StepGraph, or None to train without a StepGraph.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     accelerator.step, accelerator.exact_sum, accelerator.step_graph = 0, None, module is not None
@@ -188,7 +189,7 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with ExitStack() as stack:
-        # With foreach, the learning rate can't be a tensor.
+        # foreach does not support a learning rate stored in a tensor.
         stack.enter_context(patch.object(accelerators, "use_foreach", lambda _: None))
         if case.of_sum:
             exact = mutated(exact_sum, case.of_sum).ExactSum
@@ -216,7 +217,8 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
     else:
         warm_up = step_graph.WARM_UP_STEPS[accelerators.strategy(accelerator)]
     bits: list[Any] = []
-    factor = torch.ones(())  # Scales the loss. One gradient becomes too large for an exact sum.
+    # Loss scale, 1 or 1e6. A scale of 1e6 makes a gradient too large for an exact sum.
+    factor = torch.ones(())
     for step_number in range(2 * (warm_up + 3)):
         size = SIZES[step_number // (warm_up + 3)]
         optimizer.param_groups[0]["lr"] = 0.01 / (step_number + 1)
@@ -231,7 +233,8 @@ def train(accelerator: Accelerator, case: Case, module: ModuleType | None) -> tu
             )
             factor.fill_(1e6 if is_large else 1)
             bits.append(step(inputs, labels).item())
-        if step_number % (warm_up + 3) >= warm_up - 1:  # Steps before the capture and between replays
+        # Evaluate at steps before a capture and between replays
+        if step_number % (warm_up + 3) >= warm_up - 1:
             bits.append(evaluated(model))
     if accelerator.exact_sum:
         bits.append([accelerator.exact_sum.steps.item(), accelerator.exact_sum.failed.tolist()])

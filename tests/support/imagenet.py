@@ -1,4 +1,4 @@
-"""A miniature ILSVRC2012 with crops of real photographs, and helpers that run prep_imagenet.py on it."""
+"""Miniature ILSVRC2012 with crops of real photographs, and helpers that run prep_imagenet.py on it."""
 
 import gzip
 import hashlib
@@ -21,27 +21,31 @@ from tools.prepare.writer import ShardWriter
 
 TRAIN, VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-ROTATE_90 = 6  # EXIF orientation: the image is upright after a clockwise rotation by 90 degrees
+ROTATE_90 = 6  # EXIF orientation of images that must be rotated clockwise by 90 degrees to be upright
 
 
 @dataclass(frozen=True)
 class Ilsvrc:
-    """Content of the archives. Labels are positions in the sorted `wnids`; file names identify images."""
+    """Contents of the archives of a miniature ILSVRC2012.
 
-    folder: Path  # Contains the three archives
+    Labels are positions in the sorted list `wnids`, and file names identify images.
+    """
+
+    folder: Path  # Folder with the three archives
     train_tar: Path
     val_tar: Path
     devkit: Path
     wnids: list[str]
-    names: list[str]  # "words" of meta.mat, in label order
-    ids: list[int]  # ILSVRC2012_ID in label order: the numbers from 1 to the number of classes, unsorted
-    train: dict[str, bytes]  # Contents by name, in the order of the archive
-    # Contents by name, in the order of the archive, which differs from the order of the names.
+    names: list[str]  # Column "words" of meta.mat, in label order
+    # ILSVRC2012_ID of each class in label order, a permutation of the numbers from 1 to the number of classes
+    ids: list[int]
+    train: dict[str, bytes]  # File contents by name, in the archive's order
+    # File contents by name, in the archive's order, which differs from the order of the names
     val: dict[str, bytes]
     train_labels: dict[str, int]
     val_labels: dict[str, int]
-    cmyk: str  # Name of an unusual training image: a JPEG with four color channels
-    png: str  # Name of an unusual training image: a PNG file whose name ends with .JPEG
+    cmyk: str  # Name of an unusual training image, a JPEG with four color channels
+    png: str  # Name of an unusual training image, a PNG file whose name ends with .JPEG
 
     def md5(self, file: Path) -> str:
         """Return the MD5 sum of one of the three archives as a hexadecimal string."""
@@ -49,7 +53,7 @@ class Ilsvrc:
 
 
 def prep(*words: object, status: int = 0) -> str:
-    """Run prep_imagenet.py in this process and check its exit status. Return its output."""
+    """Run prep_imagenet.py in this process, check its exit status, and return its output."""
     exit_status, output = call(prep_imagenet.main, *words)
     assert exit_status == status, output
     assert "Traceback" not in output
@@ -57,19 +61,19 @@ def prep(*words: object, status: int = 0) -> str:
 
 
 def fails(*words: object, status: int = 1) -> str:
-    """Run prep_imagenet.py, which must fail. Return its output."""
+    """Run prep_imagenet.py, which must fail, and return its output."""
     return prep(*words, status=status)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes to a forked process before it prepares images: batches of 2 images, and a signal to itself."""
+    """Changes to a forked process: a batch size of 2 images, and a signal that the process sends itself."""
 
-    # Where the signal is sent: after this number of images of a split, at the end of the split with this name
-    # before the journal records it, or at "manifest"
+    # Point at which the process sends itself the signal: a number of images in a split, the name of a split,
+    # which means its end before the journal records it, or "manifest"
     place: str | int = ""
     signal: int = signal.SIGKILL
-    md5: tuple[tuple[str, str], ...] = ()  # MD5 sums that replace the published ones
+    md5: tuple[tuple[str, str], ...] = ()  # MD5 sums that replace the published MD5 sums
     limits: tuple[tuple[int, tuple[int, int]], ...] = ()  # Arguments of setrlimit(2)
 
     def __call__(self) -> None:
@@ -101,18 +105,19 @@ class Fault:
 
 
 def forked(folder: Path, *words: object, **fault) -> Job:
-    """Start prep_imagenet.py in another process, with a Fault that has these fields."""
+    """Start prep_imagenet.py in another process, with the fields of Fault as keyword arguments."""
     return Job(["prep_imagenet.py", *words], env=called_first(folder, Fault(**fault)))
 
 
 def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -> Ilsvrc:
-    """Write the archives to `folder` with reproducible bytes.
+    """Write the three archives to `folder` with reproducible bytes.
 
     Args:
-        folder: Folder of the archives.
+        folder: Folder to which the archives are written.
         classes: Number of classes, at most 100.
-        train: Training images per class, at least 4. The first class begins with the unusual images.
-        val: Validation images per class.
+        train: Number of training images per class, at least 4. The first class begins with the unusual
+            images.
+        val: Number of validation images per class.
     """
     files = sorted((real_data() / "imagenet_sample").glob("*.JPEG"))[:classes]
     assert len(files) == classes
@@ -172,9 +177,9 @@ def make_ilsvrc(folder: Path, classes: int = 10, train: int = 6, val: int = 3) -
 
 
 def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None:
-    """Write the development kit with the labels of the validation images.
+    """Write a development kit that contains the labels of the validation images.
 
-    Leave out meta.mat if `synsets` is None.
+    The kit contains no meta.mat if `synsets` is None.
     """
     from scipy.io import savemat
 
@@ -183,7 +188,7 @@ def write_devkit(file: Path, synsets: np.ndarray | None, ids: list[int]) -> None
     if synsets is not None:
         meta = io.BytesIO()
         savemat(meta, {"synsets": synsets}, do_compression=True)
-        # The first 116 bytes are a text that contains the time.
+        # The first 116 bytes of meta.mat are a text that contains the current time.
         members[f"{top}/data/meta.mat"] = b"MATLAB 5.0 MAT-file".ljust(116) + meta.getvalue()[116:]
     truth = "".join(f"{i}\n" for i in ids)
     members[f"{top}/data/ILSVRC2012_validation_ground_truth.txt"] = truth.encode()
@@ -196,7 +201,7 @@ FIELDS += ["num_train_images"]
 
 
 def synsets_of(wnids: list[str], names: list[str], ids: list[int], images: int) -> np.ndarray:
-    """Return meta.mat's array [synsets, 1]: the classes by ID, then three synsets that contain classes."""
+    """Return meta.mat's array [synsets, 1]: the classes ordered by ID, followed by three parent synsets."""
     rows = sorted(
         (i, wnid, name, f"what is called {name}", 0, np.zeros(0), 0, images)
         for i, wnid, name in zip(ids, wnids, names, strict=True)
@@ -231,5 +236,5 @@ def _jpeg(image: Image.Image, **options) -> bytes:
 
 def _rotated(image: Image.Image) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = ROTATE_90  # EXIF tag of the orientation
+    exif[0x0112] = ROTATE_90  # EXIF tag that stores the orientation
     return _jpeg(image.transpose(Image.Transpose.ROTATE_90), exif=exif)

@@ -1,8 +1,8 @@
 """Run the attention kernel, or a mutant, under Triton's interpreter and print the problems.
 
 `TRITON_INTERPRET=1 python -m tests.support.interpreted_attention` reads one line of JSON per case from
-standard input and prints a list of problems for each case. A separate process is needed because Triton reads
-the variable at import.
+standard input, and prints a list of problems for each case. The interpreter needs a separate process because
+Triton reads TRITON_INTERPRET at import.
 """
 
 import importlib.util
@@ -22,13 +22,13 @@ from triton.runtime import interpreter
 import onecurve.models.attention_kernels
 from onecurve.models.attention import plain_attention
 
-TIMES_EPS = 6  # Error bound in units of the output dtype's eps, relative to the sum of absolute values
-STEPS_OF_FP16 = 1e-6  # Spacing of fp16 numbers near 0
-written: list[np.ndarray] = []  # Addresses that each store wrote
+TIMES_EPS = 6  # Error bound in multiples of the output dtype's eps, relative to the sum of absolute values
+STEPS_OF_FP16 = 1e-6  # Absolute error bound for the fixed spacing between fp16 numbers near 0
+written: list[np.ndarray] = []  # Addresses written by each store operation
 
 
 def watch_the_interpreter() -> None:
-    """Make the interpreter record addresses and multiply bf16 numbers, which it stores as uint16."""
+    """Make the interpreter record store addresses, and multiply bf16 numbers, which it stores as uint16."""
     builder = interpreter.InterpreterBuilder
     store, dot = builder.create_masked_store, builder.create_dot
 
@@ -65,7 +65,7 @@ def mutant(number: int, replacements: dict[str, str], folder: Path) -> ModuleTyp
 def problems(
     kernels: ModuleType, tokens: int, size: int, dtype: str, largest: float, order: str, heads: int
 ) -> list[str]:
-    """Return the problems of a case.
+    """Return the problems found in a case.
 
     `order` is the memory layout of qkv: `packed`, or the non-contiguous layout `parts first`.
     """
@@ -101,7 +101,9 @@ def problems(
 
 
 def _written_once(name: str, *results: Tensor) -> list[str]:
-    """Check that exactly one program writes each number of the results. Unwritten numbers are NaN."""
+    """Check that exactly one program writes each number of the results. Numbers that no program writes are
+    NaN.
+    """
     addresses = np.concatenate([part.ravel() for part in written])
     expected = [r.data_ptr() + r.element_size() * np.arange(r.numel(), dtype=np.uint64) for r in results]
     distinct = np.unique(addresses)
@@ -111,7 +113,8 @@ def _written_once(name: str, *results: Tensor) -> list[str]:
 
 
 def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return the sums of absolute values behind each output and gradient, and the largest sum of a score.
+    """Return the sums of absolute values behind each output and gradient, and the largest such sum of a
+    score.
 
     Error bounds are fractions of these sums.
     """
@@ -127,7 +130,7 @@ def _bounds(qkv: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, float]:
 
 
 def main() -> None:
-    torch.use_deterministic_algorithms(True)  # Fills new tensors with NaN
+    torch.use_deterministic_algorithms(True)  # Makes torch fill new tensors with NaN
     watch_the_interpreter()
     with tempfile.TemporaryDirectory() as folder:
         for number, line in enumerate(sys.stdin):

@@ -1,8 +1,8 @@
-"""Train a tiny model with many optimizers, each for 10 steps without and with a resume after 5 steps.
+"""Train a tiny model with many optimizers, each for 10 steps, with and without a resume after 5 steps.
 
-A launcher starts this module like a train script. The module writes the uninterrupted run's last
-checkpoint to FOLDER/<name>/straight and the resumed run's last checkpoint to FOLDER/<name>/resumed. If the
-optimizer is refused, the module writes the reason to FOLDER/<name>/refused.
+Launchers start this module like a train script. The module writes the uninterrupted run's last checkpoint to
+FOLDER/<name>/straight and the resumed run's last checkpoint to FOLDER/<name>/resumed. If an optimizer is
+refused, the module writes the reason to FOLDER/<name>/refused.
 
     torchrun --standalone --nproc_per_node=2 -m tests.support.optimizers FOLDER [--only NAME,NAME]
 """
@@ -34,13 +34,13 @@ class Block(nn.Sequential):
 
 
 class Net(nn.Module):
-    """A model [B, 3, 6, 6] -> [B, 3] whose odd sizes need padding on two processes."""
+    """Model [B, 3, 6, 6] -> [B, 3], whose odd sizes require padding on two processes."""
 
     _no_split_modules = ("Block",)
 
     def __init__(self):
         super().__init__()
-        # The first parameter of the model, without a gradient unless the model uses it.
+        # First parameter of the model. This parameter receives no gradient unless the model uses it.
         self.first = nn.Parameter(torch.ones(3))
         self.convolution = nn.Conv2d(3, 5, 3)
         self.block = Block()
@@ -48,12 +48,12 @@ class Net(nn.Module):
         self.uses_first = True
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.block(self.convolution(x).relu().mean((2, 3)))  # [B, 5]
+        x = self.block(self.convolution(x).relu().mean((2, 3)))  # Tensor of shape [B, 5]
         return self.head(x) * self.first if self.uses_first else self.head(x)
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """A small schedule-free SGD (arXiv 2405.15682) with z for each parameter and counters for each group."""
+    """Small schedule-free SGD (arXiv 2405.15682), with a tensor z per parameter and counters per group."""
 
     def __init__(self, params, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0):
         super().__init__(
@@ -78,7 +78,7 @@ class ScheduleFree(torch.optim.Optimizer):
 class Case:
     make: Callable[[list[dict]], torch.optim.Optimizer]
     lr: float = 0.01
-    only_matrices: bool = False  # All other parameters are frozen
+    only_matrices: bool = False  # Whether to freeze all parameters that are not matrices
     uses_first: bool = True
 
 
@@ -98,7 +98,7 @@ CASES = {
     "adafactor": Case(lambda groups: torch.optim.Adafactor(groups, lr=0.01)),
     "adafactor_unfactored": Case(lambda g: timm.optim.Adafactor(g, lr=0.01, min_dim_size_to_factor=1000)),
     "muon": Case(lambda groups: torch.optim.Muon(groups, lr=0.01), only_matrices=True),
-    # timm's Muon uses AdamW for parameters that are not matrices
+    # timm's Muon uses AdamW for parameters that are not matrices.
     "muon_mixed": Case(lambda groups: timm.optim.Muon(groups, lr=0.01)),
     "lookahead": Case(lambda groups: timm.optim.Lookahead(adamw(groups), k=3)),
     "schedule_free": Case(ScheduleFree, lr=0.1),
@@ -114,7 +114,7 @@ class Optimizers(Recipe):
 def train(
     accelerator: Accelerator, case: Case, begin: int, end: int, checkpoint: checkpoints.Checkpoint | None
 ) -> TrainingState:
-    """Train the steps from `begin` up to but not including `end`. Return the training state."""
+    """Train the steps from `begin` up to but not including `end`, and return the training state."""
     torch.manual_seed(0)
     model = Net()
     model.uses_first = case.uses_first
@@ -126,7 +126,7 @@ def train(
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    accelerator.deepspeed_engine_wrapped = None  # Removes the previous case's engine
+    accelerator.deepspeed_engine_wrapped = None  # Remove the previous case's engine
     model, optimizer = prepare(accelerator, model, case.make(groups))
     training = TrainingState(accelerator, model, optimizer, None)
     if checkpoint:
@@ -162,7 +162,7 @@ def save(training: TrainingState, folder: Path, step: int) -> checkpoints.Checkp
 
 
 def compare(accelerator: Accelerator, case: Case, folder: Path) -> None:
-    """Train with and without a resume. If the optimizer is refused, write the reason."""
+    """Train with and without a resume, or write the reason if the optimizer is refused."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         half = save(train(accelerator, case, 0, 5, None), folder / "half", 5)

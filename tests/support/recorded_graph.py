@@ -1,12 +1,12 @@
-"""A substitute for a CUDA graph on a CPU, which records and replays a step's operations on the same memory.
+"""Substitute for a CUDA graph on a CPU, which records and replays a step's operations on the same memory.
 
     python -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
     torchrun --nproc_per_node=2 -m tests.support.recorded_graph train_cnn_a.py --step_graph ...
 
 As in a CUDA graph, everything except the contents of tensors is frozen, including Python numbers, Python
-branches and the tensors themselves. As during a capture, recording computes and sends nothing, and reading a
-number from a tensor is an error. A replay runs the recorded collectives. Recordings leave out work outside
-torch's operators, such as compiled kernels and NumPy calls.
+branches and the tensors themselves. As during a CUDA capture, recording computes nothing and sends nothing,
+and reading a number from a tensor is an error. A replay runs the recorded collectives. Recordings do not
+include work outside torch's operators, such as compiled kernels and NumPy calls.
 """
 
 import os
@@ -26,7 +26,8 @@ from onecurve.distributed.step_graph import StepGraph
 
 aten = torch.ops.aten
 COLLECTIVES = ("c10d", "_c10d_functional")
-WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # Operations inside a wrapper are dispatched separately
+# Tensor subclasses inside which operations are dispatched separately
+WRAPPERS = ("DTensor", "AsyncCollectiveTensor")
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -34,7 +35,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class Recording(TorchDispatchMode):
-    """Recorder of the operations inside its context. At the end, it restores memory that existed before."""
+    """Context manager that records operations and, on exit, restores the previous contents of memory."""
 
     def __init__(self, fails_at: Any = None) -> None:
         super().__init__()
@@ -57,14 +58,15 @@ class Recording(TorchDispatchMode):
             setattr(module, name, resize)
         with torch.no_grad():
             for memory, content in self.before.values():
-                if memory.untyped_storage().nbytes() == content.numel():  # FSDP2 frees gathered parameters
+                # FSDP2 frees gathered parameters, whose contents then can't be restored
+                if memory.untyped_storage().nbytes() == content.numel():
                     memory.copy_(content)
         torch.set_rng_state(self.random)
 
     def _record_resizes(self, module: Any, name: str) -> None:
-        """Record the allocations and deallocations of FSDP2.
+        """Record FSDP2's allocations and deallocations.
 
-        In a CUDA graph, the allocator makes these at no cost.
+        In a CUDA graph, the allocator performs these operations at no cost.
         """
         resize = getattr(module, name)
 
@@ -91,7 +93,7 @@ class Recording(TorchDispatchMode):
             result = func(*fake_args, **options)
         else:
             result = func(*args, **kwargs)
-        # This operation creates only a wrapper.
+        # The operation _wrap_tensor_autograd only creates a wrapper.
         if func is not torch.ops._c10d_functional._wrap_tensor_autograd.default:
             self.calls.append((func, args, kwargs, tensors(result)))
         return result
@@ -111,12 +113,12 @@ class Recording(TorchDispatchMode):
                     old.copy_(new)
 
 
-# A group whose collectives return immediately, and a group that contains only this process.
+# Process group whose collectives return immediately, and process group that contains only this process
 FAKE_GROUPS: list[Any] = []
 
 
 def make_fake_groups() -> None:
-    """Create the groups that a recording sends to. Every rank must call this function."""
+    """Create the process groups that a recording sends to. Every rank must call this function."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     if dist.is_initialized() and not FAKE_GROUPS:
@@ -125,7 +127,10 @@ def make_fake_groups() -> None:
 
 
 def _to_fake_group(func: Any, value: Any) -> Any:
-    """Replace a process group, or the name of a group. DDP's reducer reads the result of an all-reduce."""
+    """Replace a process group, or a group's name, with a fake group.
+
+    An all-reduce uses a real group of one process, because DDP's reducer reads its result.
+    """
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value):
         return FAKE_GROUPS[func is torch.ops.c10d.allreduce_.default].boxed()
     if isinstance(value, str) and value in dist.distributed_c10d._world.pg_names.values():
@@ -136,7 +141,7 @@ def _to_fake_group(func: Any, value: Any) -> Any:
 def record(
     _: StepGraph, run: Callable[[], None], pool: Any = None, fails_at: Any = None
 ) -> Callable[[], None]:
-    """Replace StepGraph.capture."""
+    """Record the step's operations, as a replacement for StepGraph.capture."""
     make_fake_groups()
     with Recording(fails_at) as recording:
         run()

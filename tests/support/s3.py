@@ -1,6 +1,6 @@
-"""S3 for tests: moto's server on loopback, and a proxy that injects faults.
+"""S3 servers for tests: moto's server on the loopback interface, and a proxy that injects faults.
 
-Test modules import the fixtures `s3` (the server's address) and `s3_proxy` (a new FaultProxy).
+Test modules import the fixtures `s3`, which is the server's address, and `s3_proxy`, a new FaultProxy.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ import pytest
 from tests.conftest import free_port
 
 BUCKET = "training"
-SECRET = "canary-of-the-secret-key"  # No output may contain this secret
+SECRET = "canary-of-the-secret-key"  # Secret key that must not appear in any output
 ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{}</Message></Error>"
-PAGE = 50  # Maximum number of keys in an answer to a list request. AWS sends 1,000.
+PAGE = 50  # Maximum number of keys in a response to a list request. AWS sends up to 1,000 keys.
 
 
 def aws_env(endpoint: str) -> dict[str, str]:
-    """Return the environment of a client of this endpoint, regardless of the machine's configuration."""
+    """Return environment variables for an S3 client that ignores the machine's configuration."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -49,7 +49,7 @@ def aws_env(endpoint: str) -> dict[str, str]:
 
 
 def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Send all S3 requests of this process and its children to this endpoint."""
+    """Send all S3 requests by this process and its children to this endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
     for name, value in aws_env(endpoint).items():
@@ -58,7 +58,7 @@ def use_s3(patch: pytest.MonkeyPatch, endpoint: str) -> None:
 
 @contextlib.contextmanager
 def moto_server() -> Iterator[str]:
-    """Start a server with the bucket BUCKET in another process. Yield its address, http://host:port."""
+    """Start a server with the bucket BUCKET in another process, and yield its address, http://host:port."""
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     env = aws_env("") | {"MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
@@ -89,14 +89,16 @@ def _make_bucket(port: int, process: subprocess.Popen, log) -> None:
 
 @dataclass
 class Fault:
-    """A fault for the next `times` matching requests. If `times` is None, the fault lasts until clear()."""
+    """Fault that affects the next `times` matching requests, or all requests until clear() if `times` is
+    None.
+    """
 
     name: str
     times: int | None
     method: str
     path: str
-    header: str  # Regular expression for "name: value" of one header
-    do: Callable  # Called with the request's handler and body. Returns True if it has handled the request.
+    header: str  # Regular expression that matches the "name: value" form of a header
+    do: Callable  # Function of the request's handler and body that returns True if it has handled the request
 
     def matches(self, handler: BaseHTTPRequestHandler) -> bool:
         headers = [f"{name}: {value}" for name, value in handler.headers.items()]
@@ -109,7 +111,8 @@ class Fault:
 
 
 class FaultProxy:
-    """An HTTP proxy to which tests can add faults at any time. Several faults apply from oldest to newest.
+    """HTTP proxy to which tests can add faults at any time. If several faults match, the oldest applies
+    first.
 
     Each fault accepts the keyword arguments `where`: `times` (default 1, or None for a fault that lasts until
     clear()), and regular expressions for `method`, `path` (with the query) and `header` ("name: value").
@@ -125,7 +128,7 @@ class FaultProxy:
         self.target = urlsplit(server).netloc
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
-        self._holding = threading.Event()  # When this event is set, black holes close their connections
+        self._holding = threading.Event()  # Setting this event makes black holes close their connections
         self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.proxy = self
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -137,7 +140,7 @@ class FaultProxy:
         self._http.server_close()
 
     def clear(self) -> None:
-        """Remove all faults. Cut the connections of requests in a black hole."""
+        """Remove all faults and close the connections of requests in a black hole."""
         with self._lock:
             self._faults.clear()
             self._holding.set()
@@ -148,11 +151,11 @@ class FaultProxy:
             self._faults.append(Fault(name, times, method, path, header, do))
 
     def fail(self, status: int = 503, code: str = "SlowDown", message: str = "broken on purpose", **where):
-        """Answer with an error whose code is the fault's name."""
+        """Respond to matching requests with an error. `code` is the error code and the fault's name."""
         self.add(code, lambda handler: handler.error(status, code, message), **where)
 
     def echo(self, message: str, status: int = 403, code: str = "Odd", **where) -> None:
-        """Answer with an error whose message and code contain {headers} or {path} of the request."""
+        """Respond with an error whose message and code contain the request's {headers} or {path}."""
 
         def answer(handler: "_Handler") -> bool:
             seen = {
@@ -167,23 +170,23 @@ class FaultProxy:
         self.add("delay", lambda handler: time.sleep(seconds), **{"times": None} | where)
 
     def cut_upload(self, after: int, **where) -> None:
-        """Reset the connection after this number of bytes of a PUT request's body."""
+        """Reset the connection after receiving this number of bytes of a PUT request's body."""
         self.add("cut_upload", lambda handler: handler.cut_upload(after), **{"method": "PUT"} | where)
 
     def cut_download(self, after: int, **where) -> None:
-        """Close the connection after this number of bytes of the answer to a GET request."""
+        """Close the connection after sending this number of bytes of the response to a GET request."""
         self.add("cut_download", lambda handler: handler.forward(after), **{"method": "GET"} | where)
 
     def stall_download(self, after: int, **where) -> None:
-        """Stall after this number of bytes of the answer to a GET request."""
+        """Stall after sending this number of bytes of the response to a GET request."""
         self.add("stall_download", lambda handler: handler.forward(after, True), **{"method": "GET"} | where)
 
     def lose_answer(self, **where) -> None:
-        """Forward the request and drop the answer."""
+        """Forward the request but drop the server's response to the client."""
         self.add("lose_answer", lambda handler: handler.forward(-1), **where)
 
     def black_hole(self, **where) -> None:
-        """Accept the request and never answer."""
+        """Accept the request and never respond."""
         self.add("black_hole", lambda handler: handler.hold(), **{"times": None} | where)
 
     def expire_credentials(self) -> None:
@@ -193,7 +196,7 @@ class FaultProxy:
         self.fail(status, code, "A header you provided is not known", times=None, header="if-none-match:")
 
     def ignore_conditional_writes(self) -> None:
-        """Write the object without checking If-None-Match, as some stores do."""
+        """Write objects without checking If-None-Match, as some stores do."""
         header = "if-none-match:"
         self.add("ignored", lambda handler: handler.headers.__delitem__("If-None-Match"), None, header=header)
 
@@ -215,7 +218,7 @@ class FaultProxy:
         self.add("MissingContentMD5", _Handler.refuse_bulk_delete, None, "POST", r"\?delete")
 
     def on(self, method: str, path: str, callback: Callable[[], Any], times: int | None = 1) -> None:
-        """Call callback() before a request is forwarded. Drop the request if callback() returns True."""
+        """Call callback() before forwarding a request, and drop the request if callback() returns True."""
         self.add("callback", lambda handler: callback() is True and handler._close(), times, method, path)
 
     def due(self, handler: "_Handler") -> Iterator[Fault]:
@@ -225,7 +228,7 @@ class FaultProxy:
             faults = [fault for fault in self._faults if fault.matches(handler)]
         for fault in faults:
             with self._lock:
-                if fault.times == 0:  # Another request used up the fault
+                if fault.times == 0:  # A concurrent request has used up this fault
                     continue
                 fault.times = fault.times and fault.times - 1
                 self.faults[fault.name] += 1
@@ -237,7 +240,7 @@ class _Server(ThreadingHTTPServer):
     proxy: FaultProxy
 
     def handle_error(self, request, client_address) -> None:
-        """Ignore errors from clients that have disconnected."""
+        """Ignore errors that are caused by disconnected clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -249,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def handle_expect_100(self) -> bool:
-        return True  # A fault may occur before the body is read, so _read() sends `100 Continue`
+        return True  # _read() sends `100 Continue`, because a fault may occur before the body is read
 
     def __getattr__(self, name: str):
         if name.startswith("do_"):
@@ -292,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def cut_upload(self, after: int) -> bool:
         self._read(min(after, int(self.headers.get("Content-Length", 0))))
-        # With unread data, this option makes the kernel reset the connection.
+        # SO_LINGER makes the kernel reset a connection with unread data.
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return self._close()
 
@@ -307,11 +310,11 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def forward(self, cut_after: int | None = None, stall: bool = False) -> bool:
-        """Forward the request to the server, and the answer to the client.
+        """Forward the request to the server, and the server's response to the client.
 
         Args:
-            cut_after: Number of bytes of the answer's body to forward; -1 drops the whole answer.
-            stall: Whether to keep the connection open after a cut.
+            cut_after: Number of bytes of the response body to forward. The value -1 drops the whole response.
+            stall: Whether to keep the connection open after the cut.
         """
         body = self._body()
         server = http.client.HTTPConnection(self.server.proxy.target, timeout=60)
@@ -340,7 +343,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Yield the server's address.
+    """Yield the address of moto's server.
 
     Clients in this process share boto3's AWS data, which take 0.1 s to read.
     """

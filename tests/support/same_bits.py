@@ -1,6 +1,6 @@
 """Train models with --deterministic in one launch, and print a SHA-256 hash of each model's tensors.
 
-The argument is a file with a JSON list of rows. Each row is a train script with flags. The flag
+The argument is a file with a JSON list of rows. Each row is a train script with its flags, of which
 --per_device_batch_size sets the size of a micro-batch. Each model trains two steps of six micro-batches.
 """
 
@@ -35,7 +35,7 @@ def main() -> None:
         accelerator.print(json.dumps([" ".join(words), trained]))
         accelerator.free_memory()
         if plugin := getattr(accelerator.state, "fsdp_plugin", None):
-            # The default would be the block classes of the first model.
+            # By default, FSDP would keep wrapping the block classes of the first model.
             plugin.transformer_cls_names_to_wrap = None
 
 
@@ -61,7 +61,7 @@ def train(accelerator: Accelerator, batch: Batch, words: list[str]) -> str:
 
 
 def images(recipe: Any, number: int, *pixels: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch in the scripts' format: float [b, 3, S, S] channels_last, and labels int64 [b]."""
+    """Return a micro-batch in the scripts' format: float [b, 3, S, S] channels_last, and int64 labels [b]."""
     random = np.random.RandomState([recipe.seed, number])
     count = recipe.per_device_batch_size
     raw = torch.from_numpy(random.randint(0, 256, (count, 8, 8, 3), np.uint8))

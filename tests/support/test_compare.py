@@ -1,4 +1,4 @@
-"""Failing comparisons name the promise, the step and both values."""
+"""Tests that a failing comparison names the broken promise, the step and both values."""
 
 from pathlib import Path
 

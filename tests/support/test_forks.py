@@ -1,4 +1,4 @@
-"""Forked processes look like started processes, to themselves and to other processes."""
+"""Tests that forked processes look like started processes, to themselves and to other processes."""
 
 import signal
 import sys
@@ -36,7 +36,8 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_a_fork_equals_a_started_process(end, tmp_path):
     last, status = ENDS[end]
-    script = tmp_path / "train_probe.py"  # This command starts no Python by name, so it needs no server
+    # This script starts no process by the name of Python and therefore needs no server
+    script = tmp_path / "train_probe.py"
     script.write_text(f"{SCRIPT}\n{last}\n")
     outcomes = []
     for warm in (False, True):
@@ -68,7 +69,7 @@ def test_forked_ranks_have_torch_and_belong_to_their_launcher(tmp_path):
 
 @pytest.mark.parametrize("words", [["-c", "import sys; print('torch' in sys.modules)"], ["SCRIPT"]])
 def test_commands_that_can_not_be_forked_are_started(words, tmp_path):
-    """Run `python -c`, and a process whose environment affects an import."""
+    """Check that `python -c`, and a process whose environment affects an import, are started normally."""
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('torch' in sys.modules)")
     words = [script if word == "SCRIPT" else word for word in words]

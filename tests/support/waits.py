@@ -1,10 +1,11 @@
 """Counter of the waits that a training run on a GPU would cause, from a script's main() on fake CUDA tensors.
 
-No GPU is needed. torch's FakeTensorMode computes shapes and devices without values, and this module sees each
-operator before it runs. The module counts values that the host reads (`.item()`, `float()`, `if tensor:`),
-blocking copies between host and device, and operators whose result size only the device knows. Waits inside
-kernels, collectives and the backward pass are not counted. torch's backward engine has no thread for a device
-that does not exist, so gradients are zeros. Functions that open, write and close a run's folder are replaced.
+No GPU is needed. torch's FakeTensorMode computes shapes and devices without values, and this module
+intercepts each operator before it runs. The module counts values that the host reads (`.item()`, `float()`,
+`if tensor:`), blocking copies between host and device, and operators whose result size only the device knows.
+Waits inside kernels, collectives and the backward pass are not included. torch's backward engine has no
+thread for a device that does not exist, so gradients are zeros. Functions that open, write and close a run
+folder are replaced.
 """
 
 import traceback
@@ -35,12 +36,12 @@ from onecurve.run.session import Meter, Ranks
 from onecurve.run.state import RunState
 
 aten = torch.ops.aten
-STAGED_BYTES = 65536  # Larger copies from pageable memory wait even with non_blocking
+STAGED_BYTES = 65536  # Size above which copies from pageable memory wait even with non_blocking
 OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "bincount", "equal"}
 
 
 class Waits(TorchDispatchMode):
-    """Counter of the waits, by `file:function`, and of the copies to the device.
+    """Counter of waits, by `file:function`, and of copies to the device.
 
     Args:
         value: Number that the host reads from each tensor on the device.
@@ -52,12 +53,12 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is aten._pin_memory.default:  # Fake tensors do not support this operator
+        if func is aten._pin_memory.default:  # Fake tensors do not support pinned memory
             args[0].was_pinned = True
             return args[0]
         if self._waits(func, args, kwargs):
             self.places[_caller()] += 1
-        if func is aten._fused_sgd_.default:  # Fake tensors do not support this operator
+        if func is aten._fused_sgd_.default:  # Fake tensors do not support fused SGD
             return None
         if func is aten._local_scalar_dense.default:
             value = self.value if args[0].device.type == "cuda" else 0.5
@@ -87,7 +88,7 @@ class Waits(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """Return the project's innermost function on the stack, in the form `file:function`."""
+    """Return the innermost function of the project on the call stack, in the form `file:function`."""
     stack = traceback.extract_stack()
     for frame in reversed(stack):
         file = Path(frame.filename)
@@ -98,13 +99,13 @@ def _caller() -> str:
 
 @contextmanager
 def counted(value: float = 0.0) -> Iterator[Waits]:
-    """Use fake CUDA tensors inside the context, and count the waits that they cause."""
+    """Use fake CUDA tensors inside the context, and count the waits that their operations cause."""
     with FakeTensorMode(allow_non_fake_inputs=True), Waits(value) as waits:
         yield waits
 
 
 def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> Counter[str]:
-    """Count the waits of a training run after Run.begin, by function. An evaluation counts `read` images."""
+    """Count the waits of a training run after Run.begin, by function. An evaluation reads `read` images."""
     batch = share_out(recipe.batch_size, recipe.per_device_batch_size, 1)
     builder = "build_model" if hasattr(script, "build_model") else "Net"
     build = getattr(script, builder)
@@ -112,7 +113,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
     def begin(
         run: Run, model: nn.Module, optimizer: Any, steps: Steps, preprocessing: Any = None, **_: Any
     ) -> Steps:
-        """Replace Run.begin with a version without a folder, checkpoints, telemetry and other processes."""
+        """Replace Run.begin with a function that uses no folder, checkpoints, telemetry or processes."""
         meter = Meter(run.accelerator, run.batch, keeps_ids=False)
         parts = meter, Mock(), Mock(since_write_s=lambda: 0.0), MagicMock()
         run._preprocessing = preprocessing
@@ -129,7 +130,7 @@ def waits_of(script: ModuleType, recipe: Recipe, images: Images, read: int) -> C
         (Accelerator, "backward"): lambda *_: None,
         (torch.cuda, "mem_get_info"): lambda device: (2**40, 2**40),
         (torch.cuda, "get_device_capability"): lambda *_: (9, 0),
-        (nn.Module, "to"): lambda module, *args, **options: module,  # Fake tensors do not support this method
+        (nn.Module, "to"): lambda module, *args, **options: module,  # Fake tensors do not support Module.to
         (accelerators, "agree"): lambda *_: None,
         (Run, "begin"): begin,
         (Run, "folder"): Path(),

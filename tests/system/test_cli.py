@@ -1,4 +1,4 @@
-"""Exit statuses and messages of commands, including under a file size limit and in jobs of launch.py."""
+"""Tests of commands' exit statuses and messages, including under file size limits and in launch.py jobs."""
 
 import shlex
 import subprocess
@@ -39,7 +39,7 @@ def test_a_command_ends_with_a_line_and_a_status(error, status, text, capsys):
     assert capsys.readouterr().err == text
 
 
-# A short output is written at the end, a long output earlier.
+# A short output is written when the process ends, and a long output is written earlier.
 @pytest.mark.parametrize("lines", [10, 100_000])
 def test_a_reader_that_has_enough_is_no_error(lines):
     code = "import sys; from onecurve.system.cli import run_command\n"
@@ -66,7 +66,7 @@ def test_files_that_may_not_grow(blocks, message, tmp_path):
 
 
 def test_the_output_of_a_job_is_not_its_status(tmp_path):
-    """Run a failing script that prints `preempted: `."""
+    """Check the exit status of a job whose script fails after printing `preempted: `."""
     script = tmp_path / "script.py"
     script.write_text("print('preempted: x', flush=True)\nraise SystemExit('error: 3 is bad')\n")
     status, output = Job([*LAUNCH, tmp_path, script]).wait()

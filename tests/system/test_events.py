@@ -1,4 +1,4 @@
-"""Events that ranks report to launch.py through a file. Each event is read exactly once."""
+"""Tests of events that ranks report to launch.py through a file. Each event is read exactly once."""
 
 import io
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tools.launch.hosts import EVENT, Connection, event_line, requests
 def test_events_are_read_once_each(tmp_path, monkeypatch):
     file = tmp_path / "events"
     reader = EventReader(file)
-    report("exit", status=1)  # report() does nothing without the environment variable
+    report("exit", status=1)  # Without the environment variable, report() does nothing
     assert reader.new() == []
     monkeypatch.setenv(EVENTS_FILE, str(file))
     report("step", step=1)

@@ -1,4 +1,4 @@
-"""onecurve/system/output.py: messages of the package look like printed lines and can be silenced."""
+"""Tests that messages of the package look like printed lines and can be silenced."""
 
 from tests.conftest import python, run
 

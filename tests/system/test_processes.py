@@ -1,4 +1,4 @@
-"""Parent and child processes: command lines, adopted orphans, and processes that end together."""
+"""Tests of parent and child processes: command lines, adopted orphans, and processes that end together."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_the_launcher_and_flags_of_a_parent_process(command, launchers, nodes):
 
 
 def test_the_launcher_above_and_its_config_file(tmp_path):
-    """Find the config file relative to the launcher's folder, but ignore other parent programs."""
+    """Check that a config file's path is relative to the launcher's folder and other programs are ignored."""
     code = "from onecurve.system.processes import *; print(accelerate_config(), parents()[0].launcher())"
     start = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', {code!r}], cwd={str(ROOT)!r})"
     (tmp_path / "a b.yaml").write_text("use_cpu: true")
@@ -85,7 +85,8 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ("groups", "files", "cores"),
     [
         ("0::/", {}, 96),
-        ("0::/", {"cpu.max": "700000 100000"}, 7),  # A container sees its own control group as the root
+        # In a container, the root is the container's control group
+        ("0::/", {"cpu.max": "700000 100000"}, 7),
         ("0::/", {"cpu.max": "max 100000"}, 96),
         ("0::/", {"cpu.max": "50000 100000"}, 1),
         ("0::/a.slice/b.scope", {"a.slice/cpu.max": "300000 100000", "a.slice/b.scope/cpu.max": "max 9"}, 3),
@@ -94,7 +95,7 @@ def test_the_launcher_above_and_its_config_file(tmp_path):
     ],
 )  # fmt: skip
 def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tmp_path, monkeypatch):
-    """Write the files that the kernel shows on a machine with 96 cores."""
+    """Simulate the control group files that the kernel shows on a machine with 96 cores."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     (tmp_path / "cgroup").write_text(f"{groups}\n")
     for name, text in files.items():
@@ -107,17 +108,17 @@ def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tm
     ("variable", "value", "is_right"),
     [
         ("GLOO", "lo", True),
-        ("GLOO", "", True),  # An empty value means an unset variable
+        ("GLOO", "", True),  # An empty value is treated like an unset variable
         ("GLOO", "lo,eth9", False),
         ("GLOO", "eth9", False),
-        ("GLOO", "=lo", False),  # This syntax is only valid for NCCL
+        ("GLOO", "=lo", False),  # NCCL accepts this syntax, but gloo does not
         ("NCCL", "l", True),
         ("NCCL", "=lo", True),
         ("NCCL", "=l", False),
         ("NCCL", "eth9,l", True),
         ("NCCL", "eth9", False),
         ("NCCL", "^docker", True),
-        ("NCCL", "^=lo", False),  # No other interface exists
+        ("NCCL", "^=lo", False),  # The only network interface is lo
         ("NCCL", "^l", False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Progress of a training run on real terminals and as plain lines, and the time that counts as training."""
+"""Tests of progress on real terminals and as plain lines, and of the time that counts as training."""
 
 import os
 import re
@@ -15,9 +15,9 @@ NEW_FRAME = r"\r\x1b\[2K"
 
 
 def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppable):
-    """Widen the window during the run.
+    """Widen the terminal's window during the run.
 
-    The live line contains a bar, the time left, and the step exactly once.
+    The live line must contain a bar, the time left, and the step exactly once.
     """
     words = [*CNN, "--data", "digits", "--epochs", "4", "--log_every", "10", "--trackers", "none"]
     words = [str(word) for word in (*words, *cache, "--output_dir", tmp_path / "run")]
@@ -31,7 +31,7 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
     child.expect(pexpect.EOF, timeout=120)
     child.close()
     assert child.exitstatus == 0, child.before
-    later = frames(child.before)  # The first frame may still have the old width
+    later = frames(child.before)  # The first frame after the change may still have the old width
     assert narrow
     assert max(map(len, narrow)) <= 80 < max(map(len, later)) <= 120
     for frame in narrow + later:
@@ -42,7 +42,7 @@ def test_the_bar_on_a_terminal_of_80_and_of_120_columns(tmp_path, cache, stoppab
 
 
 def frames(text: str) -> list[str]:
-    """Return each drawing of the live line since the training began."""
+    """Return each drawing of the live line since the start of training."""
     drawn = [re.sub(ESCAPES, "", part).split("\r")[0].split("\n")[0] for part in re.split(NEW_FRAME, text)]
     return [line.rstrip() for line in drawn if "\u2501" in line and " left" in line]
 
@@ -97,11 +97,12 @@ script.main()
     ],
 )
 def test_the_start_of_decoders_is_not_training_time(script, flags, tmp_path, cache):
-    """Let each step advance the clock by 1 s, and the start of the decoders advance it by 1,000 s."""
+    """Simulate a clock that advances by 1 s at each step, and by 1,000 s at the start of the decoders."""
     flags += " --data digits --batch_size 100 --max_steps 12 --log_every 4 --trackers none --output_dir"
     (tmp_path / "slow_start.py").write_text(SLOW_START.format(script=script))
     words = [tmp_path / "slow_start.py", *flags.split(), tmp_path / "run", *cache]
     run(words, env={"PYTHONPATH": str(ROOT)})
     speeds = [line["train/images_per_s"] for line in metrics(tmp_path / "run") if "train/loss" in line]
-    assert speeds == [pytest.approx(400 / 3), 100.0, 100.0]  # The measurement starts at the first batch
+    # The first measured interval starts at the first batch
+    assert speeds == [pytest.approx(400 / 3), 100.0, 100.0]
     assert result(tmp_path / "run")["train_s"] == 11.0

@@ -1,4 +1,4 @@
-"""S3 over real HTTP: moto's server, and a proxy that injects faults."""
+"""Tests of S3 over real HTTP, with moto's server and a proxy that injects faults."""
 
 import os
 import re
@@ -20,14 +20,14 @@ from onecurve.system.text import redacted
 from tests.conftest import ROOT, rows_of
 from tests.support.s3 import BUCKET, PAGE, SECRET, s3, s3_proxy, use_s3  # noqa: F401  (two are fixtures)
 
-PART = 5 * 2**20  # S3 accepts no smaller parts
+PART = 5 * 2**20  # S3 accepts no parts below 5 MiB
 BIG = 2 * PART + 1000
 SIGNED = "X-Amz-Credential=AKIAIOSFODNN7EXAMPLE/20261122&X-Amz-Signature=0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
 def proxy(s3_proxy, monkeypatch, capfd):  # noqa: F811
-    """Connect all clients through the proxy. Check that no test prints the secret."""
+    """Connect all clients through the proxy, and check that no test prints the secret."""
     use_s3(monkeypatch, s3_proxy.endpoint)
     yield s3_proxy
     assert SECRET not in "".join(capfd.readouterr())
@@ -40,7 +40,7 @@ def store(request) -> ObjectStore:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """Allow one second to connect, and two attempts."""
+    """Set the connection timeout to one second and the number of attempts to two."""
     for name, value in {"CONNECT_S": 1, "READ_S": 15, "ATTEMPTS": 2}.items():
         monkeypatch.setattr(object_store, name, value)
 
@@ -56,7 +56,7 @@ def big(tmp_path_factory, monkeypatch) -> Path:
 
 
 def refused(call, *args, **options) -> str:
-    """Call a function that must raise StoreError. Return the error's text: one line, without the secret."""
+    """Call a function that must raise StoreError, and return its one-line error, which contains no secret."""
     with pytest.raises(StoreError) as raised:
         call(*args, **options)
     shown = "".join(traceback.format_exception(raised.value))
@@ -121,7 +121,8 @@ def test_big_object_in_parts_and_without_checksums(store, proxy, big, tmp_path):
     assert b"".join(store.stream("model", BIG, None, PART + 7)) == big.read_bytes()[PART + 7 :]
     assert os.listdir(tmp_path) == ["out"]
     assert not proxy.faults
-    with pytest.raises(S3UploadFailedError, match="NotImplemented"):  # boto3's default settings fail
+    # With boto3's default settings, the upload fails
+    with pytest.raises(S3UploadFailedError, match="NotImplemented"):
         boto3.client("s3").upload_file(str(big), BUCKET, "other")
     assert proxy.faults["NotImplemented"] == 1
 
@@ -139,7 +140,7 @@ def test_a_store_that_asks_for_checksums_gets_them(code, message, store, proxy, 
     store.download("model", tmp_path / "out", BIG)
     assert (tmp_path / "out").read_bytes() == big.read_bytes()
     late = ObjectStore(store.url)
-    late.upload(big, "another")  # As in a process that has not probed the store
+    late.upload(big, "another")  # `late` behaves like a client in a process that has not probed the store
     assert store.size_and_etag("another")[0] == BIG
     assert capfd.readouterr().out.splitlines() == [CHECKSUMS_SENT] * 2
 
@@ -176,7 +177,7 @@ def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
     assert store.list("none") == []
 
 
-# Maps each store to the proxy's method that changes conditional writes, and the name of the counted fault
+# For each store, the proxy method that changes conditional writes and the name of the counted fault
 CONDITIONAL = {
     "takes it": (lambda proxy: None, None),
     "501": (lambda proxy: proxy.refuse_conditional_writes(501, "NotImplemented"), "NotImplemented"),
@@ -219,7 +220,7 @@ def test_create_waits_for_a_write_at_the_same_time(store, proxy, monkeypatch):
 
 @pytest.mark.parametrize(("status", "code", "attempts"), [(503, "SlowDown", 2), (500, "InternalError", 4)])
 def test_a_burst_of_errors_is_survived(store, proxy, big, status, code, attempts, monkeypatch, tmp_path):
-    # After SlowDown, botocore waits up to 1 + 2 + 4 s, so this test allows fewer attempts.
+    # This test limits the attempts, because botocore waits up to 1 + 2 + 4 s after SlowDown.
     monkeypatch.setattr(object_store, "ATTEMPTS", attempts)
     burst = attempts - 1
     proxy.fail(status, code, times=burst)
@@ -250,7 +251,8 @@ def test_a_slow_request_is_retried(store, proxy, monkeypatch):
 def test_a_cut_upload_resumes(store, proxy, big, tmp_path):
     proxy.cut_upload(100_000, times=2, path="partNumber=2")
     proxy.cut_upload(0, times=1, path="partNumber=3")
-    proxy.lose_answer(method="POST", path="uploadId=")  # The answer to the request that completes the upload
+    # Drop the response to the request that completes the upload
+    proxy.lose_answer(method="POST", path="uploadId=")
     store.upload(big, "model")
     assert proxy.faults == {"cut_upload": 3, "lose_answer": 1}
     store.download("model", tmp_path / "model", BIG)
@@ -414,11 +416,11 @@ def test_a_forked_process_makes_its_own_client(store):
 
 @pytest.mark.parametrize("code", ["Odd", "{headers}"])
 def test_secrets_in_the_answers_of_a_store_are_hidden(store, proxy, monkeypatch, code):
-    """Let the store's message and error code repeat the headers and credentials of the request."""
+    """Check that headers and credentials repeated in the store's error message and code are hidden."""
     key, token = "short", "a session token/of+words="
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)
-    escapes = "\u009b[31m"  # XML can't contain ESC
+    escapes = "\u009b[31m"  # XML can't contain the character ESC
     proxy.echo(f"Denied{escapes} {SECRET} {{headers}} at http://h{{path}}?{SIGNED} {'x' * 5000}", code=code)
     for call in (store.list, lambda: store.write("a", b""), lambda: store.create("a", b"")):
         text = refused(call)

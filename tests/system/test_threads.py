@@ -1,4 +1,4 @@
-"""Work in a background thread while the main thread sends heartbeats."""
+"""Tests of work in a background thread while the main thread sends heartbeats."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Fixture with a run that several test modules read."""
+"""Fixture with a run that several telemetry tests read."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ DIGITS += ["--mixed_precision", "no", "--max_steps", "60", "--trackers", "none",
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, cache) -> tuple[Path, str]:
-    """Train CNN-A on one process with frequent telemetry samples. Return the run folder and the output."""
+    """Train CNN-A on one process with frequent telemetry samples, and return its run folder and output."""
     folder = tmp_path_factory.mktemp("telemetry") / "run"
     return folder, run([*python(), *DIGITS, "--telemetry_s", "0.05", *cache, "--output_dir", folder])
 

@@ -1,4 +1,4 @@
-"""Flag --profile: torch's trace and table of three steps."""
+"""Tests of --profile, which writes torch's trace and table for three steps."""
 
 import gzip
 import json
@@ -16,10 +16,10 @@ PROFILE = ["--profile", "8", "--telemetry_s", "0"]
 
 
 def check(folder) -> list[str]:
-    """Check that the trace contains three steps. Return the names of the trace's events."""
+    """Check that the trace contains three steps, and return the names of the trace's events."""
     trace = json.loads(gzip.decompress((folder / FOLDER / TRACE).read_bytes()))["traceEvents"]
     steps = {e["name"] for e in trace if e["name"].startswith("ProfilerStep#")}
-    assert steps == {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"}  # Steps are counted from 0
+    assert steps == {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"}  # The profiler counts steps from 0
     return [e["name"] for e in trace]
 
 
@@ -32,7 +32,7 @@ def test_a_profile_changes_no_number(folder, cache, tmp_path):
     assert "c10d::allreduce_" not in check(profiled)
     table = (profiled / FOLDER / TABLE).read_text()
     (row,) = [line.split() for line in table.splitlines() if "aten::convolution_backward " in line]
-    assert row[-1] == "12"  # Number of calls: two layers, two accumulations, three steps
+    assert row[-1] == "12"  # The table counts 12 calls: two layers, two accumulations, three steps
 
 
 @pytest.mark.full

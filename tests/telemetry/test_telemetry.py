@@ -1,6 +1,6 @@
-"""Telemetry: one live file per host, kept over restarts.
+"""Tests of telemetry, which each host writes to a single file across restarts.
 
-Failures stop no training, and GPUs are simulated.
+A failure of telemetry must not stop training. GPUs are simulated.
 """
 
 import ctypes
@@ -30,13 +30,14 @@ def samples_of(file: Path) -> list[dict]:
 
 
 def assert_sane(file: Path) -> None:
-    """Check the file of a run without GPUs, over all starts of the run."""
+    """Check the telemetry file of a run without GPUs, over all starts of the run."""
     first, *following = lines(file)
     assert first["host"] == file.stem.removeprefix("telemetry-")
     assert (first["devices"], first["cpus"]) == ([], os.cpu_count())
     assert [line["t"] for line in following] == sorted(line["t"] for line in following)
     for line in (line for line in following if not is_header(line)):
-        assert line.keys() == {"t", "step", *HOST_NUMBERS}  # The run used no GPUs
+        # Without GPUs, a sample contains only the host's measurements
+        assert line.keys() == {"t", "step", *HOST_NUMBERS}
         assert 0 <= line["cpu_pct"] <= 100
         assert 0 < line["memory_gib"] < first["memory_gib"]
         assert all(line[name] >= 0 for name in HOST_NUMBERS if line[name] is not None)
@@ -64,7 +65,7 @@ def test_the_confusion_matrix_belongs_to_the_last_evaluation(folder):
         result(folder)["steps"],
         [str(digit) for digit in range(10)],
     )
-    # One row for each true class of the 360 images
+    # Each row of the matrix contains the 36 images of one true class.
     assert [sum(row) for row in content["confusion"]] == [36] * 10
     correct = sum(row[k] for k, row in enumerate(content["confusion"]))
     assert correct / 360 == pytest.approx(result(folder)["final_accuracy"])
@@ -73,7 +74,7 @@ def test_the_confusion_matrix_belongs_to_the_last_evaluation(folder):
 def test_the_main_process_receives_the_samples_of_other_hosts(tmp_path):
     """Run two processes with local rank 0, which represent two hosts with the same name.
 
-    Only one host has a folder.
+    Only one host has a run folder.
     """
     jobs = two_hosts(tmp_path, [], [*HELLO, "--telemetry_s", "0.1"])
     assert [status for status, _ in jobs] == [0, 0], jobs
@@ -89,7 +90,7 @@ def test_the_main_process_receives_the_samples_of_other_hosts(tmp_path):
 
 
 def telemetry_of(folder: Path | None, *processes: ProcessInfo, interval_s=0.0, step=int, steps=1):
-    """Return the telemetry of rank 0, without a sampling thread by default."""
+    """Return the telemetry of rank 0, by default without a sampling thread."""
     processes = processes or (ProcessInfo("a", 0, "CPU", None),)
     return Telemetry(list(processes), 0, folder, interval_s, step, steps)
 
@@ -114,7 +115,7 @@ def test_an_interval_of_0_takes_no_sample(tmp_path):
 
 
 def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
-    """Check errors in the sampling thread, in another host's samples and in the summary."""
+    """Check errors when writing samples of this host, samples of another host, and the summary."""
     for host in "ab":
         (tmp_path / f"telemetry-{host}.jsonl").mkdir()
     telemetry = telemetry_of(tmp_path, interval_s=0.05)
@@ -130,7 +131,7 @@ def test_a_write_error_is_reported_once_and_stops_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_nvidia_smi_is_called_at_the_start_and_in_the_middle(answers, tmp_path, monkeypatch):
-    """Put a fake nvidia-smi on the PATH. A program that does not answer must not delay the run."""
+    """Check that nvidia-smi is called, and that a program that does not respond does not delay the run."""
     script = tmp_path / "bin" / "nvidia-smi"
     script.parent.mkdir()
     script.write_text("#!/bin/sh\n" + ('echo "answer to $*"' if answers else "exec sleep 1000") + "\n")
@@ -149,14 +150,15 @@ def test_nvidia_smi_is_called_at_the_start_and_in_the_middle(answers, tmp_path, 
     assert (text.count("answer to -q\n"), steps) == ((2, ["step 3", "step 10"]) if answers else (0, []))
 
 
-# --- GPUs: the real pynvml with a fake NVIDIA library. The tests check that the calls exist and how their
-# answers are used, but not the answers of a GPU.
+# --- GPUs: the real pynvml with a fake NVIDIA library
+# These tests check which NVML functions are called and how answers are used, but not the answers of a real
+# GPU.
 
 NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
 
 
 class Library:
-    """A fake libnvidia-ml. Each function writes an answer to the target of its last argument."""
+    """Fake libnvidia-ml, in which each function writes an answer to the target of its last argument."""
 
     def __init__(self, uuid: str, answers: dict):
         self.uuid, self.answers = uuid, answers
@@ -181,7 +183,7 @@ class Library:
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Return a function that maps (uuid, answers) to a pynvml module with this library."""
+    """Return a function that maps (uuid, answers) to a pynvml module that uses this fake library."""
     import pynvml
 
     def load(uuid: str, answers: dict):
@@ -195,8 +197,8 @@ def nvml(monkeypatch):
 ANSWERS = {
     "nvmlDeviceGetUtilizationRates": {"gpu": 97},
     "nvmlDeviceGetMemoryInfo": {"used": 3 * 2**29},
-    "nvmlDeviceGetPowerUsage": {"value": 312_500},  # mW
-    "nvmlDeviceGetTotalEnergyConsumption": {"value": 7_200_000},  # mJ
+    "nvmlDeviceGetPowerUsage": {"value": 312_500},  # Power in mW
+    "nvmlDeviceGetTotalEnergyConsumption": {"value": 7_200_000},  # Energy in mJ
     "nvmlDeviceGetTemperature": {"value": 61},
     "nvmlDeviceGetClockInfo": {"value": 1980},
     "nvmlDeviceGetCurrentClocksEventReasons": {"value": 0x1 | 0x4 | 0x40},
@@ -231,7 +233,7 @@ def test_a_rate_does_not_fall_below_zero_with_an_interface_that_is_gone(monkeypa
 
 @pytest.mark.parametrize("known", [True, False], ids=["known to NVML", "unknown"])
 def test_the_telemetry_of_a_host_with_gpus(nvml, tmp_path, capsys, known):
-    """Sample only the job's GPUs. Sample the host even if NVML does not recognize the GPUs."""
+    """Check that only the job's GPUs are sampled, and the host even if NVML does not recognize the GPUs."""
     nvml("GPU-1" if known else "GPU-2", ANSWERS)
     processes = [ProcessInfo("a", 0, "Model X", "1"), ProcessInfo("b", 0, "Model Y", "3")]
     telemetry = telemetry_of(tmp_path, *processes, interval_s=0.05, step=lambda: 7, steps=10)
@@ -272,7 +274,7 @@ def sample(t: float, **gpu) -> dict:
     ],
 )
 def test_the_energy_of_a_run_includes_all_its_starts(tmp_path, starts, expected_wh):
-    """Use a sample every 3.6 s, and an hour without power consumption between the starts."""
+    """Simulate a sample every 3.6 s, and an hour without power consumption between the starts."""
     content = []
     for hour, gpus in enumerate(starts):
         content.append(HEADER)
@@ -284,7 +286,7 @@ def test_the_energy_of_a_run_includes_all_its_starts(tmp_path, starts, expected_
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path):
-    """Let a restart append its lines after a newline."""
+    """Check that an incomplete line is skipped. A restart appends a newline before its lines."""
     file = written(tmp_path / "telemetry-a.jsonl", HEADER, sample(1, utilisation_pct=50), '{"t": 2, "st')
     telemetry_of(tmp_path).append([(file.name, json.dumps(line) + "\n") for line in (HEADER, sample(9))])
     assert json.loads(file.read_text().splitlines()[-2]) == HEADER
