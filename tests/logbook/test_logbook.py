@@ -88,7 +88,7 @@ def test_a_page_matches_the_files_of_its_run(finished_run, book, tmp_path):
     final = f"{facts['final_accuracy']:.4f}"
     assert re.search(rf"^\*\*train_cnn_a reaches accuracy {final} .* digits in 3 of 3 epochs, ", text, re.M)
     assert f"best on the {facts['val_name']} split, step" in text
-    assert "**Rehearsal on CPU: the times say nothing about GPUs.**" in text
+    assert "**This is a rehearsal on CPUs. The times do not predict training times on GPUs.**" in text
     assert shlex.join(record["command"]) in text
     result_text, report_text, setup_text = re.split("### validate.py|## Memory", text)
     table = rows(result_text)
@@ -106,7 +106,7 @@ def test_a_page_matches_the_files_of_its_run(finished_run, book, tmp_path):
     pictures = {path.name.partition("_val_")[0] for path in tmp_path.glob("book/*/*/*/*.png")}
     assert pictures == {"confusion_training.png", "curves.png", "telemetry.png", "confusion", "worst"}
     assert "Missing or broken" not in text
-    assert "GPU" not in text.replace("say nothing about GPUs", "")
+    assert "GPU" not in text.replace("times on GPUs", "")
 
 
 def test_a_killed_run_has_a_page_that_says_so(project, cache, book, tmp_path):
@@ -552,7 +552,8 @@ def test_runs_of_one_strategy_may_be_sharded_in_other_ways(book, tmp_path):
     sharding = [{"reshard_after_forward": reshards, "replicas": 1} for reshards in (True, False)]
     runs = [write_run(tmp_path / f"{k}", about={"sharding": values}) for k, values in enumerate(sharding)]
     text = page_of(book, "compare", runs[0], runs[0])
-    assert "None. Recipe, data, versions, commit, devices and precision are the same." in text
+    compared = "recipe, data, versions, commit, devices and precision"
+    assert f"There are no other differences. The {compared} are the same." in text
     single = write_run(tmp_path / "single", about={"strategy": "single"}, strategy="single", processes=1)
     different = rows(page_of(book, "compare", single, *runs).partition("## Other differences")[2])
     assert different["ddp: reshard_after_forward"] == ["-", "True", "False"]

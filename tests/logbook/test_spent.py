@@ -60,7 +60,7 @@ def test_telemetry_measures_the_loss_at_restarts(tmp_path):
     table = rows(text)
     assert table["lost at restarts: work after the last checkpoint"] == ["40.0 s", "0.011", "21.1%"]
     assert table["total"] == ["190.0 s", "0.053", "100.0%"]
-    assert "Not counted: 75 s between processes, in 2 restarts." in text
+    assert "The table excludes 75 s between processes, in 2 restarts." in text
 
 
 def test_the_telemetry_of_weeks_is_thinned():

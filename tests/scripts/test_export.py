@@ -164,7 +164,7 @@ def test_the_card_says_what_the_run_reached(runs, exported):
     facts, text = result(runs["cnn_a"]), (exported["cnn_a"] / "README.md").read_text()
     assert f"value: {facts['best_accuracy']}" in text
     assert f"| accuracy | {facts['best_accuracy']:.4f} |" in text
-    assert "| licence | not specified: fill it in |" in text
+    assert "| licence | not specified; add the licence |" in text
     matrix = json.loads((runs["cnn_a"] / "confusion.json").read_text())["confusion"]
     rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d \|", line)]
     assert [row[2] for row in rows] == [f"{row[k] / sum(row):.4f}" for k, row in enumerate(matrix)]
@@ -233,7 +233,7 @@ def test_the_card_has_no_private_path(data, shown, tmp_path):
     for max_images, images in ((None, "val split"), (7, "7 images of the val split")):
         write_json(tmp_path / "recipe.json", {"recipe": {"max_val_images": max_images}})
         text = model_card("mine", exported, {"architecture": "Linear"})
-        assert f"At step 9, on the {images}." in text
+        assert f"The metrics were measured at step 9, on the {images}." in text
         assert ("model-index" in text, f"name: {shown}\n" in text) == (max_images is None, max_images is None)
         assert "The recipe changed" not in text
     write_json(tmp_path / "result.json", {"steps": 20})

@@ -524,7 +524,7 @@ def test_a_true_run(finished, check, tmp_path):
     assert "32 of 32 steps (100.0%) and 4 of 4 checkpoints replayed, bit for bit: no difference" in output
     assert stamp["intervals"][:2] == ["steps 0-16", "steps 16-32"]
     text = run_page(RunRecord(folder), "x", [])
-    assert "### verify.py: what was verified" in text
+    assert "### Verification by verify.py" in text
     assert "| one process on cpu | bit for bit | 32 of 32 | steps 0-16, " in text
 
 
