@@ -202,7 +202,7 @@ class Job:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             text = self.log.read_bytes()[log_size:].decode(errors="replace")
-            if counts := re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", text):
+            if counts := re.findall(r"continuing at step [\d,]+ and repeating (\d+) steps?", text):
                 return list(map(int, counts))
             time.sleep(0.1)
         raise RuntimeError(f"launch.py did not report the change of a host. Read the cause in {self.log}.")

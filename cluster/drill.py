@@ -1,11 +1,12 @@
-"""Run a training job on virtual hosts, once undisturbed and once with each fault.
+"""Run a training job on virtual hosts, once without a fault and once with each fault.
 
-The drill runs the job's command on an extra host, and the job trains on the hosts in /etc/hostfile. The drill
-appends `--output_dir` to the command. When a job ends before training is finished, the drill starts the same
-command again, as a user would. The table shows the cost of each fault.
+The drill appends `--output_dir` to the training command and runs the command on an additional host. The job
+trains on the hosts in /etc/hostfile. If the job ends before training is finished, the drill runs the same
+command again, as a user would. Finally, the drill prints a table with the cost of each fault.
 
-For a command with --s3, the drill starts moto's S3 server on the command's host. Pass the server's variables
-to launch.py with `--env AWS_ENDPOINT_URL --env AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
+If the command contains --s3, the drill starts moto's S3 server on the additional host. Pass the server's
+environment variables to the job with these flags of launch.py: `--env AWS_ENDPOINT_URL --env
+AWS_ACCESS_KEY_ID --env AWS_SECRET_ACCESS_KEY --env NO_PROXY`.
 """
 
 import argparse
@@ -30,52 +31,52 @@ from onecurve.system.files import read_lines
 from onecurve.system.processes import kill
 
 VICTIM = "node2"
-ON = 0.2  # fraction of the steps to train during a fault, which shows that the job continues
-PAUSE_S = 25  # minimum duration of a fault, longer than the time to detect a lost host
-PATIENCE_S = 120  # a job hangs if it makes no progress for this long plus the undisturbed run's time
-STARTS = 4  # number of starts of the same command after which training counts as failed
-AFTER = 0.3  # fraction of the steps before the fault
-DISK_MIB = 512
-STORE_S = 30  # timeout for the start of the S3 server
+ON = 0.2  # fraction of all steps that the job must train during a fault to prove that the job continues
+PAUSE_S = 25  # minimum duration of a fault in seconds, which exceeds the time to detect a lost host
+PATIENCE_S = 120  # seconds after which a job hangs, in addition to the duration of the undisturbed run
+STARTS = 4  # maximum number of times that the same command is started
+AFTER = 0.3  # fraction of all steps that the job trains before the fault
+DISK_MIB = 512  # size of the in-memory disk for the runs
+STORE_S = 30  # timeout in seconds for the start of the S3 server
 
 
 @dataclass
 class Outcome:
-    """Result of a training job with one fault."""
+    """Result of a training job during which one fault occurred."""
 
-    fault: str
-    survived: bool = False
-    starts: int = 1
-    lost_steps: int = 0
-    pause_s: float = 0.0  # longest time without a new step after the fault, or 0 if no step followed
-    difference: float = math.nan  # largest relative difference of a loss
+    fault: str  # key in FAULTS
+    survived: bool = False  # True if the job finished in spite of the fault
+    starts: int = 1  # number of times that the command was started
+    lost_steps: int = 0  # number of steps that the job repeated
+    pause_s: float = 0.0  # longest time without a new step after the fault, or 0 without later steps
+    difference: float = math.nan  # largest relative difference from a loss of the undisturbed run
     notes: str = ""
 
 
 @dataclass
 class Training:
-    """Run of the command in a folder."""
+    """Training job that writes to a folder."""
 
-    words: list[str]  # the user's command
+    words: list[str]  # training command of the user
     folder: Path
     control: str  # host that runs the command
-    env: dict[str, str]  # variables of the command in addition to this process's
+    env: dict[str, str]  # additional environment variables of the command
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        urls = re.findall(r"s3://\S+", " ".join(self.words))  # each run needs a different prefix
-        prefix = ["--s3", f"{urls[0].rstrip('/')}/{self.folder.name}"] if urls else []
-        words = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder), *prefix])
+        s3_urls = re.findall(r"s3://\S+", " ".join(self.words))  # each run needs a different prefix
+        s3_flags = ["--s3", f"{s3_urls[0].rstrip('/')}/{self.folder.name}"] if s3_urls else []
+        command = cluster.inside(self.control, [*self.words, "--output_dir", str(self.folder), *s3_flags])
         with open(self.folder.with_suffix(".log"), "ab") as log:
             env = os.environ | self.env
-            self.process = subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
 
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def status(self) -> int | None:
-        """Wait for the end of the command and return its exit status."""
+        """Wait for the command to end, and return the exit status of the command."""
         return self.process.wait() if self.process else None
 
     @property
@@ -98,32 +99,32 @@ class Training:
         return any((self.folder / "checkpoints").glob("step_*/manifest.json"))
 
     def end(self) -> None:
-        """Kill the command and all processes of the job that still run on any host."""
+        """Kill the command and all remaining processes of the job on all hosts."""
         if self.process and self.is_running:
             os.killpg(self.process.pid, signal.SIGKILL)
-        for host in filter(cluster._is_up, cluster.names()):
+        for host in filter(cluster._is_running, cluster.names()):
             kill(_job_processes(host))
 
 
 class StepWatch:
-    """Monitor of a training job's newest logged step, and of the longest time between two steps."""
+    """Monitor of a job's newest logged step, and of the longest time between two logged steps."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.reached, self.at, self.longest_s = training.step(), time.monotonic(), 0.0
 
     def watch(self, until: float) -> None:
-        """Watch the job until the command ends or time.monotonic() reaches `until`."""
-        is_over = False
-        while not is_over:
+        """Monitor the job until the command ends or time.monotonic() reaches `until`."""
+        has_ended = False
+        while not has_ended:
             time.sleep(0.1)
-            is_over = not self.training.is_running or time.monotonic() > until
+            has_ended = not self.training.is_running or time.monotonic() > until
             if (step := self.training.step()) > self.reached:
                 self.longest_s = max(self.longest_s, time.monotonic() - self.at)
                 self.reached, self.at = step, time.monotonic()
 
 
-# --- Faults. Each fault is a context manager, which repairs the fault after the job continued or ended.
+# --- Faults. Each fault is a context manager. The fault is repaired after the job has continued or ended.
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def kill_a_rank(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kill_an_agent(_: Training) -> Iterator[None]:
-    """Kill the parent process of the ranks, which is the agent of torchrun or accelerate."""
+    """Kill the parent process of the ranks on a host, which is the agent of torchrun or accelerate."""
     ranks_on(VICTIM)[-1].parent().kill()
     yield
 
@@ -155,7 +156,7 @@ def power_off(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_a_rank(_: Training) -> Iterator[None]:
-    """Suspend a rank, so that the rank neither answers nor ends."""
+    """Suspend a rank, so that the rank neither responds nor ends."""
     victim = ranks_on(VICTIM)[-1]
     victim.suspend()
     yield
@@ -183,12 +184,13 @@ def preempt(_: Training) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence_s3(training: Training) -> Iterator[None]:
-    """Suspend the S3 server, which then accepts connections but does not answer."""
-    store = [p for p in _processes(training.control) if "moto.server" in (p.info["cmdline"] or ())]
-    for process in store:
+    """Suspend the S3 server, which then accepts connections but does not respond to requests."""
+    candidates = _host_processes(training.control)
+    servers = [process for process in candidates if "moto.server" in (process.info["cmdline"] or ())]
+    for process in servers:
         process.suspend()
     yield
-    for process in store:
+    for process in servers:
         process.resume()
 
 
@@ -212,38 +214,41 @@ S3_ENV = {
 
 
 def main(flags: argparse.Namespace) -> int:
-    """Run the drill with the flags of cluster/virtual_cluster.py. Return 0 if each job survived."""
+    """Run the drill with the flags of cluster/virtual_cluster.py.
+
+    Return 0 if all jobs survived the faults.
+    """
     command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
     has_store = any("s3://" in word for word in command)
     default = [fault for fault in FAULTS if has_store or fault != "silence-s3"]
     faults = flags.faults.split(",") if flags.faults else default
     if unknown := [fault for fault in faults if fault not in FAULTS]:
-        raise ValueError(f"--faults {unknown[0]}: choose among {', '.join(FAULTS)}")
+        raise ValueError(f"--faults {unknown[0]} is not a known fault. Choose from {', '.join(FAULTS)}.")
     if "silence-s3" in faults and not has_store:
-        raise ValueError("--faults silence-s3 needs a command with --s3")
+        raise ValueError("--faults silence-s3 requires a command with --s3. Add --s3 to the command.")
     if not command:
-        raise ValueError("the command is missing. Pass it after --.")
+        raise ValueError("the training command is missing. Pass the command after --.")
     if flags.hosts < 2:
-        raise ValueError(f"--hosts {flags.hosts}: must be at least 2")
+        raise ValueError(f"--hosts {flags.hosts} is too small. Use at least 2 hosts.")
     if cluster.STATE.exists():
-        raise ValueError("a virtual cluster is already running. Remove it with `down`.")
+        raise ValueError("a virtual cluster is already running. Remove the cluster with `down`.")
     outcomes = drill(command, flags.hosts, flags.slots, flags.folder.resolve(), faults)
     print(table(outcomes))
     return 0 if all(outcome.survived for outcome in outcomes) else 1
 
 
-def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:
-    """Run the command once undisturbed and once with each fault.
+def drill(command: list[str], hosts: int, slots: int, folder: Path, faults: list[str]) -> list[Outcome]:
+    """Run a training command once without a fault and once with each fault.
 
     Args:
-        words: Command of the training.
-        hosts: Hosts of the training.
-        slots: Slots per host.
-        folder: Folder for the runs, on which a small in-memory disk is mounted during the drill.
+        command: Training command.
+        hosts: Number of hosts that train.
+        slots: Number of slots per host.
+        folder: Output folder of the runs. During the drill, a small in-memory disk is mounted on this folder.
         faults: Names of the faults.
 
     Raises:
-        ValueError: The undisturbed run does not finish.
+        ValueError: If the undisturbed run does not finish.
     """
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(
@@ -251,101 +256,105 @@ def drill(words: list[str], hosts: int, slots: int, folder: Path, faults: list[s
     )
     try:
         cluster.up(hosts + 1, slots, spare=1)
-        control = cluster.names()[-1]
-        buckets = re.findall(r"s3://([^/ ]+)", " ".join(words))
-        env = _start_store(control, buckets[0], folder) if buckets else {}
-        reference = Training(words, folder / "undisturbed", control, env)
+        command_host = cluster.names()[-1]
+        buckets = re.findall(r"s3://([^/ ]+)", " ".join(command))
+        env = _start_store(command_host, buckets[0], folder) if buckets else {}
+        undisturbed = Training(command, folder / "undisturbed", command_host, env)
         say("undisturbed")
-        began = time.monotonic()
-        reference.start()
-        reference.status()
-        duration_s = time.monotonic() - began
-        if not reference.is_finished:
-            raise ValueError(f"the undisturbed run did not finish. See {reference.folder}.log.")
+        start_s = time.monotonic()
+        undisturbed.start()
+        undisturbed.status()
+        duration_s = time.monotonic() - start_s
+        if not undisturbed.is_finished:
+            raise ValueError(f"the undisturbed run did not finish. See the log {undisturbed.folder}.log.")
         return [
-            _try(fault, replace(reference, folder=folder / fault, process=None), reference, duration_s)
+            _run_with_fault(
+                fault, replace(undisturbed, folder=folder / fault, process=None), undisturbed, duration_s
+            )
             for fault in faults
         ]
     finally:
         cluster.down()
-        _keep(folder)
+        _keep_runs(folder)
 
 
 def _start_store(host: str, bucket: str, folder: Path) -> dict[str, str]:
-    """Start moto's S3 server with the bucket on a host, and return the environment of its clients.
+    """Start moto's S3 server on a host, create a bucket, and return the environment variables for clients.
 
-    The server needs the packages in requirements-dev.txt. It ends when the host ends.
+    The server needs the packages in requirements-dev.txt. The server ends when the host ends.
     """
     address = f"10.77.0.{host.removeprefix('node')}"
-    clients = S3_ENV | {"AWS_ENDPOINT_URL": f"http://{address}:5000", "NO_PROXY": address}
-    env = os.environ | clients
-    words = cluster.inside(host, [sys.executable, "-m", "moto.server", "-H", address, "-p", "5000"])
+    client_env = S3_ENV | {"AWS_ENDPOINT_URL": f"http://{address}:5000", "NO_PROXY": address}
+    env = os.environ | client_env
+    command = cluster.inside(host, [sys.executable, "-m", "moto.server", "-H", address, "-p", "5000"])
     with open(folder / "s3.log", "wb") as log:
-        subprocess.Popen(words, env=env, stdout=log, stderr=log, start_new_session=True)
-    code = f"import boto3; boto3.client('s3').create_bucket(Bucket={bucket!r})"
-    deadline = time.monotonic() + STORE_S
+        subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    create_bucket = f"import boto3; boto3.client('s3').create_bucket(Bucket={bucket!r})"
+    end_s = time.monotonic() + STORE_S
     while True:
-        words = cluster.inside(host, [sys.executable, "-c", code])
-        done = subprocess.run(words, env=env, capture_output=True, text=True)
-        if not done.returncode:
-            return clients
-        if time.monotonic() > deadline:
-            raise ValueError(f"no S3 server on {host}: {done.stderr.strip().splitlines()[-1]}")
+        command = cluster.inside(host, [sys.executable, "-c", create_bucket])
+        attempt = subprocess.run(command, env=env, capture_output=True, text=True)
+        if not attempt.returncode:
+            return client_env
+        if time.monotonic() > end_s:
+            last_line = attempt.stderr.strip().splitlines()[-1]
+            raise ValueError(f"the S3 server on {host} did not start: {last_line}")
 
 
-def _try(fault: str, training: Training, reference: Training, duration_s: float) -> Outcome:
-    """Run the job with one fault. `duration_s` is the time that the undisturbed run took."""
+def _run_with_fault(fault: str, training: Training, undisturbed: Training, duration_s: float) -> Outcome:
+    """Run the job with one fault. `duration_s` is the duration of the undisturbed run in seconds."""
     say(fault)
     outcome = Outcome(fault)
     training.start()
     try:
-        while training.step() < AFTER * reference.step() or not training.has_checkpoint():
+        while training.step() < AFTER * undisturbed.step() or not training.has_checkpoint():
             if not training.is_running:
-                outcome.notes = "ended before the fault"
+                outcome.notes = "the job ended before the fault"
                 return outcome
             time.sleep(0.1)
-        last, at, steps = reference.step(), time.monotonic(), StepWatch(training)
-        enough = min(steps.reached + ON * last, last)
+        last_step, fault_s, step_watch = undisturbed.step(), time.monotonic(), StepWatch(training)
+        target_step = min(step_watch.reached + ON * last_step, last_step)
         with FAULTS[fault](training):
-            steps.watch(until=at + PAUSE_S)
-            while training.is_running and training.step() < enough:
-                if time.monotonic() > at + PATIENCE_S + duration_s:
-                    outcome.notes = "hangs"
+            step_watch.watch(until=fault_s + PAUSE_S)
+            while training.is_running and training.step() < target_step:
+                if time.monotonic() > fault_s + PATIENCE_S + duration_s:
+                    outcome.notes = "the job hung"
                     return outcome
-                steps.watch(until=time.monotonic() + 1)
-        steps.watch(until=math.inf)
+                step_watch.watch(until=time.monotonic() + 1)
+        step_watch.watch(until=math.inf)
         while not training.is_finished and outcome.starts < STARTS:
             outcome.starts += 1
             training.start()
-            steps.watch(until=math.inf)
+            step_watch.watch(until=math.inf)
         outcome.survived = training.is_finished and training.status() == 0
     finally:
         training.end()
-    outcome.pause_s = steps.longest_s
-    outcome.lost_steps = _repeated(training.folder.with_suffix(".log").read_text(errors="replace"))
-    losses, expected = training.losses(), reference.losses()
-    if outcome.survived and set(losses) == set(expected):
-        outcome.difference = max(abs(losses[step] / expected[step] - 1) for step in expected)
+    outcome.pause_s = step_watch.longest_s
+    outcome.lost_steps = _repeated_steps(training.folder.with_suffix(".log").read_text(errors="replace"))
+    losses, expected_losses = training.losses(), undisturbed.losses()
+    if outcome.survived and set(losses) == set(expected_losses):
+        outcome.difference = max(abs(losses[step] / expected_losses[step] - 1) for step in expected_losses)
     return outcome
 
 
-def _repeated(log: str) -> int:
-    """Return the number of steps that the job repeated after it resumed.
+def _repeated_steps(log: str) -> int:
+    """Return the number of steps that the job repeated after a resume.
 
-    This is the last step before the job resumed, minus the first step afterwards. Both are read from the log,
-    because a line of metrics.jsonl covers many steps.
+    The result is the last step before the resume, minus the step at which the job resumed. This function
+    reads both numbers from the log, because a line in metrics.jsonl covers many steps.
     """
-    reached = max(_numbers(r"\bstep ([\d,]+)", log.partition("continuing at")[0]), default=0)
-    return max(0, reached - min(_numbers(r"continuing at step ([\d,]+)(?: with|;)", log), default=reached))
+    last_step = max(_logged_numbers(r"\bstep ([\d,]+)", log.partition("continuing at")[0]), default=0)
+    resumed_steps = _logged_numbers(r"continuing at step ([\d,]+)(?: with| and)", log)
+    return max(0, last_step - min(resumed_steps, default=last_step))
 
 
-def _numbers(pattern: str, text: str) -> list[int]:
-    return [int(number.replace(",", "")) for number in re.findall(pattern, text)]
+def _logged_numbers(pattern: str, log: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(pattern, log)]
 
 
 def ranks_on(host: str) -> list[psutil.Process]:
-    """Return the processes of the job's ranks on a host."""
-    # Workers inherit the environment of their rank, so the oldest process with a rank number is the rank.
+    """Return the job's ranks on a host as processes, in the order of the ranks."""
+    # Workers inherit the environment of their rank, so the oldest process with a RANK variable is the rank.
     oldest: dict[int, psutil.Process] = {}
     for process in _job_processes(host):
         if "RANK" in process.info["environ"]:
@@ -354,22 +363,22 @@ def ranks_on(host: str) -> list[psutil.Process]:
 
 
 def _job_processes(host: str) -> list[psutil.Process]:
-    return [process for process in _processes(host) if "WORLD_SIZE" in (process.info["environ"] or ())]
+    return [process for process in _host_processes(host) if "WORLD_SIZE" in (process.info["environ"] or ())]
 
 
-def _processes(host: str) -> list[psutil.Process]:
-    """Return a host's processes, the oldest first. Their `info` contains `cmdline` and `environ`."""
+def _host_processes(host: str) -> list[psutil.Process]:
+    """Return a host's processes with `cmdline` and `environ` in `info`, starting with the oldest process."""
     pids = cluster.processes(host)
     return [process for process in psutil.process_iter(["cmdline", "environ"]) if process.pid in pids]
 
 
-def _keep(folder: Path) -> None:
-    """Unmount the in-memory disk, and keep the runs in the folder where the disk was mounted."""
-    kept = folder.with_name(f".{folder.name}.kept")
-    shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("checkpoints", "filler"))
+def _keep_runs(folder: Path) -> None:
+    """Unmount the in-memory disk, after copying the runs to the folder under the mount point."""
+    copy = folder.with_name(f".{folder.name}.kept")
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("checkpoints", "filler"))
     subprocess.run(["umount", "--lazy", folder], check=True)
-    shutil.copytree(kept, folder, dirs_exist_ok=True)
-    shutil.rmtree(kept)
+    shutil.copytree(copy, folder, dirs_exist_ok=True)
+    shutil.rmtree(copy)
 
 
 def say(text: str) -> None:
@@ -377,13 +386,14 @@ def say(text: str) -> None:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per fault."""
-    head = "| fault | survived | starts | steps repeated | seconds without a new step | losses differ by |"
-    rows = [head, "|---|---|---|---|---|---|"]
+    """Return a Markdown table with one row for each fault."""
+    heading = "| fault | survived | starts | repeated steps | seconds without a new step | loss difference |"
+    rows = [heading, "|---|---|---|---|---|---|"]
     for outcome in outcomes:
-        survived = "yes" if outcome.survived else f"no {outcome.notes}".strip()
+        notes = f" ({outcome.notes})" if outcome.notes else ""
+        survived = "yes" if outcome.survived else f"no{notes}"
         pause = f"{outcome.pause_s:.0f}" if outcome.pause_s else "-"
         difference = "-" if math.isnan(outcome.difference) else f"{outcome.difference:.1g}"
-        numbers = f"{outcome.starts} | {outcome.lost_steps} | {pause} | {difference}"
-        rows.append(f"| {outcome.fault} | {survived} | {numbers} |")
+        cells = f"{outcome.starts} | {outcome.lost_steps} | {pause} | {difference}"
+        rows.append(f"| {outcome.fault} | {survived} | {cells} |")
     return "\n".join(rows)

@@ -1,12 +1,12 @@
-"""Check if training in this container is alive. Prints one line and exits with status 0 or 1.
+"""Check whether training in this container is alive. Prints one line, and exits with status 0 or 1.
 
     python cluster/health.py
     python cluster/health.py --within_s 600
 
-Training is alive if processes of a train script run and none of these processes is suspended. In the
-container of the main process, the log must also have received a line within the last --within_s seconds. The
-main process logs a line every --log_every steps and at each evaluation. Before the first line, while the job
-starts and prepares data, running processes are sufficient.
+Training is alive if a train script is running and no process of the script is suspended. In the container of
+the main process, the newest line in the log must also be at most --within_s seconds old. The main process
+logs a line every --log_every steps and at each evaluation. Before the first line, while the job starts and
+prepares data, the age of the log is not checked.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
         type=float,
         default=1800,
         metavar="SECONDS",
-        help="maximum age of the log's last line (default: %(default)s)",
+        help="maximum age of the log's last line in seconds (default: %(default)s)",
     )
     is_alive, message = health(parser.parse_args().within_s)
     print(message)
@@ -42,27 +42,32 @@ def main() -> None:
 
 
 def health(within_s: float) -> tuple[bool, str]:
-    """Return True if training is alive, and a line with the reason."""
+    """Return True if training is alive, and a message with the reason."""
     candidates = psutil.process_iter(["pid", "cmdline", "status", "open_files"])
     processes = [process.info for process in candidates if trains(process.info["cmdline"] or [""])]
     if not processes:
-        return False, "no process of a train script runs"
+        return False, "no train script is running"
     if stopped := next((process["pid"] for process in processes if process["status"] in STOPPED), None):
-        return False, f"process {stopped} of the training is stopped"
+        return False, f"training process {stopped} is suspended"
     files = {Path(file.path) for process in processes for file in process["open_files"] or ()}
     logs = [file for file in files if file.name == "metrics.jsonl" and file.exists()]
     ages = {log: time.time() - log.stat().st_mtime for log in logs if log.stat().st_size}
     for log, age_s in ages.items():
         if age_s > within_s:
-            return False, f"{log} received no line for {age_s:.0f} s, longer than --within_s {within_s:.0f}"
-    newest = f"; the newest line is {min(ages.values()):.0f} s old" if ages else ""
-    return True, f"training processes: {len(processes)}{newest}"
+            return (
+                False,
+                f"{log} received no new line for {age_s:.0f} s, which exceeds --within_s {within_s:.0f}",
+            )
+    message = f"training processes: {len(processes)}"
+    if ages:
+        message = f"{message}. The newest log line is {min(ages.values()):.0f} s old"
+    return True, message
 
 
-def trains(words: list[str]) -> bool:
-    """Return True for the command line of a rank or worker, which is Python with a script train_*.py."""
-    script = next((word for word in words[1:] if not word.startswith("-")), "")
-    return bool(re.match(r"python[\d.]*$", Path(words[0]).name) and SCRIPT.fullmatch(script))
+def trains(command_line: list[str]) -> bool:
+    """Return True if a command line runs Python with a script train_*.py, like all ranks and workers."""
+    script = next((word for word in command_line[1:] if not word.startswith("-")), "")
+    return bool(re.match(r"python[\d.]*$", Path(command_line[0]).name) and SCRIPT.fullmatch(script))
 
 
 if __name__ == "__main__":

@@ -1,37 +1,42 @@
 #!/usr/bin/env bash
-# Turns a bare Debian or Ubuntu machine into a host of a training cluster. See --help for the flags, and
-# docs/cluster.md for the steps before and after. Each step changes only what differs from the wanted state.
+# Turns a bare Debian or Ubuntu machine into a host of a training cluster. --help describes the flags, and
+# docs/cluster.md describes the steps before and after this script. Each step changes only settings that differ from the
+# required settings.
 set -Eeuo pipefail
 
 help() {
     cat <<'END'
-Turns this Debian or Ubuntu machine into a host of a training cluster. Run it as root. A second run changes
-nothing.
+Turns this Debian or Ubuntu machine into a host of a training cluster. Run the script as root. A second run
+changes nothing.
 
     sudo ./setup_node.sh --repo https://example.com/me/train.git --path /opt/train \
         --host node1=10.0.0.11 --host node2=10.0.0.12 --nfs 10.0.0.5:/export
     sudo ./setup_node.sh --dry-run --cifs //10.0.0.5/shared --cifs_credentials /root/.cifs
 
-The script checks the GPU's driver (but installs none), installs missing Debian packages, writes the hosts
-into /etc/hosts, mounts drives through lines in /etc/fstab, clones or updates the repository, and runs
-`make setup` there. It skips the steps whose flag is missing.
+The script checks the GPU driver (but does not install a driver), installs missing Debian packages, writes the
+hosts into /etc/hosts, mounts drives through lines in /etc/fstab, clones or updates the repository, and runs
+`make setup` in the repository. The script skips every step whose flag is missing.
 
-    --host NAME=ADDRESS      a host of the cluster, including this host; repeat the flag. The hosts form one
-                             block of /etc/hosts, which is replaced as a whole; without --host it stays
-    --repo URL               the project's git repository; only fast-forwards, and refuses local changes
+    --host NAME=ADDRESS      name and address of a host in the cluster. Repeat the flag for each host, including
+                             this host. The script replaces one block in /etc/hosts with these hosts. Without
+                             --host, the block does not change
+    --repo URL               URL of the project's git repository. The script only fast-forwards the clone, and
+                             stops if the clone contains local changes
     --path FOLDER            folder of the project, the same on all hosts (default: /opt/train)
-    --user NAME              owner of the folder, who also trains (default: the caller of sudo, or root)
-    --nfs SERVER:/EXPORT     a shared NFS drive
-    --cifs //SERVER/SHARE    a shared drive of Windows or Samba
-    --cifs_credentials FILE  a file with the lines username=... and password=..., of mode 600
+    --user NAME              user who trains and owns the folder (default: the user who called sudo, or root)
+    --nfs SERVER:/EXPORT     shared NFS drive to mount
+    --cifs //SERVER/SHARE    shared Windows or Samba drive to mount
+    --cifs_credentials FILE  file of mode 600 with the lines username=... and password=...
     --mount FOLDER           mount point of the shared drive (default: /mnt/shared)
-    --s3_mount BUCKET[:/PATH]  an S3 bucket as a folder, through s3fs: for reading data, not for checkpoints
-    --s3_credentials FILE    a file with a line KEY:SECRET, of mode 600 (default: the machine's role)
+    --s3_mount BUCKET[:/PATH]  S3 bucket to mount as a folder with s3fs. Use the folder only to read data, and not
+                             to store checkpoints
+    --s3_credentials FILE    file of mode 600 with the line KEY:SECRET (default: the machine's role)
     --mount_s3 FOLDER        mount point of the bucket (default: /mnt/s3)
-    --dry-run                show each change without making it
-    --help                   show this text
+    --dry-run                print all changes without making them
+    --help                   print this help text
 
-Exit status: 0 if the host is ready; 1 if it is not, including a GPU without a driver; 2 for a wrong flag.
+Exit status: 0 if the host is ready, 1 if the host is not ready (for example if a GPU has no driver), and 2 if a
+flag is wrong.
 END
 }
 
@@ -40,8 +45,8 @@ FLAGS+=(--mount_s3 --dry_run --help)
 PACKAGES=(python3-venv make git g++ openssh-server openssh-client iproute2 pdsh)
 BEGIN="# BEGIN hosts of the training cluster (setup_node.sh)"
 END="# END hosts of the training cluster"
-LOCK_S=300  # maximum wait for apt's lock, which the upgrades of a new machine may hold
-MOUNT_S=90  # maximum wait for a server's answer
+LOCK_S=300  # maximum seconds to wait for apt's lock, which automatic upgrades of a new machine may hold
+MOUNT_S=90  # maximum seconds to wait for a file server's response
 
 repo="" path="" user="" nfs="" cifs="" cifs_credentials="" mount="" s3_mount="" s3_credentials="" mount_s3=""
 dry_run="" home="" scratch="" not_ready="" said="" explained="" where="what was under way"
@@ -55,7 +60,7 @@ main() {
     parse "$@"
     check_flags
     scratch=$(mktemp -d)
-    cd / # other users can't enter root's home
+    cd / # root's home folder is not accessible to other users
     check_driver
     install_packages
     write_hosts
@@ -81,14 +86,14 @@ die() {
     exit "${2:-1}"
 }
 
-# Runs at every exit: removes temporary files, and names the step that failed.
+# Runs at every exit. Removes temporary files, and prints the name of the step that failed.
 finish() {
     local status=$?
     [ -z "$scratch" ] || rm -rf "$scratch"
     ((status == 0)) || [ -n "$explained" ] || echo "error: $where failed" >&2
 }
 
-# Prints a change. Returns false in a dry run.
+# Prints a change that the script makes. Returns false in a dry run.
 change() {
     changes=$((changes + 1))
     if [ -n "$dry_run" ]; then
@@ -115,7 +120,7 @@ parse() {
     local flag value
     while (($# > 0)); do
         flag=${1%%=*} value=${1#*=}
-        [[ $flag == --* ]] || die "$1 is not a flag. --help shows the flags" 2
+        [[ $flag == --* ]] || die "$1 is not a flag. Use --help to list all flags" 2
         flag=--$(tr - _ <<<"${flag#--}")
         case $flag in
             --help) help && exit 0 ;;
@@ -137,7 +142,7 @@ parse() {
 }
 
 once() {
-    [ -z "${!1}" ] || die "--$1 is given twice" 2
+    [ -z "${!1}" ] || die "--$1 is specified twice. Remove one of the two flags" 2
     printf -v "$1" %s "$2"
 }
 
@@ -145,7 +150,7 @@ known() {
     [[ " ${FLAGS[*]} " == *" $1 "* ]] || die "unknown flag $1. Did you mean $(nearest "$1")?" 2
 }
 
-# Prints the flag with the smallest Levenshtein distance to the word.
+# Prints the known flag with the smallest Levenshtein distance to a word.
 nearest() {
     printf '%s\n' "${FLAGS[@]}" | awk -v word="$1" '
         function least(a, b, c) { return a < b ? (a < c ? a : c) : (b < c ? b : c) }
@@ -162,9 +167,9 @@ nearest() {
         END { print flag }'
 }
 
-# Finds mistakes before the script changes anything.
+# Finds mistakes in the flags before the script changes any settings.
 check_flags() {
-    command -v apt-get >/dev/null || die "this machine has no apt-get. The script needs Debian or Ubuntu"
+    command -v apt-get >/dev/null || die "this machine has no apt-get. Use a machine with Debian or Ubuntu"
     [ -n "$dry_run" ] || [ "$(id -u)" = 0 ] || die "this script needs root. Run it with sudo, or with --dry-run"
     user=${user:-${SUDO_USER:-$(id -un)}}
     home=$(getent passwd "$user" | cut -d: -f6) || true
@@ -179,21 +184,21 @@ check_flags() {
 }
 
 check_path() {
-    [[ $2 =~ ^(/[A-Za-z0-9._-]+)+$ ]] || die "$1 $2 is not allowed. Give an absolute path of letters, digits, dots, - and _" 2
+    [[ $2 =~ ^(/[A-Za-z0-9._-]+)+$ ]] || die "$1 $2 is not allowed. Use an absolute path of letters, digits, dots, - and _" 2
 }
 
 check_hosts() {
     local entry name address seen=" "
     for entry in "${hosts[@]}"; do
         name=${entry%%=*} address=${entry#*=}
-        # The same rule for names as in the hostfile: tools/launch/hosts.py.
+        # tools/launch/hosts.py applies the same rule to names in the hostfile.
         [[ $entry == *=* && $name =~ ^[A-Za-z0-9_][A-Za-z0-9_.-]*$ ]] ||
-            die "--host $entry has the wrong form. Give NAME=ADDRESS" 2
+            die "--host $entry has the wrong form. Use NAME=ADDRESS" 2
         is_address "$address" || die "--host $entry: $address is not an IP address" 2
         [[ $address != 127.* && $address != ::1 ]] ||
             die "--host $entry: other hosts can't reach a loopback address" 2
         [ "$name" != localhost ] || die "--host $entry: on each host, localhost means that host. Use another name" 2
-        [[ $seen != *" $name "* ]] || die "--host $name is given twice" 2
+        [[ $seen != *" $name "* ]] || die "--host $name is specified twice. Remove one of the two flags" 2
         seen+="$name "
     done
 }
@@ -206,7 +211,7 @@ is_address() {
 }
 
 check_drives() {
-    [ -z "$nfs" ] || [ -z "$cifs" ] || die "--nfs and --cifs share one --mount. Give only one of them" 2
+    [ -z "$nfs" ] || [ -z "$cifs" ] || die "--nfs and --cifs use the same --mount folder. Specify only one of the two flags" 2
     [ -n "$nfs$cifs" ] || [ -z "$mount" ] || die "--mount needs --nfs or --cifs" 2
     [ -n "$cifs" ] || [ -z "$cifs_credentials" ] || die "--cifs_credentials needs --cifs" 2
     [ -z "$cifs" ] || [ -n "$cifs_credentials" ] || die "--cifs needs --cifs_credentials FILE" 2
@@ -216,17 +221,18 @@ check_drives() {
     check_path --mount "$mount"
     check_path --mount_s3 "$mount_s3"
     [ "$mount" != "$mount_s3" ] || die "--mount and --mount_s3 are the same folder" 2
-    [[ -z $nfs || $nfs =~ ^[A-Za-z0-9._-]+:/[^[:space:],]*$ ]] || die "--nfs $nfs has the wrong form. Give SERVER:/EXPORT" 2
-    [[ -z $cifs || $cifs =~ ^//[A-Za-z0-9._-]+/[^[:space:],]+$ ]] || die "--cifs $cifs has the wrong form. Give //SERVER/SHARE" 2
+    [[ -z $nfs || $nfs =~ ^[A-Za-z0-9._-]+:/[^[:space:],]*$ ]] || die "--nfs $nfs has the wrong form. Use SERVER:/EXPORT" 2
+    [[ -z $cifs || $cifs =~ ^//[A-Za-z0-9._-]+/[^[:space:],]+$ ]] || die "--cifs $cifs has the wrong form. Use //SERVER/SHARE" 2
     [[ -z $s3_mount || $s3_mount =~ ^[a-z0-9][a-z0-9.-]+(:/[^[:space:],]*)?$ ]] ||
-        die "--s3_mount $s3_mount has the wrong form. Give BUCKET or BUCKET:/PATH" 2
+        die "--s3_mount $s3_mount has the wrong form. Use BUCKET or BUCKET:/PATH" 2
     [ -z "$cifs_credentials" ] || check_path --cifs_credentials "$cifs_credentials"
     [ -z "$s3_credentials" ] || check_path --s3_credentials "$s3_credentials"
     check_secret --cifs_credentials "$cifs_credentials" '^[[:space:]]*username *=' "username=..."
     check_secret --s3_credentials "$s3_credentials" '^[^[:space:]]+:[^[:space:]]+$' "KEY:SECRET"
 }
 
-# Checks that only its owner can read the file. Never shows the content. A dry run only warns, and shows its plan.
+# Checks that only the owner of a secret file can read the file. Never prints the content of the file. A dry run prints a
+# warning instead of ending with an error.
 check_secret() {
     local problem
     problem=$(secret_problem "$@")
@@ -248,7 +254,7 @@ secret_problem() {
     elif [ ! -r "$file" ]; then
         echo "$(id -un) can't read $flag $file"
     elif ! grep -Eq "$3" "$file"; then
-        echo "$flag $file has no line $4"
+        echo "$flag $file does not contain a line $4"
     fi
 }
 
@@ -270,7 +276,7 @@ check_driver() {
     fi
 }
 
-# NVIDIA's PCI vendor number is 0x10de; 0x03.... is the class of displays and 3D controllers.
+# NVIDIA's PCI vendor number is 0x10de, and the class numbers of displays and 3D controllers start with 0x03.
 gpu_on_bus() {
     local device
     for device in /sys/bus/pci/devices/*; do
@@ -290,7 +296,7 @@ install_packages() {
     if ((${#missing[@]} == 0)); then
         say "all packages are installed"
     elif change "install ${missing[*]}"; then
-        until said=$(LC_ALL=C apt-get update -q 2>&1); do # apt-get update does not wait for its lock
+        until said=$(LC_ALL=C apt-get update -q 2>&1); do # apt-get update does not wait for apt's lock
             [[ $said == *"Could not get lock"* ]] && ((SECONDS < LOCK_S)) && sleep 5 && continue
             echo "$said" >&2
             die "apt-get update failed. See its output above"
@@ -302,7 +308,7 @@ install_packages() {
 
 need() { there "$1" || missing+=("$1"); }
 
-# Checks for the program, not for Debian's package, because the program may come from elsewhere.
+# Checks for a program instead of a Debian package, because the user may have installed the program in a different way.
 there() {
     case $1 in
         python3-venv) python3 -c "import venv, ensurepip" 2>/dev/null ;;
@@ -334,7 +340,7 @@ write_hosts() {
     fi
 }
 
-# Checks both marker lines. If one were missing, lines after the block would be treated as part of it.
+# Checks that both marker lines exist. If one marker were missing, lines after the block would be replaced as well.
 whole_block() {
     local file
     file=$(or_empty /etc/hosts)
@@ -342,8 +348,9 @@ whole_block() {
         die "/etc/hosts has only one of the lines '$BEGIN' and '$END'. Remove this line"
 }
 
-# Prints the file with the block at its old position, or at the end. Removes the loopback address (127.0.1.1) that
-# Debian gives a host's own name: torchrun's c10d and gloo look up their own name, and other hosts can't reach them there.
+# Prints the file with the block at the old position of the block, or at the end. Removes Debian's line that maps the
+# host's own name to a loopback address (127.0.1.1). The backends c10d (of torchrun) and gloo look up this name, and pass
+# the address to other hosts, which can't reach a loopback address.
 with_block() {
     awk -v begin="$BEGIN" -v end="$END" -v names="$1" -v block="$scratch/block" '
         function put_block(    line) {
@@ -368,7 +375,7 @@ with_block() {
         END { put_block() }'
 }
 
-# Warns about lines outside the block that also define one of the names.
+# Warns about lines outside the block that also contain the name of a host in the block.
 named_twice() {
     local line
     while read -r line; do
@@ -388,8 +395,8 @@ check_own_name() {
         for entry in "${hosts[@]}"; do
             if [ "${entry%%=*}" = "$own" ]; then
                 is_mine "${entry#*=}" ||
-                    warn "--host $entry is this host, but it does not have this address. See ip -brief address"
-                return 0 # write_hosts removes its loopback address
+                    warn "--host $entry is this host, but this host does not have this address. See ip -brief address"
+                return 0 # write_hosts removes the loopback address of this name
             fi
         done
         warn "no --host has this host's name, $own"
@@ -397,14 +404,14 @@ check_own_name() {
     address=$(getent ahostsv4 "$own" | awk 'NR == 1 { print $1 }') || true
     [[ $address != 127.* ]] ||
         warn "this host's own name, $own, is $address here. torchrun's c10d and gloo would pass this address to" \
-            "the other hosts, which can't reach it. Give --host $own=ITS_ADDRESS"
+            "the other hosts, which can't reach this address. Pass --host $own=ADDRESS with the address of this host"
 }
 
 is_mine() { ! there iproute2 || [ -n "$(ip -oneline address show to "$1")" ]; }
 
 or_empty() { if [ -e "$1" ]; then echo "$1"; else echo /dev/null; fi; }
 
-# Replaces a file with $scratch/new, or overwrites it if it can't be replaced, as in a container.
+# Replaces a file with $scratch/new, or overwrites a file that can't be replaced, for example in a container.
 put() {
     local file=$1 next
     if cmp -s "$scratch/new" "$file"; then
@@ -439,7 +446,7 @@ mount_bucket() {
     drive "$s3_mount" "$mount_s3" fuse.s3fs "$who,allow_other,_netdev,nofail" s3fs
 }
 
-# Mounts a drive, and then adds its line to /etc/fstab. shown: the source that findmnt lists for the drive.
+# Mounts a drive, and then adds a line for the drive to /etc/fstab. `shown` is the source that findmnt lists for the drive.
 drive() {
     local source=$1 folder=$2 type=$3 options=$4 shown=$5 line other mounted said
     line="$source $folder $type $options 0 0"
@@ -458,7 +465,7 @@ drive() {
     put /etc/fstab
 }
 
-# Prints the file, with a newline at its end.
+# Prints a file with a newline at the end of the file.
 end_of_line_added() { awk 1 "$(or_empty "$1")"; }
 
 # --- Repository
@@ -518,7 +525,7 @@ make_setup() {
 
 in_repo() { as_user git -C "$path" "$@"; }
 
-# Runs a command as the user who trains, with this user's keys, without questions, and without writing git's index.
+# Runs a command as the user who trains, with this user's ssh keys. Git neither asks questions nor writes the index.
 as_user() {
     local settings=(GIT_TERMINAL_PROMPT=0 GIT_OPTIONAL_LOCKS=0 GIT_SSH_COMMAND="ssh -o BatchMode=yes")
     if [ "$user" = "$(id -un)" ]; then
@@ -528,12 +535,12 @@ as_user() {
     fi
 }
 
-# Runs a command that must succeed. Its output is stored in $said, and becomes the error message.
+# Runs a command and stores the output in $said. If the command fails, the output is the error message of the script.
 must() {
     said=$("$@" 2>&1) || die "$(one_line "$said") (${*:2:4} ...)"
 }
 
-# Prints the errors of ssh and git in one line, or else the last line.
+# Prints the error messages of ssh and git in one line. Prints the last line of the output if there are no messages.
 one_line() {
     local reasons
     reasons=$(grep -E '^(fatal|error): |verification failed|denied' <<<"$1" | paste -sd ' ') || true

@@ -94,8 +94,8 @@ def test_private_names_are_in_one_package():
 
 def test_each_function_is_documented():
     for module in (accelerate_, deepspeed_, packages_, python_, timm_, torch_, torch_fakes):
-        # The docstring names the version in which the library was seen.
-        assert "een in" in module.__doc__ or "0.4.6" in module.__doc__, module
+        # The docstring contains the versions of the library for which the module was written.
+        assert "Written for" in module.__doc__ or "0.4.6" in module.__doc__, module
     assert [function.__name__ for function in ROWS if not function.__doc__] == []
 
 

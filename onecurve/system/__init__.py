@@ -1,4 +1,4 @@
-"""Operating system, files, processes, S3 and the command line. This package is independent of training.
+"""Utilities for files, processes, S3, and the command line that do not depend on training.
 
-Start with files.py and processes.py.
+Start reading in files.py and processes.py.
 """

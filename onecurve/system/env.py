@@ -1,6 +1,6 @@
-"""Reads launchers' environment variables, reports events, and defines the exit status of preemptions.
+"""Reads the environment variables of launchers, reports events, and defines the exit status of preemptions.
 
-This file imports neither torch nor accelerate, so that commands which use the file answer --help at once.
+This module imports neither torch nor accelerate, so that commands respond to --help immediately.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from typing import Any
 from onecurve.system.text import redacted
 from onecurve.upstream.packages_ import use_hub_offline
 
-PREEMPTED = 75  # exit status of a preempted process: EX_TEMPFAIL in sysexits.h, "try again later"
-# launch.py sets these variables in an elastic job: the job's name, which is the same in all rounds; the
-# number of the round, starting at 1; the number of hosts, including absent hosts; and the size of a
-# micro-batch.
+PREEMPTED = 75  # exit status of a preempted process, which is EX_TEMPFAIL ("try again later") in sysexits.h
+# Variables that launch.py sets in an elastic job. JOB is the name of the job, which is the same in all
+# rounds. ROUND is the number of the round, starting at 1. MOST_HOSTS is the number of hosts, including absent
+# hosts. PER_DEVICE is the size of a micro-batch.
 JOB, ROUND = "LAUNCH_JOB", "LAUNCH_ROUND"
 MOST_HOSTS, PER_DEVICE = "LAUNCH_MOST_HOSTS", "LAUNCH_PER_DEVICE_BATCH_SIZE"
-# Set by launch.py's agent: a JSON-lines file with events from a host's processes
+# Variable set by launch.py's agent: path of a JSON-lines file to which the processes on a host append events
 EVENTS_FILE = "LAUNCH_EVENTS_FILE"
-# Number of the process on its host, set if each process sees only one GPU and LOCAL_RANK is therefore 0
+# Index of the process on its host. Set if each process sees only one GPU, so that LOCAL_RANK is always 0.
 LOCAL_NUMBER = "LOCAL_NUMBER"
-PROCESSES = "LAUNCH_PROCESSES"  # set by launch.py: number of processes in the job
+PROCESSES = "LAUNCH_PROCESSES"  # variable set by launch.py: number of processes in the job
 
 
 def launched() -> bool:
-    """Return True if torchrun, accelerate or deepspeed started this process."""
+    """Return True if torchrun, accelerate, or deepspeed started this process."""
     return "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
@@ -46,10 +46,10 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its host.
+    """Return the index of this process among the processes on this host.
 
-    torchrun --virtual-local-rank shows only one GPU to each process and sets LOCAL_RANK to 0. In this case,
-    the number is computed from the rank.
+    `torchrun --virtual-local-rank` makes only one GPU visible to each process and sets LOCAL_RANK to 0. Under
+    this flag, the index is computed from the rank.
     """
     size, hosts = processes_per_host(), int(os.environ.get("GROUP_WORLD_SIZE", "0"))
     sees_one_gpu = re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -59,70 +59,73 @@ def local_rank() -> int:
 
 
 def is_hosts_first() -> bool:
-    """Return True in the first process of each host."""
+    """Return True if this process is the first process on its host."""
     return local_rank() == 0
 
 
 def processes_per_host() -> int:
     """Return the number of processes on this host.
 
-    deepspeed sets LOCAL_SIZE; torchrun and accelerate set LOCAL_WORLD_SIZE. LOCAL_SIZE takes precedence,
-    because on a CPU Accelerate 1.15 sets LOCAL_WORLD_SIZE to 1 if the launcher has not set it.
+    deepspeed sets LOCAL_SIZE, whereas torchrun and accelerate set LOCAL_WORLD_SIZE. LOCAL_SIZE takes
+    precedence, because Accelerate 1.15 sets LOCAL_WORLD_SIZE to 1 on a CPU if the launcher has not set this
+    variable.
     """
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
 
 def job_round() -> tuple[str | None, int]:
-    """Return the name of the elastic job and the number of its round, or (None, 0) for other jobs.
+    """Return the name and the round number of an elastic job, or (None, 0) if the job is not elastic.
 
-    When a round begins, all earlier rounds of the job have ended. torchrun does not provide a round number.
-    Each of its agents counts TORCHELASTIC_RESTART_COUNT separately, the count does not change when hosts
-    leave or join, and several jobs can share a TORCHELASTIC_RUN_ID.
+    When a round begins, all earlier rounds of the job have ended. The variables of torchrun can't replace the
+    round number. Each agent counts TORCHELASTIC_RESTART_COUNT separately, the count does not change when
+    hosts leave or join, and several jobs can have the same TORCHELASTIC_RUN_ID.
     """
     return os.environ.get(JOB), int(os.environ.get(ROUND, "0"))
 
 
 def is_on(variable: str, env: Mapping[str, str] = os.environ) -> bool:
-    """Return True if one of Accelerate's boolean variables is set to true."""
+    """Return True if a boolean environment variable of Accelerate is set to true."""
     return env.get(variable, "").lower() == "true"
 
 
 def report(event: str, **facts: Any) -> None:
-    """Append an event to this host's event file. Do nothing if launch.py did not start the job."""
+    """Append an event to the event file on this host if launch.py started the job."""
     if file := os.environ.get(EVENTS_FILE):
         line = json.dumps({"event": event} | facts) + "\n"
-        # Write each line with one call, because several processes append to the file.
+        # Write each line with a single system call, because several processes append to the file.
         with contextlib.suppress(OSError), open(file, "a", buffering=len(line) + 1) as events:
             events.write(line)
 
 
 class EventReader:
-    """Reader for events that processes append to a file."""
+    """Reader of the events that the processes on a host append to a file."""
 
     def __init__(self, file: Path):
-        self.file, self.read_bytes, self.rest = file, 0, b""
+        self.file = file
+        self.read_bytes = 0  # number of bytes that earlier calls of new() have read
+        self.rest = b""  # beginning of a line that is not complete yet
 
     def new(self) -> list[dict[str, Any]]:
-        """Return the events since the last call, or [] if the file does not exist."""
+        """Return the events that were written since the last call, or [] if the file does not exist."""
         try:
             with open(self.file, "rb") as events:
                 events.seek(self.read_bytes)
-                data = events.read()
+                new_bytes = events.read()
         except OSError:
             return []
-        self.read_bytes += len(data)
-        *lines, self.rest = (self.rest + data).split(b"\n")
+        self.read_bytes += len(new_bytes)
+        *lines, self.rest = (self.rest + new_bytes).split(b"\n")
         new_events = []
         for line in lines:
-            with contextlib.suppress(ValueError):  # the process was killed while writing the line
+            with contextlib.suppress(ValueError):  # the process was killed while it wrote the line
                 new_events.append(json.loads(line))
         return new_events
 
 
 def hub_problem() -> str:
-    """Return why the hub can't be reached, or an empty string if it can.
+    """Return the reason why the Hugging Face Hub is unreachable, or an empty string if the hub is reachable.
 
-    If the hub can't be reached, switch the hub's client to offline mode, so that the client uses cached files
+    If the hub is unreachable, switch the hub client to offline mode, so that the client uses cached files
     instead of requesting each file five times.
     """
     from huggingface_hub import constants, get_session

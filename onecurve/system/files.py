@@ -1,4 +1,4 @@
-"""Writes files atomically, locks files, and safely reads JSON and YAML that may be malformed."""
+"""Writes files atomically, locks files, and safely reads malformed or malicious JSON and YAML."""
 
 import contextlib
 import csv
@@ -30,21 +30,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 READ_BYTES = 16 * 2**20
-# Errors of a network mount after which a read is retried. S3 requests use the same number of attempts and the
-# same waits.
+# Error numbers of network file systems after which a read is retried
 TRANSIENT = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EAGAIN)
-ATTEMPTS = 4
-BACKOFF_S = 0.4  # wait before the second attempt; grows with the number of attempts
+ATTEMPTS = 4  # maximum number of attempts for a read, and for an S3 request
+BACKOFF_S = 0.4  # seconds before the second attempt; the wait grows linearly with the number of attempts
 # Expected structure of a JSON value: a type, list[Kind], tuple[Kind, ...], dict[str, Kind], a TypedDict, a
-# dataclass, or a union. float accepts any finite number. [Kind] also denotes a list. {key: Kind, "*": Kind of
-# all other keys} is an object whose values may also be null.
+# dataclass, or a union. The type float matches every finite number. [Kind] means the same as list[Kind].
+# {key: Kind, "*": Kind of all other keys} describes an object whose values may also be null.
 Kind = Any
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on disk (fsync).
+    """Wait until a file, or the list of file names in a folder, is on disk (fsync).
 
-    Old CIFS, vboxsf and some FUSE file systems can't sync a folder. In this case, a warning is logged once.
+    Log a warning once if the file system can't sync a folder, such as old CIFS, vboxsf and some FUSE file
+    systems.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -60,13 +60,13 @@ def sync(path: Path) -> None:
 @functools.cache
 def _warn_not_synced(reason: str) -> None:
     log.warning(
-        f"warning: this file system can't sync a folder ({reason}). A crash of this host may lose the newest"
-        " files."
+        f"warning: this file system can't sync a folder ({reason}). If this host crashes, the newest files"
+        " may be lost."
     )
 
 
 def retried(read: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that reads files, so that the call is retried after TRANSIENT errors."""
+    """Decorate a function that reads files, so that a call is retried after a TRANSIENT error."""
 
     @functools.wraps(read)
     def attempts(*args: P.args, **options: P.kwargs) -> R:
@@ -76,34 +76,34 @@ def retried(read: Callable[P, R]) -> Callable[P, R]:
             except OSError as error:
                 if error.errno not in TRANSIENT:
                     raise
-                note_retry(f"{error.filename or 'a file of the data'}: {error.strerror}")
+                note_retry(f"{error.filename or 'a data file'}: {error.strerror}")
                 time.sleep(BACKOFF_S * attempt)
         return read(*args, **options)
 
     return attempts
 
 
-_first_retry: list[str] = []  # contains at most one message
+_first_retry: list[str] = []  # empty, or one message
 
 
 def note_retry(reason: str) -> None:
-    """Log a warning for this process's first retry. The trainer logs the first retry in data workers."""
+    """Log a warning for the first retry in this process. For data workers, the trainer logs the warning."""
     if not _first_retry:
         _first_retry.append(reason)
         if multiprocessing.parent_process() is None:
             log.warning(
-                f"warning: {printable(reason)}. The read is retried. Further retries are not reported."
+                f"warning: {printable(reason)}. Retrying the read. Further retries will not be reported."
             )
 
 
 def first_retry() -> str:
-    """Return the reason for this process's first retried read, or an empty string if none was retried."""
+    """Return the error that caused the first retry in this process, or an empty string without retries."""
     return "".join(_first_retry)
 
 
 @retried
 def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
-    """Return the SHA-256 of a file in hex. Call heartbeat() after reading each READ_BYTES bytes."""
+    """Return the SHA-256 of a file as hex digits. Call heartbeat() after each READ_BYTES bytes."""
     digest = hashlib.sha256()
     check_regular(path)
     with open(path, "rb") as file:
@@ -114,21 +114,21 @@ def sha256_of(path: Path, heartbeat: Callable[[], None] = lambda: None) -> str:
 
 
 def unfetched(content: Path | bytes) -> str:
-    """Return a message if a file or the given content is a Git LFS pointer, or else an empty string."""
+    """Return an error message if a file or its content is a Git LFS pointer, otherwise an empty string."""
     if isinstance(content, Path):
         if not content.is_file():
             return ""
         with open(content, "rb") as file:
             content = file.read(64)
     is_pointer = content.startswith(b"version https://git-lfs.github.com/")
-    return "it is a Git LFS pointer. Run `git lfs pull` in its repository" if is_pointer else ""
+    return "the file is a Git LFS pointer. Run `git lfs pull` in the file's repository" if is_pointer else ""
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless the path refers to a regular file, because opening a pipe may block forever."""
+    """Raise OSError if the path is not a regular file. For example, opening a pipe may block forever."""
     if not path.is_file():
         path.stat()  # raises FileNotFoundError if the file is missing
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
 
 
 def read_regular(path: Path) -> bytes:
@@ -137,29 +137,30 @@ def read_regular(path: Path) -> bytes:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise ValueError if a subfolder of a run folder is a link.
+    """Raise ValueError if a subfolder of a run folder is a symbolic link.
 
-    The run folder may come from another person, so the link could point to any folder.
+    A run folder that another person created may contain links to arbitrary folders.
     """
     if folder.is_symlink():
         target = printable(str(folder.readlink()))
         raise ValueError(
-            f"{folder} is a link to {target}. Nothing is written through links. Replace it by a folder."
+            f"{folder} is a symbolic link to {target}. Files are never written through symbolic links."
+            " Replace the link with a folder."
         )
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open or create a file of a run. Raise OSError for a link or a file that is not regular."""
+    """Open or create a file in a run folder. Raise OSError if the path is a link or not a regular file."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
     return os.fdopen(descriptor, "a+b")
 
 
 def discard(path: Path) -> None:
-    """Remove a folder with its content, a file, or a link but not its target. Ignore missing paths."""
+    """Remove a folder and its content, a file, or a link without its target. Ignore missing paths."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -167,7 +168,7 @@ def discard(path: Path) -> None:
 
 
 def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
-    """Lock a file with flock, without waiting. Return False if another process holds the lock."""
+    """Lock a file with flock. Return False immediately if another process holds the lock."""
     try:
         fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -176,24 +177,24 @@ def try_lock(descriptor: int, mode: int = fcntl.LOCK_EX) -> bool:
 
 
 def free_space(folder: Path, error: OSError) -> str:
-    """Describe the free space on the folder's disk, for example `12 MiB are free`, or mention a quota."""
+    """Return a text about the free space on a folder's disk, such as `12 MiB are free`, or about a quota."""
     if error.errno == errno.EDQUOT:
-        return "the quota of this user, group or project, even if the disk has free space"
+        return "the user, group or project quota is exhausted, even if the disk has free space"
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free"
 
 
 def not_written(subject: str, folder: Path, error: OSError) -> ValueError:
-    """Return an error for a failed write of `subject` that explains the reason and the remedy."""
+    """Return an error that explains the cause and the remedy after `subject` could not be written."""
     advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Correct the problem"
     return ValueError(
         f"{subject} can't be written to {folder}: {error.strerror or error} ({free_space(folder, error)})."
-        f" {advice}: the same command continues from the newest checkpoint"
+        f" {advice}, then run the same command again to continue from the newest checkpoint"
     )
 
 
 @contextlib.contextmanager
 def writing(subject: str, folder: Path) -> Iterator[None]:
-    """Convert an OSError within the context to a ValueError that explains what to do."""
+    """Convert an OSError in the context to the ValueError of not_written()."""
     try:
         yield
     except OSError as error:
@@ -201,7 +202,7 @@ def writing(subject: str, folder: Path) -> Iterator[None]:
 
 
 def allow_open_files(count: int) -> int:
-    """Raise this process's limit on open files to `count` or the hard limit. Return the new limit."""
+    """Raise this process's limit on open files to `count`, or at most to the hard limit. Return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -210,28 +211,32 @@ def allow_open_files(count: int) -> int:
 
 
 def size_limit() -> str:
-    """Return a hint for write errors caused by a file size limit (`ulimit -f`), or an empty string."""
+    """Return a hint about the limit on file sizes (`ulimit -f`) for write errors, or an empty string."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return "" if limit == resource.RLIM_INFINITY else f" (ulimit -f limits files to {limit:,} bytes)"
+    return "" if limit == resource.RLIM_INFINITY else f" (ulimit -f limits file sizes to {limit:,} bytes)"
 
 
 def own_files(folder: Path, pattern: str) -> list[Path]:
-    """Return the matching regular files below the folder in sorted order, without pipes and link targets."""
+    """Return the sorted regular files in a folder that match a glob pattern.
+
+    Exclude pipes and link targets.
+    """
     return [file for file in sorted(folder.glob(pattern)) if _is_own(file, folder)]
 
 
 def read_own(folder: Path, name: str, most_bytes: int) -> bytes:
-    """Return the content of a file that own_files() returns.
+    """Return the content of a regular file in a folder.
 
     Raises:
-        OSError: If the path is not such a file, or the file is larger than most_bytes.
+        OSError: If the path is not a regular file in the folder, such as a pipe or a link, or if the file is
+            larger than most_bytes bytes.
     """
     file = folder / name
     if not _is_own(file, folder):
         file.lstat()  # raises FileNotFoundError if the file is missing
-        raise OSError(errno.EINVAL, "it is not a regular file of this folder")
+        raise OSError(errno.EINVAL, "the path is not a regular file in this folder")
     if file.stat().st_size > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
+        raise OSError(errno.EFBIG, f"the file is larger than {most_bytes:,} bytes")
     return file.read_bytes()
 
 
@@ -244,7 +249,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Write a table whose cells spreadsheets do not evaluate as formulas (OWASP, CSV Injection)."""
+    """Write a CSV file.
+
+    Spreadsheets do not evaluate any cell of the file as a formula (OWASP, CSV Injection).
+    """
     table = io.StringIO()
     for cells in (map(printable, row) for row in rows):
         escaped = [f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell for cell in cells]
@@ -257,11 +265,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace the file atomically and wait until it is on disk. After an error, the old file remains."""
+    """Replace a file atomically, and wait until the new file is on disk.
+
+    An error leaves the old file unchanged.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    discard(temporary)  # leftover from a killed process, or another person's link
+    discard(temporary)  # left behind by a killed process, or a link created by another person
     try:
-        with open(temporary, "xb") as file:  # mode x does not follow links
+        with open(temporary, "xb") as file:  # mode x fails if the path is a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -283,24 +294,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> dict[str, Any]:
-    """Return the JSON object in `content`.
+    """Parse a JSON object.
 
     Args:
+        content: JSON text, in UTF-8 if it is bytes.
         where: Name of the source for error messages.
-        pairs_hook: See object_pairs_hook of json.loads.
+        pairs_hook: Function for the argument `object_pairs_hook` of json.loads.
 
     Raises:
-        ValueError: For any other content, including encodings other than UTF-8, nesting that is too deep, and
-            numbers with thousands of digits. The message names `where` and does not quote the content.
+        ValueError: If the content is not a JSON object, is not UTF-8, is nested too deeply, or contains a
+            number with thousands of digits. The message contains `where`, but does not quote the content.
     """
     try:
         value = json.loads(content, object_pairs_hook=pairs_hook)
     except RecursionError:
-        raise ValueError(f"{where} can't be read: its JSON is nested too deeply") from None
+        raise ValueError(f"{where} can't be read because the JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}, line {error.lineno}, is not JSON: {error.msg}") from None
+        raise ValueError(f"{where}, line {error.lineno}, is not valid JSON: {error.msg}") from None
     except ValueError as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        reason = "the text is not UTF-8" if isinstance(error, UnicodeDecodeError) else error
         raise ValueError(f"{where} can't be read as JSON: {reason}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{where} does not contain a JSON object")
@@ -309,9 +321,10 @@ def parse_json(content: bytes | str, where: object, pairs_hook: Any = None) -> d
 
 @functools.cache
 def _strict_loader() -> type:
-    """Return YAML's safe loader without support for aliases, repeated keys, and base-8 or base-60 numbers.
+    """Return a safe YAML loader that rejects aliases, repeated keys, and base-8 and base-60 numbers.
 
-    A few nested aliases can expand to gigabytes. The other features surprise users.
+    A few nested aliases can expand to gigabytes. Users do not expect YAML to accept repeated keys, or to
+    convert text such as 1:30 to a number.
     """
     import yaml
 
@@ -319,14 +332,14 @@ def _strict_loader() -> type:
         def compose_node(self, parent, index):
             if self.check_event(yaml.AliasEvent):
                 mark = self.peek_event().start_mark
-                raise yaml.composer.ComposerError(None, None, "aliases (*name) are not accepted", mark)
+                raise yaml.composer.ComposerError(None, None, "YAML aliases (*name) are not supported", mark)
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node, deep=False):
             keys = set()
             for key, _ in node.value:
                 if key.value in keys:
-                    problem = f"the key {shortened(str(key.value))} occurs twice"
+                    problem = f"the key {shortened(str(key.value))} appears more than once"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 keys.add(key.value)
             return super().construct_mapping(node, deep)
@@ -335,7 +348,10 @@ def _strict_loader() -> type:
             is_integer = node.tag.endswith("int")
             value = self.construct_yaml_int(node) if is_integer else self.construct_yaml_float(node)
             if ":" in node.value or (is_integer and re.fullmatch("[+-]?0[0-9_]+", node.value)):
-                problem = f"YAML reads {node.value} as {value}. Write that number, or quote the text"
+                problem = (
+                    f"YAML reads {node.value} as the number {value}. Write {value}, or put quotes around the"
+                    " text"
+                )
                 raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
             return value
 
@@ -345,34 +361,34 @@ def _strict_loader() -> type:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert pairs to a dict, for json.loads. Raise ValueError if a key occurs twice."""
+    """Convert the pairs from json.loads to a dict. Raise ValueError if a key appears more than once."""
     if repeated := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
-        raise ValueError(f"the key {shortened(repeated[0])} occurs twice")
+        raise ValueError(f"the key {shortened(repeated[0])} appears more than once")
     return dict(pairs)
 
 
 def read_yaml(flag: str, file: Path) -> dict[str, Any]:
-    """Return the keys and values in a YAML file.
+    """Return the content of a YAML file that contains a mapping.
 
     Raises:
-        ValueError: If the file can't be read. The message names the flag, the file and, if possible, the
-            line.
+        ValueError: If the file can't be read. The message contains the flag, the file and, if known, the line
+            number.
     """
     import yaml
 
-    where = f"{flag} {file}"
+    source = f"{flag} {file}"
     try:
         content = yaml.load(file.read_text(), _strict_loader())
     except RecursionError:
-        raise ValueError(f"{where}: it is nested too deeply") from None
+        raise ValueError(f"{source} can't be read because the YAML is nested too deeply") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where}{line}: {getattr(error, 'problem', None) or error}") from None
-    except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, or a date that does not exist
-        raise ValueError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+        error_position = getattr(error, "problem_mark", None)
+        line_number = f", line {error_position.line + 1}" if error_position else ""
+        raise ValueError(f"{source}{line_number}: {getattr(error, 'problem', None) or error}") from None
+    except (OSError, ValueError) as error:  # invalid UTF-8 and nonexistent dates raise ValueError
+        raise ValueError(f"{source}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: expected `key: value` lines")
+        raise ValueError(f"{source}: the file must contain `key: value` lines")
     return content
 
 
@@ -382,18 +398,18 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a JSON-lines file. Skip lines that were truncated by a kill or a full disk."""
+    """Yield the objects in a JSON-lines file. Skip lines that a kill or a full disk truncated."""
     check_regular(file)
-    with open(file, errors="replace") as texts:
-        for text in texts:
+    with open(file, errors="replace") as stream:
+        for line in stream:
             with contextlib.suppress(ValueError):
-                yield parse_json(text, file)
+                yield parse_json(line, file)
 
 
 def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values that match the expected kinds, and the names of the values that do not match.
+    """Split a JSON object into the values that match `kinds`, and the names of the values that do not match.
 
-    Neither result includes unknown keys or null values.
+    Unknown keys and null values are in neither result.
     """
     matching, wrong = {}, []
     for key, value in content.items():
@@ -408,7 +424,7 @@ def typed_values(content: dict[str, Any], kinds: dict[str, Kind]) -> tuple[dict[
 
 
 def fits(value: Any, kind: Kind) -> bool:
-    """Return True if a value from JSON matches the kind."""
+    """Return True if a JSON value has the structure that `kind` describes."""
     if kind is Any:
         return True
     if isinstance(kind, types.UnionType):
@@ -422,7 +438,8 @@ def fits(value: Any, kind: Kind) -> bool:
         item_kind = kind[0] if isinstance(kind, list) else typing.get_args(kind)[0]
         return isinstance(value, list) and all(fits(item, item_kind) for item in value)
     if typing.get_origin(kind) is dict:
-        return isinstance(value, dict) and all(fits(v, typing.get_args(kind)[1]) for v in value.values())
+        value_kind = typing.get_args(kind)[1]
+        return isinstance(value, dict) and all(fits(member, value_kind) for member in value.values())
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     if kind in (int, float):

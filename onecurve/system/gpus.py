@@ -1,6 +1,6 @@
-"""Lists the host's NVIDIA GPUs through NVML, and checks whether the installed torch can use them.
+"""Lists this host's NVIDIA GPUs with NVML, and checks whether the installed torch can use these GPUs.
 
-This file does not import torch, so that every host answers doctor.py in a fraction of a second.
+This module does not import torch, so that every host responds to doctor.py in a fraction of a second.
 """
 
 import importlib.util
@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 
 import psutil
 
-# Oldest supported driver for each major version of CUDA. The driver also supports newer minor versions:
+# Minimum driver version for each major version of CUDA. A driver also supports later minor versions of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 
 
 class Devices(NamedTuple):
-    """NVML's description of this host's driver and GPUs."""
+    """Driver and GPUs of this host, as reported by NVML."""
 
     driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None  # newest CUDA version that the driver supports: (major, minor)
-    gpus: tuple[dict[str, Any], ...] = ()  # in PCI bus order; None for values that a GPU does not report
-    # Reason why NVML lists no GPUs although the host may have some; None without a driver
+    driver_cuda: tuple[int, int] | None = None  # (major, minor) of the newest CUDA that the driver supports
+    gpus: tuple[dict[str, Any], ...] = ()  # facts about each GPU in PCI bus order; unknown facts are None
+    # Reason why NVML can't list the GPUs. None if NVML lists the GPUs, or if the host has no driver.
     problem: str | None = None
 
 
@@ -31,30 +31,32 @@ def list_gpus() -> Devices:
         import pynvml
 
         pynvml.nvmlInit()
-    except ImportError:  # torch can use the GPUs without pynvml
+    except ImportError:  # torch does not need pynvml to use the GPUs
         return Devices()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
         return Devices()
     except pynvml.NVMLError as error:
         return Devices(problem=str(error))
     try:
-        version = _ask(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
-        driver = _ask(pynvml, pynvml.nvmlSystemGetDriverVersion)
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = tuple(_gpu(pynvml, handle, handles) for handle in handles)
-        return Devices(driver, divmod(version // 10, 100) if version else None, gpus)
-    except pynvml.NVMLError as error:  # a GPU that has fallen off the bus has no handle
+        cuda_number = _query(pynvml, pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+        driver = _query(pynvml, pynvml.nvmlSystemGetDriverVersion)
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        gpus = tuple(_describe_gpu(pynvml, handle, handles) for handle in handles)
+        # NVML reports CUDA 12.4 as the number 12040.
+        driver_cuda = divmod(cuda_number // 10, 100) if cuda_number else None
+        return Devices(driver, driver_cuda, gpus)
+    except pynvml.NVMLError as error:  # raised, for example, for a GPU that has fallen off the bus
         return Devices(problem=str(error))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
-    memory = _ask(pynvml, pynvml.nvmlDeviceGetMemoryInfo, handle)
-    capability = _ask(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    processes = _ask(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
+def _describe_gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
+    memory = _query(pynvml, pynvml.nvmlDeviceGetMemoryInfo, handle)
+    capability = _query(pynvml, pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    processes = _query(pynvml, pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or []
     return {
-        "name": _ask(pynvml, pynvml.nvmlDeviceGetName, handle) or "a GPU",
+        "name": _query(pynvml, pynvml.nvmlDeviceGetName, handle) or "a GPU",
         "capability": list(capability) if capability else None,
         "memory_gib": memory and memory.total / 2**30,
         "free_gib": memory and memory.free / 2**30,
@@ -63,8 +65,8 @@ def _gpu(pynvml: Any, handle: Any, handles: list[Any]) -> dict[str, Any]:
     }
 
 
-def _ask(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return NVML's answer to a query, or None if the query fails, so that other queries can continue."""
+def _query(pynvml: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of an NVML query, or None if the query fails."""
     try:
         return function(*arguments)
     except pynvml.NVMLError:
@@ -79,61 +81,62 @@ def _process_name(pid: int) -> str:
 
 
 def _can_read(pynvml: Any, gpu: Any, peer: Any) -> bool:
-    """Return True if a GPU can read another GPU's memory directly."""
-    status = _ask(pynvml, pynvml.nvmlDeviceGetP2PStatus, gpu, peer, pynvml.NVML_P2P_CAPS_INDEX_READ)
+    """Return True if a GPU can directly read the memory of a peer GPU."""
+    status = _query(pynvml, pynvml.nvmlDeviceGetP2PStatus, gpu, peer, pynvml.NVML_P2P_CAPS_INDEX_READ)
     return status == pynvml.NVML_P2P_STATUS_OK
 
 
 def torch_cuda() -> str | None:
-    """Return the CUDA version for which the installed torch was built, or None without CUDA support.
+    """Return the CUDA version for which the installed torch was built, or None for a build without CUDA.
 
-    The version is read without importing torch.
+    This function reads the version from a file instead of importing torch.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    text = Path(spec.origin).with_name("version.py").read_text()
-    match = re.search(r"^cuda[^=\n]*= '([\d.]+)'", text, re.MULTILINE)
+    version_file = Path(spec.origin).with_name("version.py").read_text()
+    match = re.search(r"^cuda[^=\n]*= '([\d.]+)'", version_file, re.MULTILINE)
     return match and match[1]
 
 
 def driver_problem(devices: Devices, cuda: str | None) -> str | None:
-    """Return why a torch built for this CUDA version can't use the host's GPUs, or None."""
+    """Return the reason why torch for a CUDA version can't use the host's GPUs, or None without a problem."""
     if devices.problem:
-        return f"the NVIDIA driver does not answer ({devices.problem})"
+        return f"the NVIDIA driver does not respond ({devices.problem})"
     if not devices.gpus:
         return None
     if cuda is None:
-        return "the installed torch has no CUDA"
+        return "the installed torch was built without CUDA"
     if devices.driver_cuda and devices.driver_cuda[0] < int(cuda.split(".")[0]):
         newest = ".".join(map(str, devices.driver_cuda))
-        return f"driver {devices.driver} runs CUDA up to {newest}, but the installed torch needs CUDA {cuda}"
+        return (
+            f"driver {devices.driver} supports CUDA up to {newest}, but the installed torch needs CUDA {cuda}"
+        )
     return None
 
 
 def needed_driver(cuda: str) -> str:
-    """Return `driver 580 or newer` for a torch built for this CUDA version."""
+    """Return a text about the driver that a CUDA version requires, such as `driver 580 or newer`."""
     version = LEAST_DRIVER.get(int(cuda.split(".")[0]))
     return f"driver {version} or newer" if version else "a newer driver"
 
 
 def visible_devices(numbers: Sequence[int]) -> dict[str, str]:
-    """Return environment variables that select GPUs of a host.
+    """Return environment variables that select some of this host's GPUs.
 
-    The GPU numbers are the same as in nvidia-smi and the hostfile. By default, CUDA would assign number 0 to
-    the fastest GPU.
+    GPUs are numbered as in nvidia-smi and the hostfile. By default, CUDA assigns number 0 to the fastest GPU.
     """
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
 
 
 def runs_on(built: str, major: int, minor: int) -> bool:
-    """Return True if a GPU of compute capability major.minor can run code built for `built`.
+    """Return True if a GPU of compute capability major.minor can run code built for the architecture `built`.
 
-    Code built for sm_80 runs on compute capabilities 8.0 to 8.x, and code built for compute_80 also runs on
-    newer GPUs.
+    For example, code built for sm_80 runs on all GPUs of compute capability 8.x, and code built for
+    compute_80 also runs on newer GPUs.
     """
-    prefix, _, number = built.partition("_")
-    built_major, built_minor = divmod(int(number.rstrip("af")), 10)
+    prefix, _, digits = built.partition("_")
+    built_major, built_minor = divmod(int(digits.rstrip("af")), 10)
     if prefix == "compute":
         return (built_major, built_minor) <= (major, minor)
     return built_major == major and built_minor <= minor

@@ -1,7 +1,7 @@
-"""Records the phase and step of this process, and the time spent in each part of the run.
+"""Records the current phase and step of this process, and the time spent in each part of a run.
 
-The parts add up to the process's whole lifetime. enter() begins a part in less than a microsecond. The phase
-is a label that may be more detailed than the part.
+The times of all parts add up to the lifetime of the process. A call of enter() takes less than a microsecond.
+The phase is a label that may be more detailed than the part.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from onecurve.system.processes import own_age_s
 
 STARTING, TRAINING, READING, EVALUATION = "starting", "training", "reading data", "evaluation"
 SAVING, ENDING = "saving", "ending"
-# Additional parts at the start and at the end of a run
+# Names of additional parts at the start and at the end of a run
 IMPORTS, GROUP, CUDA = "imports", "process group", "CUDA"
 DATA, MODEL = "opening the data", "building the model"
 WARM_UP, CAPTURE = "warm-up of the graphs", "capture of the graphs"
@@ -22,11 +22,14 @@ FIRST_EVALUATION, PLOTS = "first evaluation", "plots"
 
 @dataclass
 class Replay:
-    """Replay of a step's CUDA graph, observed by the watch. Only one replay is observed at a time."""
+    """Replay of a step's CUDA graph that the watch observes.
 
-    number: int  # number of this replay, counted in this process
+    The watch observes at most one replay at a time.
+    """
+
+    number: int  # index of this replay among all replays in this process
     since: float = field(default_factory=time.time)
-    launched: int = 0  # number of replays that the host has launched
+    launched: int = 0  # number of the newest replay that the host has launched
     ended: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
@@ -41,24 +44,24 @@ class Replay:
 
 
 class _Now:
-    """Current phase, part and step of this process, and the seconds spent in each part."""
+    """Current phase, part and step of this process, and the number of seconds spent in each part."""
 
     def __init__(self) -> None:
         self.phase, self.part = STARTING, IMPORTS
         self.step = 0
         self.replay: Replay | None = None
         self.since: float | None = None  # time.perf_counter() at the last enter()
-        self.past_s: dict[str, float] = {}  # seconds spent in each part, up to the last enter()
+        self.past_s: dict[str, float] = {}  # seconds spent in each part before the last enter()
 
     def enter(self, part: str, phase: str = "") -> None:
-        """Begin a part. By default, the phase receives the same name."""
+        """Begin a part of the run. The default phase is the name of the part."""
         now_s = time.perf_counter()
         elapsed_s = own_age_s() if self.since is None else now_s - self.since
         self.past_s[self.part] = self.past_s.get(self.part, 0.0) + elapsed_s
         self.since, self.part, self.phase = now_s, part, phase or part
 
     def spent_s(self) -> dict[str, float]:
-        """Return the seconds that this process spent in each part. The sum equals the age of the process."""
+        """Return the seconds spent in each part. The values add up to the age of the process."""
         elapsed_s = own_age_s() if self.since is None else time.perf_counter() - self.since
         return self.past_s | {self.part: self.past_s.get(self.part, 0.0) + elapsed_s}
 
@@ -68,20 +71,20 @@ now = _Now()
 
 @contextlib.contextmanager
 def in_phase(phase: str) -> Iterator[None]:
-    """Set the phase within the context."""
-    before, now.phase = now.phase, phase
+    """Set the phase for the duration of the context."""
+    previous_phase, now.phase = now.phase, phase
     try:
         yield
     finally:
-        now.phase = before
+        now.phase = previous_phase
 
 
 @contextlib.contextmanager
 def spending(part: str) -> Iterator[None]:
-    """Attribute the time within the context to a part."""
-    before, phase = now.part, now.phase
+    """Count the time spent in the context as part of `part`."""
+    previous_part, previous_phase = now.part, now.phase
     now.enter(part)
     try:
         yield
     finally:
-        now.enter(before, phase)
+        now.enter(previous_part, previous_phase)

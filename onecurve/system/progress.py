@@ -1,4 +1,4 @@
-"""Shows the progress of runs and data preparation: a bar on a terminal, plain lines elsewhere."""
+"""Shows the progress of runs and of data preparation, as a bar on a terminal or as plain lines elsewhere."""
 
 import math
 import os
@@ -6,19 +6,22 @@ import sys
 import time
 from typing import TextIO
 
-LINE_S = 30  # seconds without output after which a line is printed
+LINE_S = 30  # seconds without output after which a plain line is printed
 DRAW_S = 0.25  # seconds between updates of the text next to the bar
 BAR_VALUES = ("train/images_per_s", "train/loss", "val/accuracy", "train/mfu_pct", "train/lr")
 
 
 class Display:
-    """Progress bar with a text on a terminal. Elsewhere, prints a line every LINE_S seconds.
+    """Progress bar with a text on a terminal, or plain lines every LINE_S seconds elsewhere.
 
-    file: Stream for the output. None means stdout.
+    Args:
+        total: Total amount of work, in the unit of `done` in show().
+        text: Text next to the bar.
+        file: Output stream. None means stdout.
     """
 
     def __init__(self, total: int, text: str, file: TextIO | None = None):
-        self.file = file  # None is not resolved here, because the bar replaces sys.stdout
+        self.file = file  # stays None for stdout, because the bar replaces sys.stdout
         out = file or sys.stdout
         self.shown_s, self.bar = time.monotonic(), None
         if out.isatty() and "NO_COLOR" not in os.environ:
@@ -43,7 +46,7 @@ class Display:
             self.print(text)
 
     def print(self, line: str, file: TextIO | None = None) -> None:
-        """Print a line, above the bar if there is one. `file`: a stream other than the bar's stream."""
+        """Print a line above the bar. `file` is a stream that replaces the default stream."""
         self.shown_s = time.monotonic()
         print(line, file=file or self.file, flush=True)
 
@@ -53,14 +56,14 @@ class Display:
 
 
 class TrainingProgress:
-    """Progress of a run.
+    """Display of a training run's progress.
 
     Args:
-        epochs: Epochs of the whole run.
-        step: First step of this process.
-        steps: Steps of the whole run.
-        unit: Word for samples, for example `images`.
-        val_name: Word for the split that the `val/...` values describe.
+        epochs: Total number of epochs in the run.
+        step: Number of steps that earlier processes have finished.
+        steps: Total number of steps in the run.
+        unit: Word for samples, such as `images`.
+        val_name: Name of the split in the displayed `val/...` metrics.
     """
 
     def __init__(self, epochs: int, step: int, steps: int, unit: str, val_name: str = "val"):
@@ -71,27 +74,34 @@ class TrainingProgress:
         self.display = Display(steps, "starting")
 
     def advance(self, step: int) -> None:
-        """Show the number of finished steps. Call this method after each micro-batch."""
+        """Update the number of finished steps. Call this method after each micro-batch."""
         self.step = step
         self.began = self.began or (time.monotonic(), step)
         self.tell("")
 
     def tell(self, activity: str) -> None:
-        """Show an activity of the run other than training steps."""
+        """Show an activity of the run, such as an evaluation.
+
+        An empty activity means that the run is training.
+        """
         if self.display.is_due():
             position = f"step {self.step:,}/{self.steps:,}"
             values = {name: self.values[name] for name in BAR_VALUES if name in self.values}
-            text = "  ".join(filter(None, [position, activity, self._left(), self._numbers(values)]))
+            text = "  ".join(
+                filter(None, [position, activity, self._remaining_time(), self._format_metrics(values)])
+            )
             self.display.show(text if self.display.bar else activity or position, self.step)
 
     def show(self, step: int, epoch: float, values: dict[str, float]) -> None:
-        """Print a line of the log. If there is a bar, print only evaluations."""
+        """Print metrics as a line. A terminal with a bar shows only the lines of evaluations."""
         self.step, self.values = step, self.values | values
         position = f"epoch {math.ceil(epoch)}/{self.epochs}  step {step:,}/{self.steps:,}"
         if not self.display.bar:
-            self.display.print("  ".join(filter(None, [position, self._numbers(values), self._left()])))
+            self.display.print(
+                "  ".join(filter(None, [position, self._format_metrics(values), self._remaining_time()]))
+            )
         elif "val/loss" in values:
-            self.display.print(f"{position}  {self._numbers(values)}")
+            self.display.print(f"{position}  {self._format_metrics(values)}")
 
     def stop(self) -> None:
         if self.display.bar:
@@ -99,7 +109,7 @@ class TrainingProgress:
             self.tell("")
         self.display.stop()
 
-    def _numbers(self, values: dict[str, float]) -> str:
+    def _format_metrics(self, values: dict[str, float]) -> str:
         formats = {"lr": "lr {:.2e}", "images_per_s": f"{{:,.0f}} {self.unit}/s", "mfu_pct": "MFU {:.1f} %"}
         prefixes = {"train": "", "val": f"{self.val_name} "}
         parts = []
@@ -109,8 +119,8 @@ class TrainingProgress:
             parts.append(formats[short].format(value) if short in formats else f"{label} {value:.4f}")
         return "  ".join(parts)
 
-    def _left(self) -> str:
-        """Return the remaining time at the mean speed since the first advance(), including evaluations."""
+    def _remaining_time(self) -> str:
+        """Estimate the remaining time from the mean speed since the first advance(), evaluations included."""
         if not self.began or self.step <= self.began[1]:
             return ""
         seconds_per_step = (time.monotonic() - self.began[0]) / (self.step - self.began[1])
@@ -118,11 +128,12 @@ class TrainingProgress:
 
 
 class ReadingProgress:
-    """Progress of reading one split, measured in bytes of image data.
+    """Display of the progress of reading one split, measured in bytes of image data.
 
     Args:
-        total: Bytes of all images.
-        doing: Word with which tell() describes the activity.
+        split: Name of the split.
+        total: Number of bytes of all images in the split.
+        doing: Word for the activity in the output of tell(), such as `read`.
     """
 
     def __init__(self, split: str, total: int, doing: str = "read"):
@@ -136,27 +147,27 @@ class ReadingProgress:
         self.display.stop()
 
     def tell(self, done: int) -> None:
-        """Show progress in bytes that are not image data, for example uploaded bytes."""
-        self._show(f"{self.split}  {self._gib(done)} {self.doing}", done)
+        """Show the number of processed bytes that are not image data, such as uploaded bytes."""
+        self._show_if_due(f"{self.split}  {self._format_gib(done)} {self.doing}", done)
 
     def show(self, images: int, read: int) -> None:
         seconds_per_byte = (time.monotonic() - self.began_s) / max(1, read)
         left = f"{_duration((self.total - read) * seconds_per_byte)} left"
-        self._show(f"{self._text(images, read)}  {left}", read)
+        self._show_if_due(f"{self._description(images, read)}  {left}", read)
 
     def end(self, images: int, read: int) -> None:
-        self.display.print(f"{self._text(images, read)}  done")
+        self.display.print(f"{self._description(images, read)}  done")
 
-    def _show(self, text: str, read: int) -> None:
+    def _show_if_due(self, text: str, read: int) -> None:
         if self.display.is_due():
             self.display.show(text, read)
 
-    def _text(self, images: int, read: int) -> str:
+    def _description(self, images: int, read: int) -> str:
         seconds = max(time.monotonic() - self.began_s, 1e-3)
         speed = f"{images / seconds:,.0f} images/s  {read / seconds / 1e6:,.0f} MB/s"
-        return f"{self.split}  {images:,} images  {self._gib(read)}  {speed}"
+        return f"{self.split}  {images:,} images  {self._format_gib(read)}  {speed}"
 
-    def _gib(self, read: int) -> str:
+    def _format_gib(self, read: int) -> str:
         return f"{read / 2**30:,.2f} of {self.total / 2**30:,.2f} GiB"
 
 

@@ -1,4 +1,4 @@
-"""Runs work in threads, at low priority or while the calling thread sends heartbeats."""
+"""Runs functions in threads at low priority, or while the calling thread sends heartbeats."""
 
 import contextlib
 import os
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-# Function that signals progress to other processes. Called about every second.
+# Function that reports progress to other processes and is called about every second
 Heartbeat = Callable[[], None]
 Result = TypeVar("Result")
 
 
 def lower_priority() -> None:
-    """Limit the calling thread, and threads that it starts, to CPU time that training does not use.
+    """Limit the calling thread, and threads that this thread starts, to CPU time that training does not use.
 
-    On Linux, each thread has a separate priority. With ViT-B/32 on 2 cores, a step during a write takes 1.0
-    to 1.3 times as long as other steps. With equal priorities, it takes 2.9 times as long
-    (benchmarks/checkpoint_saves.py).
+    On Linux, each thread has a separate priority. With ViT-B/32 on 2 cores, a training step during a write at
+    low priority takes 1.0 to 1.3 times as long as a step without a write. A step during a write at normal
+    priority takes 2.9 times as long (benchmarks/checkpoint_saves.py).
     """
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def start_daemon(work: Callable[[], Result]) -> Future[Result]:
-    """Run work() in a daemon thread, so that the process can end even if work() waits for a silent server."""
+    """Run work() in a daemon thread, so that the process can exit while work() waits for a silent server."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -38,10 +38,10 @@ def start_daemon(work: Callable[[], Result]) -> Future[Result]:
 
 
 def run_with_heartbeat(work: Callable[[], Result], heartbeat: Heartbeat, every_s: float = 0.5) -> Result:
-    """Run work() in a thread and call heartbeat() in the calling thread. Return the result of work().
+    """Run work() in a thread, call heartbeat() in the calling thread, and return the result of work().
 
-    Exceptions from work() are raised in the calling thread. An exception from heartbeat() is raised at once.
-    In this case, the thread continues but does not keep the process alive.
+    Exceptions from work() are raised in the calling thread. An exception from heartbeat() is raised
+    immediately. After such an exception, the thread continues, but does not keep the process alive.
     """
     outcome = start_daemon(work)
     while wait([outcome], every_s).not_done:

@@ -1,5 +1,5 @@
-"""Wrappers for private names of other libraries that the project uses or replaces.
+"""Wrappers around private names in other libraries that the project uses or replaces.
 
-tests/test_upstream.py fails when a new version of a library makes a wrapper unnecessary. Start reading in
-torch_.py.
+tests/test_upstream.py fails if a wrapper becomes unnecessary with a new version of a library. Start reading
+in torch_.py.
 """

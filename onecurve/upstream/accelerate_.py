@@ -1,14 +1,14 @@
-"""Private names of Accelerate, and replaced behaviour. Seen in accelerate 1.15.0."""
+"""Uses private names of Accelerate, and replaces some of its behaviour. Written for accelerate 1.15.0."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def cache_package_lookups() -> None:
-    """Look up each optional package once per process.
+    """Make Accelerate look up each optional package only once per process.
 
-    Otherwise, each optimizer step looks up LOMO's package twice (accelerate #2695). Each lookup takes 33 us,
-    because Python searches all folders in sys.path.
+    Otherwise, Accelerate looks up the package of the optimizer LOMO twice in each optimizer step (accelerate
+    #2695). Each lookup takes 33 us, because Python searches all folders in sys.path.
     """
     import functools
 
@@ -20,7 +20,7 @@ def cache_package_lookups() -> None:
 def print_where(is_first: Callable[[], bool]) -> None:
     """Make accelerator.print and trackers write only in processes where is_first() returns True.
 
-    Otherwise, every process with LOCAL_RANK 0 writes. On a host where each process sees only one GPU,
+    Otherwise, every process whose LOCAL_RANK is 0 writes. If each process on a host sees only one GPU,
     LOCAL_RANK is 0 in all processes.
     """
     from accelerate import PartialState
@@ -29,9 +29,9 @@ def print_where(is_first: Callable[[], bool]) -> None:
 
 
 def skip_deepspeed_import() -> None:
-    """Make Accelerate treat DeepSpeed as not installed, for jobs that do not use DeepSpeed.
+    """Make Accelerate believe that DeepSpeed is not installed, for jobs that do not use DeepSpeed.
 
-    Otherwise, Accelerate imports DeepSpeed to check whether FSDP's model is a DeepSpeed engine. The import
+    Otherwise, Accelerate imports DeepSpeed to check whether an FSDP model is a DeepSpeed engine. This import
     takes 2 s in each process.
     """
     from accelerate.utils import other
@@ -42,7 +42,7 @@ def skip_deepspeed_import() -> None:
 def skip_dtensor_import() -> None:
     """Make Accelerate assume that no parameter is a DTensor, for jobs without FSDP.
 
-    Otherwise, prepare() imports DTensor. The import takes 1 s in each process.
+    Otherwise, Accelerator.prepare() imports DTensor, which takes 1 s in each process.
     """
     from accelerate import accelerator
 
@@ -50,9 +50,10 @@ def skip_dtensor_import() -> None:
 
 
 def scale_loss_on_cpu(accelerator: Any) -> None:
-    """Enable fp16 autocast and a loss scaler on the CPU. Accelerate enables these only on GPUs.
+    """Enable fp16 autocast and a loss scaler on the CPU.
 
-    Otherwise, fp16 training on a CPU would silently compute in fp32.
+    Otherwise, fp16 training on a CPU silently computes in fp32, because Accelerate enables fp16 autocast only
+    on GPUs.
     """
     import torch
 
@@ -60,9 +61,9 @@ def scale_loss_on_cpu(accelerator: Any) -> None:
 
 
 def set_backend(backend: str, distributed_type: Any) -> None:
-    """Make Accelerate use the given torch.distributed backend and distributed type.
+    """Make Accelerate use a specific torch.distributed backend and distributed type.
 
-    Otherwise, Accelerate does not choose a backend on hosts without a GPU, and each process becomes a
+    Otherwise, Accelerate does not choose a backend on hosts without a GPU, so that each process becomes a
     separate job.
     """
     from accelerate import PartialState
@@ -71,9 +72,9 @@ def set_backend(backend: str, distributed_type: Any) -> None:
 
 
 def set_device_to_cpu() -> None:
-    """Make the CPU the device of each process.
+    """Make Accelerate select the CPU as the device of each process.
 
-    Otherwise, Accelerate selects the GPU with index LOCAL_RANK as soon as a process group exists.
+    Otherwise, Accelerate selects the GPU with index LOCAL_RANK after a process group has been created.
     """
     import torch
     from accelerate import PartialState
@@ -85,10 +86,10 @@ def set_device_to_cpu() -> None:
 
 
 def launch_arguments(words: list[str]) -> tuple[Any, Any]:
-    """Return the arguments of `accelerate launch WORDS` and the content of its config file.
+    """Return the parsed arguments of `accelerate launch WORDS`, and the content of the config file.
 
-    The arguments include the config file's values. Accelerate has no public function that reads the config
-    file without starting the job.
+    The arguments include the settings in the config file. Accelerate has no public function that reads the
+    config file without starting the job.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -97,10 +98,10 @@ def launch_arguments(words: list[str]) -> tuple[Any, Any]:
 
 
 def block_names(model: Any) -> tuple[str, ...]:
-    """Return the names of the classes that FSDP wraps individually, or () if the model does not list any.
+    """Return the names of the classes that FSDP wraps individually, or () if the model lists no classes.
 
-    Accelerate's wrap policy reads the attribute `_no_split_modules`, which is a convention of Transformers.
-    Without the attribute, each FSDP config would have to list the classes of one model, and would fail for
-    all other models.
+    Accelerate's wrap policy reads the model's attribute `_no_split_modules`, a convention of Transformers.
+    Without this attribute, an FSDP config would have to list the classes of one model, and would fail for all
+    other models.
     """
     return tuple(getattr(model, "_no_split_modules", None) or ())

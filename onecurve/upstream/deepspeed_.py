@@ -1,7 +1,7 @@
-"""Private names of DeepSpeed, and replaced behaviour. Seen in deepspeed 0.19.8.
+"""Uses private names of DeepSpeed, and replaces some of its behaviour. Written for deepspeed 0.19.8.
 
-ZeRO's optimizers also have undocumented attributes without a leading underscore, such as bit16_groups and
-fp32_partitioned_groups_flat. onecurve/distributed/layout.py reads these attributes.
+onecurve/distributed/layout.py also reads undocumented attributes of ZeRO's optimizers that have no leading
+underscore, such as bit16_groups and fp32_partitioned_groups_flat.
 """
 
 import importlib
@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Functions that compare values between ranks, which does not work in a fake process group.
+# DeepSpeed functions that compare numbers between ranks, which is impossible in a fake process group
 COMPARISONS = ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks")
 
 
 def use_gloo() -> None:
-    """Make DeepSpeed exchange CPU tensors over gloo instead of using its shared-memory operator.
+    """Make DeepSpeed exchange CPU tensors over gloo instead of DeepSpeed's shared-memory operator.
 
-    DeepSpeed compiles this operator on first use. A build that is killed leaves a lock behind, which blocks
-    the next build (pytorch #189245).
+    DeepSpeed compiles the shared-memory operator on first use. If the compilation is killed, a lock file
+    remains and blocks the next compilation (pytorch #189245).
     """
     import deepspeed
 
@@ -28,7 +28,8 @@ def use_gloo() -> None:
 def allow_fp16_on_cpu() -> None:
     """Make DeepSpeed accept fp16 on every CPU.
 
-    Otherwise, DeepSpeed refuses fp16 on CPUs where it is slow, although torch supports fp16 on all CPUs.
+    Otherwise, DeepSpeed refuses to train in fp16 on CPUs where fp16 is slow, although torch supports fp16 on
+    all CPUs.
     """
     import deepspeed
 
@@ -36,23 +37,23 @@ def allow_fp16_on_cpu() -> None:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon without compiling it.
+    """Import DeepSpeed's module for the optimizer Muon without torch.compile.
 
-    DeepSpeed imports Muon's module to check the type of every optimizer. The module calls torch.compile on
-    import, which takes 5 s in each process.
+    DeepSpeed imports this module to check the type of every optimizer. During the import, the module calls
+    torch.compile, which takes 5 s in each process.
     """
     from deepspeed.runtime import compiler
 
-    compile = compiler.compile
+    original_compile = compiler.compile
     compiler.compile = lambda *_, **__: lambda function: function
     importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    compiler.compile = compile
+    compiler.compile = original_compile
 
 
 def hide_untested_optimizers() -> None:
-    """Hide DeepSpeed's warning that it has not tested the script's optimizer.
+    """Hide DeepSpeed's warning that the script uses an untested optimizer.
 
-    DeepSpeed warns even if zero_allow_untested_optimizer is true in DeepSpeed's config.
+    DeepSpeed prints this warning even if zero_allow_untested_optimizer is true in the DeepSpeed config.
     """
     logging.getLogger("DeepSpeed").addFilter(_is_shown)
 
@@ -62,10 +63,10 @@ def _is_shown(record: logging.LogRecord) -> bool:
 
 
 def allow_smallest_scale(zero: Any) -> None:
-    """Allow fp16's loss scale to stay at its minimum.
+    """Allow the loss scale of fp16 training to stay at the minimum.
 
-    Otherwise, ZeRO's optimizer raises an Exception at the minimum. In this project, Run reports a non-finite
-    loss in one line instead.
+    Otherwise, ZeRO's optimizer raises an Exception when the loss scale reaches the minimum. In this project,
+    the class Run reports a non-finite loss in one line instead.
     """
     zero.loss_scaler.raise_error_at_min_scale = False
 
@@ -73,8 +74,8 @@ def allow_smallest_scale(zero: Any) -> None:
 def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
     """Call report() whenever ZeRO's optimizer would skip a step because a gradient is not finite.
 
-    Otherwise, DeepSpeed silently skips such steps in bf16 and fp32 (DeepSpeed #8415). All processes detect
-    the overflow in the same step.
+    Otherwise, DeepSpeed silently skips the step in bf16 and fp32 training (DeepSpeed #8415). All processes
+    call report() in the same step.
     """
     update_scale = zero._update_scale
 
@@ -87,10 +88,13 @@ def call_at_overflow(zero: Any, report: Callable[[], None]) -> None:
 
 
 def fragment(parameter: Any) -> tuple[int, int, int] | None:
-    """Return this process's fragment of a parameter under ZeRO-1 or ZeRO-2, or None without a fragment.
+    """Return the position of this process's fragment of a ZeRO-1 or ZeRO-2 parameter.
 
-    The fragment is (start in the parameter, length, start in the flat partition of the master weights).
-    DeepSpeed's public functions read and write only whole parameters.
+    DeepSpeed's public functions read and write only entire parameters.
+
+    Returns:
+        Start of the fragment in the parameter, length of the fragment, and start of the fragment in the flat
+        partition of the master weights. None if this process has no fragment of the parameter.
     """
     if (mapping := parameter._hp_mapping) is None:
         return None
@@ -99,30 +103,31 @@ def fragment(parameter: Any) -> tuple[int, int, int] | None:
 
 
 def partition_rank(zero: Any, parameter: Any) -> int:
-    """Return the index of the equal part of a ZeRO-3 parameter that this process holds.
+    """Return the index of this process's partition among the equal partitions of a ZeRO-3 parameter.
 
-    The index equals the rank, unless the config uses secondary partitions.
+    The index is the rank of this process, unless the DeepSpeed config uses secondary partitions.
     """
     return zero._get_param_partition_rank(parameter)
 
 
 def end_zero3_step(zero: Any, partitions: int) -> None:
-    """Copy the master weights into the model, like the end of a ZeRO-3 optimizer step.
+    """Copy the master weights into the model, as ZeRO-3 does at the end of an optimizer step.
 
-    DeepSpeed's public safe_set_full_fp32_param does not update the weights that the next forward pass uses.
+    DeepSpeed's public function safe_set_full_fp32_param does not update the weights for the next forward
+    pass.
     """
     zero._partition_all_parameters()
-    for i in range(partitions):
-        zero._reassign_or_swap_out_partitioned_parameters(i)
+    for partition in range(partitions):
+        zero._reassign_or_swap_out_partitioned_parameters(partition)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
-    """Return fp16's loss scale and the steps since the last overflow, or None without a dynamic scale.
+    """Return the fp16 loss scale and the number of steps since the last overflow.
 
-    DeepSpeed's checkpoints store the loss scaler as a pickle. The project's checkpoints store only these two
-    numbers, under every strategy.
+    This project's checkpoints store only these two numbers, under every strategy. DeepSpeed's checkpoints
+    store the loss scaler as a pickle. The result is None if the loss scale is not dynamic.
     """
     if (scaler := _dynamic_scaler(zero)) is None:
         return None
@@ -130,7 +135,7 @@ def zero_loss_scale(zero: Any) -> tuple[float, int] | None:
 
 
 def set_zero_loss_scale(zero: Any, scale: float, good_steps: int) -> None:
-    """Set the values that zero_loss_scale() returns."""
+    """Set the fp16 loss scale and the number of steps since the last overflow, as in zero_loss_scale()."""
     scaler = _dynamic_scaler(zero)
     scaler.cur_scale = scale
     scaler.cur_iter = scaler.last_overflow_iter + 1 + good_steps
@@ -142,11 +147,11 @@ def _dynamic_scaler(zero: Any) -> Any:
 
 
 def skip_comparisons() -> None:
-    """Disable comparisons between ranks in all DeepSpeed modules.
+    """Disable the functions in COMPARISONS in all DeepSpeed modules.
 
-    plan.py simulates a job in a single process, where such comparisons can't succeed.
+    plan.py simulates a job in a single process, so that there are no other ranks to compare numbers with.
     """
-    import deepspeed.runtime.zero.partition_parameters  # imports all modules that use COMPARISONS
+    import deepspeed.runtime.zero.partition_parameters  # imports all modules that contain COMPARISONS
     import deepspeed.runtime.zero.stage3
 
     del deepspeed

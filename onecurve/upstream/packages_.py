@@ -1,4 +1,4 @@
-"""Private and replaced names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
+"""Uses or replaces private names of Pillow 13.0, huggingface_hub, TensorBoard 2.21 and evaluate 0.4.6."""
 
 import sys
 import threading
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def allow_large_texts() -> None:
-    """Let Pillow read a PNG with a text or colour profile longer than 1 MiB.
+    """Make Pillow accept PNG files that contain a text or colour profile of more than 1 MiB.
 
-    Otherwise, Pillow refuses such a PNG even if the image itself is small (Pillow #8363). Pillow's limit for
-    the total length of all texts still applies.
+    Otherwise, Pillow refuses the file even if the image itself is small (Pillow #8363). Pillow's limit on the
+    total length of all texts in a file still applies.
     """
     from PIL import PngImagePlugin
 
@@ -18,10 +18,10 @@ def allow_large_texts() -> None:
 
 
 def use_hub_offline() -> None:
-    """Make huggingface_hub use only its cache from now on.
+    """Make huggingface_hub read only cached files from now on.
 
-    huggingface_hub reads HF_HUB_OFFLINE only on import. Without this function, huggingface_hub tries to fetch
-    each file five times if the hub is unreachable.
+    Setting HF_HUB_OFFLINE is not enough, because huggingface_hub reads this variable only on import. Without
+    this function, huggingface_hub requests each file five times if the hub is unreachable.
     """
     from huggingface_hub import constants
 
@@ -31,17 +31,18 @@ def use_hub_offline() -> None:
 def is_tensorboard_writer(thread: threading.Thread | None) -> bool:
     """Return True if the thread is TensorBoard's writer thread.
 
-    When the disk is full, TensorBoard raises an error in this thread and later again in the main thread.
-    Recognising the thread avoids a second traceback.
+    When the disk is full, TensorBoard raises an error in the writer thread, and later in the main thread.
+    Callers use this function to avoid a second traceback.
     """
     return type(thread).__name__ == "_AsyncWriterThread"
 
 
 def import_evaluate(scratch: Path) -> Any:
-    """Import `evaluate` without transformers, and make it copy the modules that it loads to `scratch`.
+    """Import the package `evaluate` without transformers, and set the folder for copies of metric modules.
 
-    Otherwise, `evaluate` writes the copies to a cache in the home folder, which may be read-only or contain
-    another process's incomplete copy. `evaluate` imports transformers for its pipelines, which takes 2 s.
+    By default, `evaluate` copies the modules to a cache in the home folder, which may be read-only or contain
+    an incomplete copy from another process. `evaluate` also imports transformers for pipelines, which takes 2
+    s.
     """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("transformers", None)

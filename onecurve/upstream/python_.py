@@ -1,4 +1,4 @@
-"""Private names of CPython's standard library. Seen in Python 3.11 to 3.13."""
+"""Uses private names of CPython's standard library. Written for Python 3.11 to 3.13."""
 
 import sys
 import threading
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def run_finalizers() -> None:
-    """Run multiprocessing's finalizers, which os._exit skips.
+    """Run multiprocessing's finalizers before os._exit, which skips the finalizers.
 
-    Otherwise, Python's resource tracker warns about leaked semaphores of the DataLoader workers.
+    Otherwise, Python's resource tracker warns about semaphores that the DataLoader workers leaked.
     """
     import multiprocessing.util
 
@@ -23,8 +23,9 @@ def run_finalizers() -> None:
 def on_unsent(report: Callable[[Exception, object], None]) -> None:
     """Call report(error, object) when a multiprocessing queue can't send an object.
 
-    Otherwise, the queue's thread prints a traceback and drops the object, and the receiver waits forever
-    (pytorch #25691). CPython provides the replaced method for this purpose, but typeshed does not declare it.
+    Otherwise, the queue's thread prints a traceback and drops the object, so that the receiver waits forever
+    (pytorch #25691). CPython intends the replaced method to be overridden, but typeshed does not declare the
+    method.
     """
     import multiprocessing.queues
 
@@ -32,16 +33,17 @@ def on_unsent(report: Callable[[Exception, object], None]) -> None:
 
 
 def main_threads_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread, as seen from another thread.
+    """Return the innermost stack frame of the main thread. Any thread may call this function.
 
-    No public function shows where a thread hangs while it is inside native code.
+    CPython has no public function that shows where a thread hangs in native code.
     """
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
 def flag_names(parser: "argparse.ArgumentParser") -> Iterable[str]:
-    """Return all flags of a parser, such as `--batch_size`.
+    """Return the names of all flags of a parser, such as `--batch_size`.
 
-    argparse has no public list of flags. The list is needed to suggest a similar flag when a flag is unknown.
+    Error messages about unknown flags suggest a similar name from this list. argparse has no public list of
+    flags.
     """
     return parser._option_string_actions

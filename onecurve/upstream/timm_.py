@@ -1,4 +1,4 @@
-"""Replaced layers of timm. Seen in timm 1.0.31."""
+"""Replaces layers of timm models. Written for timm 1.0.31."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,20 +8,21 @@ BATCH_NORM_ACT = "timm.layers.norm_act.BatchNormAct2d.forward"
 
 
 def is_batch_norm_act(forward: Callable[..., Any]) -> bool:
-    """Return True if `forward` belongs to timm's BatchNorm with an activation. This does not import timm.
+    """Return True for the forward method of timm's BatchNorm with an activation, without importing timm.
 
-    numerics/batch_norm.py replaces this forward method, which normalises and then calls the layer's `drop`
-    and `act`. Layers with another forward method are refused, because the replacement would compute incorrect
-    results.
+    numerics/batch_norm.py replaces this method, which normalises the input and then calls the layer's `drop`
+    and `act`. Layers with a different forward method are refused, because the replacement would compute
+    incorrect results.
     """
     return f"{forward.__module__}.{forward.__qualname__}" == BATCH_NORM_ACT
 
 
 def replace_attention(module: Any, mixin: type) -> None:
-    """Make a timm.layers.Attention use the mixin's forward method. Parameters keep their names.
+    """Make a timm.layers.Attention use the forward method of a mixin, without renaming parameters.
 
-    timm always calls torch's attention and has no option for another implementation. The project's kernel for
-    few tokens is faster (docs/gpu.md), and reads the projection's output in a different order.
+    timm always calls torch's attention function and can't be configured to call a different function. This
+    project's kernel for few tokens is faster (docs/gpu.md), and reads the output of the projection in a
+    different order.
     """
     module.__class__ = _attention_class(mixin)
 
@@ -34,9 +35,9 @@ def _attention_class(mixin: type) -> type:
 
 
 def replace_patch_convolution(embedding: Any, convolution: type) -> None:
-    """Make a timm.layers.PatchEmbed use another convolution class with the same parameters.
+    """Make a timm.layers.PatchEmbed use a different convolution class with the same parameters.
 
-    timm projects patches with torch's convolution. In a 60 ms step of ViT-B/32 at batch 512 on an H200, cuDNN
-    took 7.4 ms for this convolution.
+    timm projects patches with torch's convolution. On an H200, cuDNN spent 7.4 ms of a 60 ms step of ViT-B/32
+    at batch 512 on this convolution.
     """
     embedding.proj.__class__ = convolution

@@ -1,4 +1,4 @@
-"""Private names of torch, and replaced behaviour. Seen in torch 2.11 and 2.15.0."""
+"""Uses private names of torch, and replaces some of its behaviour. Written for torch 2.11 and 2.15.0."""
 
 import importlib
 import json
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class _Compiler(ModuleType):
-    """Stand-in for torch._dynamo that imports the real module on first use.
+    """Replacement for torch._dynamo that imports the real module on first use.
 
-    Calls of the two functions that torch's optimizers always use do not trigger the import.
+    Calls of graph_break and disable, which torch's optimizers always use, do not trigger the import.
     """
 
-    graph_break = staticmethod(lambda *_, **__: None)  # like torch's function outside a compilation
+    graph_break = staticmethod(lambda *_, **__: None)  # torch's function does nothing outside a compilation
     disable = staticmethod(lambda function, *_, **__: function)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # inspect reads these attributes of every module
+        if name.startswith("__") and name != "__path__":  # `inspect` reads these attributes
             raise AttributeError(name)
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
@@ -35,10 +35,10 @@ class _Compiler(ModuleType):
 
 
 def postpone_compiler() -> None:
-    """Delay the import of torch's compiler, which takes seconds, until code is compiled.
+    """Delay the import of torch's compiler, which takes seconds, until the first compilation.
 
-    Otherwise, an optimizer's first step imports torch._dynamo (pytorch #103952) to call two functions that do
-    nothing outside a compilation.
+    Otherwise, the first step of an optimizer imports torch._dynamo (pytorch #103952) to call two functions
+    that do nothing outside a compilation.
     """
     import torch
 
@@ -50,7 +50,8 @@ def postpone_compiler() -> None:
 def allow_recompilations(limit: int) -> None:
     """Let Dynamo compile up to `limit` graphs per function.
 
-    Beyond Dynamo's default limit of 8, a block would run uncompiled, with only a warning.
+    Otherwise, Dynamo stops compiling a block after 8 graphs, runs the block uncompiled, and only prints a
+    warning.
     """
     import torch._dynamo
 
@@ -60,7 +61,7 @@ def allow_recompilations(limit: int) -> None:
 def draw_as_eager() -> None:
     """Make compiled code draw the same random numbers as eager code.
 
-    Otherwise, Inductor draws different random numbers, so dropout differs from eager mode.
+    Otherwise, Inductor draws different random numbers, for example for dropout.
     """
     import torch._inductor.config
 
@@ -70,7 +71,7 @@ def draw_as_eager() -> None:
 def has_cpp_compiler() -> bool:
     """Return True if Inductor finds a C++ compiler on this host.
 
-    Without this check, a job would start and then fail with a traceback in its first compiled step.
+    Without this check, a job without a compiler would fail with a traceback in the first compiled step.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -86,10 +87,10 @@ def has_cpp_compiler() -> bool:
 
 
 def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
-    """Interpolate each tensor linearly towards its target in place, with few kernels for all tensors.
+    """Interpolate each tensor linearly towards a target in place, with few kernels for all tensors.
 
-    torch 2.15 has a public function in torch.foreach, but torch 2.11 has only the private function. A loop
-    would launch one kernel per tensor.
+    A loop would launch one kernel per tensor. torch 2.15 provides a public function in torch.foreach, but
+    torch 2.11 provides only the private function.
     """
     import torch
 
@@ -97,31 +98,31 @@ def lerp_(tensors: "Tensors", targets: "Tensors", weight: float) -> None:
 
 
 def add_(tensors: "Tensors", number: float) -> None:
-    """Add a number to each tensor in place. Like lerp_(), this launches few kernels."""
+    """Add a number to each tensor in place, with few kernels for all tensors."""
     import torch
 
     torch._foreach_add_(tensors, number)
 
 
 def multiply_(tensors: "Tensors", factor: "Tensor") -> None:
-    """Multiply each tensor in place by a factor on its device. Like lerp_(), this launches few kernels."""
+    """Multiply each tensor by a factor on the same device in place, with few kernels for all tensors."""
     import torch
 
     torch._foreach_mul_(tensors, factor)
 
 
 def norms(tensors: "Tensors", order: float) -> tuple["Tensor", ...]:
-    """Return the norm of each tensor. Like lerp_(), this launches few kernels."""
+    """Return the norm of each tensor, computed with few kernels for all tensors."""
     import torch
 
     return tuple(torch._foreach_norm(tensors, order))
 
 
 def has_bf16_instructions() -> bool:
-    """Return True if this CPU computes in bf16 natively.
+    """Return True if this CPU supports bf16 natively.
 
-    torch has no public function for this check. Without the check, rehearsals would train in bf16 on CPUs
-    that emulate bf16.
+    Without this check, rehearsals would train in bf16 on CPUs that emulate bf16. torch has no public function
+    for this check.
     """
     import torch
 
@@ -131,8 +132,8 @@ def has_bf16_instructions() -> bool:
 def batch_norm_class() -> Any:
     """Return the base class of torch's and timm's BatchNorm layers.
 
-    This class defines the forward method that the public classes inherit and that numerics/batch_norm.py
-    replaces. The only public base class of the layers is nn.Module.
+    The base class defines the forward method that numerics/batch_norm.py replaces. The layers have no public
+    base class except for nn.Module.
     """
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -143,25 +144,25 @@ def batch_norm_class() -> Any:
 
 
 def unscale_before_step(optimizer: Any) -> None:
-    """Make the loss scaler divide the gradients before it calls the optimizer's step.
+    """Make the loss scaler divide the gradients by the loss scale before the optimizer's step.
 
-    torch's fused optimizers would divide the gradients in their own kernel. Fused SGD would then round
+    Otherwise, torch's fused optimizers divide the gradients in the kernel of the step, and fused SGD rounds
     differently from the optimizer of a sharded model.
     """
     optimizer._step_supports_amp_scaling = False
 
 
 def loss_scale(scaler: Any) -> tuple[float, int]:
-    """Return the scale of a torch.amp.GradScaler and the number of steps since its last overflow.
+    """Return the loss scale of a torch.amp.GradScaler, and the number of steps since the last overflow.
 
-    The number of steps has only a private key, even in state_dict().
+    Even state_dict() stores the number of steps under a private key.
     """
     state = scaler.state_dict()
     return state["scale"], state["_growth_tracker"]
 
 
 def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
-    """Set the values that loss_scale() returns."""
+    """Set the loss scale and the number of steps since the last overflow of a torch.amp.GradScaler."""
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale, "_growth_tracker": good_steps})
 
 
@@ -171,7 +172,7 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
 def default_store() -> Any:
     """Return the store of the default process group.
 
-    Without this function, ranks would need a second store with a separate port.
+    torch has no public function that returns this store. A second store would need a second port.
     """
     from torch.distributed import distributed_c10d
 
@@ -179,11 +180,11 @@ def default_store() -> Any:
 
 
 def set_default_group_timeout(timeout_s: int) -> None:
-    """Set the default timeout of process groups that are created from now on.
+    """Set the default timeout of all process groups that are created later.
 
-    DeepSpeed 0.19 clones the world group, and a DeviceMesh creates one group per host (pytorch #119574). The
-    new groups use torch's defaults (600 s for NCCL and 1,800 s for gloo), regardless of the first group's
-    timeout.
+    DeepSpeed 0.19 clones the world group, and a DeviceMesh creates one group per host (pytorch #119574). By
+    default, these groups ignore the timeout of the first group, and use torch's timeouts of 600 s for NCCL
+    and 1,800 s for gloo.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -193,13 +194,13 @@ def set_default_group_timeout(timeout_s: int) -> None:
 def flight_record() -> list[dict[str, Any]]:
     """Return the collectives in torch's flight recorders for gloo and NCCL.
 
-    torch's public settings only write the collectives to a file after a timeout. Without this function, the
-    report of a hanging job can't name the collective that the job is waiting for.
+    The report of a hanging job uses the flight recorders to name the collective for which the job waits. With
+    torch's public settings, the flight recorders only write the collectives to a file after a timeout.
     """
     import torch._C._distributed_c10d as c10d
 
     entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # recorders of gloo and NCCL
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # flight recorders of gloo and NCCL
         with suppress(AttributeError, RuntimeError, ValueError):
             entries += json.loads(getattr(c10d, name)()).get("entries", [])
     return entries
@@ -211,8 +212,8 @@ def flight_record() -> list[dict[str, Any]]:
 def leave_pool(device: int, pool: Any) -> None:
     """Make the CUDA allocator leave the memory pool of a failed capture.
 
-    Otherwise, the allocator remains in the state of a capture (pytorch #180395, #190348), and later tensors
-    are placed in the memory of a deleted graph.
+    Otherwise, the allocator behaves as if the capture continued (pytorch #180395, #190348), and places later
+    tensors in the memory of a deleted graph.
     """
     import torch
 
@@ -224,29 +225,30 @@ def leave_pool(device: int, pool: Any) -> None:
 def stop_timing(ddp: Any) -> None:
     """Make DDP stop timing its steps.
 
-    DDP times every hundredth step with CUDA events, which are not allowed in a capture.
+    Otherwise, DDP records CUDA events in every hundredth step, which is not allowed during the capture of a
+    graph.
     """
     ddp._set_ddp_runtime_logging_sample_rate(2**31 - 1)
 
 
 def reset_reducer(ddp: Any) -> None:
-    """Make DDP discard the state of an unfinished backward pass, for example in a failed capture.
+    """Make DDP discard the state of a backward pass that did not finish, for example in a failed capture.
 
-    Otherwise, DDP's next forward pass raises an error about unreduced gradients.
+    Otherwise, DDP raises an error about unreduced gradients in the next forward pass.
     """
     ddp.reducer._reset_state()
 
 
 def can_reset_shards(model: Any) -> bool:
-    """Return True if reset_shards() works. It needs reset_iter_state, which torch 2.11 lacks."""
+    """Return True if the model has reset_iter_state(), which reset_shards() needs and torch 2.11 lacks."""
     return hasattr(model, "reset_iter_state")
 
 
 def reset_shards(model: Any) -> None:
-    """Make FSDP2 discard the state that a failed capture left behind.
+    """Make FSDP2 discard the state that remains after a failed capture.
 
-    Otherwise, the next step waits for CUDA events of the capture, which is not possible in any stream. The
-    capture has computed nothing, so waiting is unnecessary.
+    Otherwise, the next step fails, because no stream can wait for the CUDA events of the capture. Waiting is
+    not necessary, because a capture does not compute anything.
     """
     context = model._get_fsdp_state()._comm_ctx
     context.all_gather_state = None

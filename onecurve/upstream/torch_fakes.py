@@ -1,7 +1,7 @@
-"""Private names of torch that plan.py uses to trace a step without devices. Seen in torch 2.11 and 2.15.0.
+"""Uses private names of torch to trace a step without devices for plan.py. Written for torch 2.11 and 2.15.0.
 
-The trace uses torch's fake tensors, which have shapes but no contents. Each function in this module either
-handles code that reads contents or provides a private class that records a step.
+The trace uses torch's fake tensors, which have a shape but no contents. The functions in this module replace
+code that reads the contents of tensors, or return private classes that record a step.
 """
 
 from contextlib import AbstractContextManager
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def fake_contents() -> AbstractContextManager[Any]:
-    """Return a mode in which reading the contents of a fake tensor returns 1.
+    """Return a mode in which a number that is read from a fake tensor is 1, or False for a bool tensor.
 
-    By default, a fake tensor raises an error when code reads a number from it, for example a gradient norm.
+    By default, reading a number from a fake tensor, for example a gradient norm, raises an error.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +26,7 @@ def fake_contents() -> AbstractContextManager[Any]:
 
 
 def join_fake_group(processes: int) -> None:
-    """Join torch's fake process group as rank 0. Its collectives return immediately."""
+    """Join torch's fake process group, in which collectives return immediately, as rank 0."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -34,7 +34,7 @@ def join_fake_group(processes: int) -> None:
 
 
 def skip_ddp_checks() -> None:
-    """Stop DDP's constructor from comparing and broadcasting parameters, which would read their contents."""
+    """Prevent DDP's constructor from comparing and broadcasting the contents of parameters."""
     from torch.nn.parallel import distributed
 
     distributed._verify_param_shape_across_processes = lambda *_, **__: True
@@ -42,9 +42,9 @@ def skip_ddp_checks() -> None:
 
 
 def read_ranks_of_meshes() -> None:
-    """Let FSDP2 create its mesh outside the mode with fake tensors.
+    """Make FSDP2 create the device mesh from real instead of fake tensors.
 
-    FSDP2 reads the ranks in the mesh, which is not possible in a fake tensor.
+    FSDP2 reads the ranks in the device mesh, which a fake tensor does not contain.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.fsdp._fully_shard import _fully_shard
@@ -59,10 +59,10 @@ def read_ranks_of_meshes() -> None:
 
 
 def hide_whole_shapes() -> None:
-    """Make DTensor compute the shapes of operator results in a separate mode.
+    """Make DTensor compute the shapes of operator results in a separate fake tensor mode.
 
-    DTensor computes these shapes with fake tensors of the full, unsharded shapes. In the current mode, these
-    tensors would count towards this process's memory.
+    DTensor computes the shapes with fake tensors that are not sharded. In the current mode, these tensors
+    would count towards the memory of this process.
     """
     from torch.distributed.tensor import _sharding_prop
 
@@ -70,7 +70,7 @@ def hide_whole_shapes() -> None:
 
 
 def keep_first_buckets(ddp: Any) -> None:
-    """Make DDP keep the buckets of its first step, because rebuilding them reads the contents of tensors."""
+    """Prevent DDP from rebuilding buckets after the first step, which would read the contents of tensors."""
     ddp.reducer = _Reducer(ddp.reducer)
 
 
@@ -86,7 +86,10 @@ class _Reducer:
 
 
 def dispatch_mode() -> Any:
-    """Return TorchDispatchMode, which intercepts each operator. Only the module of this class is private."""
+    """Return the class TorchDispatchMode, which intercepts operators.
+
+    Only the module of the class is private.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
@@ -100,16 +103,16 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def memory_tracker() -> Any:
-    """Return torch's MemTracker, which counts live tensors by purpose."""
+    """Return a new MemTracker of torch, which counts the bytes of live tensors by purpose."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     return MemTracker()
 
 
 def forget_peak(tracker: Any) -> None:
-    """Reset the peak of a MemTracker.
+    """Reset the peak memory of a MemTracker.
 
-    The public reset method only discards modules, so the peak of an earlier trace with larger images would
-    persist.
+    MemTracker's public reset method keeps the peak memory, for example of an earlier trace with larger
+    images.
     """
     tracker._peak_mem.clear()

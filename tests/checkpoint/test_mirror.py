@@ -231,7 +231,7 @@ def test_credentials_that_expire_during_the_run(bucket, mirror):
     send(mirror, 20)
     [message] = mirror.messages
     assert "the checkpoint of step 20 could not be uploaded to s3://" in message
-    assert "the credentials have expired. Renew them" in message
+    assert "the credentials have expired. Renew the credentials" in message
     assert SECRET not in message
     bucket.proxy.clear()
     assert bucket.steps() == [14]

@@ -26,7 +26,7 @@ MUTANTS = {
     "kill-rank": [("onecurve/checkpoint/optimizer_state.py", FILL, FILL.replace("send", "0 * send"))],
     "kill-agent": [("onecurve/system/processes.py", "SIG, signal.SIGTERM", "SIG, signal.SIGKILL")],
     "cut-cable": [
-        ("tools/launch/elastic.py", "if h.name not in self.away and not self._leaves(h)]", "]"),
+        ("tools/launch/elastic.py", "if host.name not in self.away and not self._is_excluded(host)", ""),
         ("tools/launch/elastic.py", "SETTLE_S if self.began else CONNECT_S", "9999"),
     ],
     "power-off": [
@@ -48,10 +48,10 @@ MUTANTS = {
 
 def test_a_row_for_each_fault():
     survived = drill.Outcome("kill-rank", True, 1, 16, 8.4, 2e-7)
-    lost = drill.Outcome("power-off", notes="ended before the fault")
+    lost = drill.Outcome("power-off", notes="the job ended before the fault")
     assert drill.table([survived, lost]).splitlines()[2:] == [
         "| kill-rank | yes | 1 | 16 | 8 | 2e-07 |",
-        "| power-off | no ended before the fault | 1 | 0 | - | - |",
+        "| power-off | no (the job ended before the fault) | 1 | 0 | - | - |",
     ]
     assert math.isnan(lost.difference)
 
@@ -59,11 +59,11 @@ def test_a_row_for_each_fault():
 def test_repeated_steps_are_counted_from_the_log():
     before = "epoch 5/9  step 1,088/2,000  loss 0.1\nfailed after step 1,100: node2\n"
     log = f"{before}node1 | continuing at step 1,024 with /x\nepoch 5/9  step 1,104/2,000  loss 0.1\n"
-    assert drill._repeated(f"{log}continuing at step 1,024; 76 steps to repeat") == 76
-    assert drill._repeated(f"{log}node1 | continuing at step 1,088 with /x\n") == 76
+    assert drill._repeated_steps(f"{log}continuing at step 1,024 and repeating 76 steps") == 76
+    assert drill._repeated_steps(f"{log}node1 | continuing at step 1,088 with /x\n") == 76
     # A job without a checkpoint repeats all steps.
-    assert drill._repeated(f"{before}continuing at step 0; 1,100 steps to repeat") == 1100
-    assert drill._repeated(before) == 0
+    assert drill._repeated_steps(f"{before}continuing at step 0 and repeating 1,100 steps") == 1100
+    assert drill._repeated_steps(before) == 0
 
 
 @pytest.mark.parametrize(("words", "message"), rows_of("wrong drills"))

@@ -231,8 +231,8 @@ def test_the_health_checks_command(tmp_path):
     statuses = re.findall(r"^status (\d+)$", output, re.MULTILINE)
     assert statuses == ["1", "0", "1", "1", "1"]
     reports = [line for line in output.splitlines() if not line.startswith("status")]
-    assert reports[0] == reports[4] == "no process of a train script runs"
-    assert re.fullmatch(r"training processes: 1; the newest line is \d s old", reports[1])
-    silent = r".*/run/metrics.jsonl received no line for 24\d\d s, longer than --within_s 1800"
+    assert reports[0] == reports[4] == "no train script is running"
+    assert re.fullmatch(r"training processes: 1\. The newest log line is \d s old", reports[1])
+    silent = r".*/run/metrics.jsonl received no new line for 24\d\d s, which exceeds --within_s 1800"
     assert re.fullmatch(silent, reports[2])
-    assert re.fullmatch(r"process \d+ of the training is stopped", reports[3])
+    assert re.fullmatch(r"training process \d+ is suspended", reports[3])

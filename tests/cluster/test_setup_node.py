@@ -254,7 +254,7 @@ def test_warns_about_misleading_lines(sandbox):
     for hosts, flags, warning in [
         (HOSTS, [], "this host's own name, node1, is 127.0.1.1 here"),
         (HOSTS, ["--host", "node2=10.9.0.2"], "no --host has this host's name, node1"),
-        (HOSTS, ["--host", "node1=10.9.0.7"], f"{other}, but it does not have this address"),
+        (HOSTS, ["--host", "node1=10.9.0.7"], f"{other}, but this host does not have this address"),
         (HOSTS + "10.1.1.1 old node2\n", CLUSTER, f"{twice}: 10.1.1.1 old node2"),
     ]:
         sandbox.at("/etc/hosts").write_text(hosts)
@@ -392,7 +392,7 @@ def test_secrets_that_others_could_read_are_refused(sandbox):
     for text, mode, error in [
         (login, 0o644, "has mode 644. Run chmod 600 /etc/secret"),
         (login, 0o660, "has mode 660"),
-        ("hunter2\n", 0o600, "has no line username=..."),
+        ("hunter2\n", 0o600, "does not contain a line username=..."),
     ]:
         flags = ["--cifs", "//10.9.0.9/data", "--cifs_credentials", secret(sandbox, text, mode)]
         line = sandbox.refused(*flags)

@@ -80,7 +80,7 @@ def test_a_cut_cable_and_a_host_without_power(cluster):
     assert on("node1", "ssh", "node2", "hostname") == "node2"
     on("node3", "touch", "/dev/shm/lost")
     hosts.kill("node3")
-    with pytest.raises(ValueError, match="node3 is not up"):
+    with pytest.raises(ValueError, match="host node3 is not running"):
         hosts.inside("node3", ["true"])
     hosts.revive("node3")
     assert on("node1", "ssh", "node3", "ls", "/dev/shm") == ""
@@ -101,7 +101,7 @@ def test_a_slow_and_a_delayed_cable(cluster):
     assert "rate 10Mbit" in on("node2", *show)
     netem = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
     if Job(hosts.inside("node2", netem)).wait()[0] != 0:
-        with pytest.raises(ValueError, match="--delay needs the kernel module sch_netem"):
+        with pytest.raises(ValueError, match="--delay requires the kernel module sch_netem"):
             hosts.shape("node2", delay="20ms")
     else:
         hosts.shape("node2", delay="20ms")
@@ -113,10 +113,13 @@ def test_a_slow_and_a_delayed_cable(cluster):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "--host", "node9", "true"], "node9 is not up. Running hosts: node1, node2, node3, node4"),
-        (["cut", "node9"], "node9 is not up"),
+        (
+            ["run", "--host", "node9", "true"],
+            "host node9 is not running. Running hosts: node1, node2, node3, node4",
+        ),
+        (["cut", "node9"], "host node9 is not running"),
         (["revive", "node9"], "there is no host node9"),
-        (["revive", "node2"], "node2 is already up"),
+        (["revive", "node2"], "host node2 is already running"),
         (["up"], "a virtual cluster is already running"),
     ],
 )

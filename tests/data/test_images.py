@@ -610,7 +610,7 @@ def test_transient_errors_of_a_network_mount_are_retried(number, workers, tmp_pa
         return
     pixels, _ = read(split, plan, workers=workers)
     assert torch.equal(pixels, expected)
-    assert capfd.readouterr().err.count(f": {os.strerror(number)}. The read is retried") == 1
+    assert capfd.readouterr().err.count(f": {os.strerror(number)}. Retrying the read") == 1
 
 
 def test_a_persistent_error_fails_after_four_attempts(monkeypatch):

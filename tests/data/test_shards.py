@@ -227,7 +227,7 @@ def index(save):
 
 BAD = {  # Function that damages the data, and expected message, for each fault
     "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command again to continue"),
-    "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is not JSON"),
+    "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is not valid JSON"),
     "format": (manifest(format=2), "has format 2, but this code supports 1"),
     "kind": (manifest(kind="zip"), "kind 'zip'"),
     "no classes": (without("classes"), "check its classes"),

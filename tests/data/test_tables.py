@@ -18,7 +18,7 @@ from onecurve.data.tables import Columns, Table, read_labels, write_tables
 from tests.conftest import rows_of
 from tests.data.test_any_images import prepare_with
 from tests.support.data_sets import PNG, hub_rows, opened, picture, pixels, png, put, write_parquet
-from tools.doctor.facts import _contents
+from tools.doctor.facts import _data_digest
 
 HUB_COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -373,12 +373,12 @@ def test_files_that_are_not_text_are_refused(tmp_path):
 
 def test_the_doctor_compares_lists_but_not_data_set_names(tmp_path):
     path = write_list(tmp_path, LISTS["as documented"])
-    before = _contents(str(path))
+    before = _data_digest(str(path))
     assert before["problem"] is None
     path.write_text(LISTS["tabs, other columns"])
-    assert _contents(str(path))["digest"] != before["digest"]
-    assert _contents("hub:lab/pets") == _contents("digits") == {"problem": None}
-    assert _contents(str(tmp_path / "nothing"))["problem"]
+    assert _data_digest(str(path))["digest"] != before["digest"]
+    assert _data_digest("hub:lab/pets") == _data_digest("digits") == {"problem": None}
+    assert _data_digest(str(tmp_path / "nothing"))["problem"]
 
 
 def test_the_doctor_follows_links_like_a_training(tmp_path):
@@ -388,8 +388,8 @@ def test_the_doctor_follows_links_like_a_training(tmp_path):
     (tmp_path / "linked/cat").symlink_to(tmp_path / "disk/cat")
     (tmp_path / "linked/.DS_Store").touch()
     (tmp_path / "linked/.again").symlink_to(tmp_path / "linked")
-    linked, copied = (_contents(str(tmp_path / name)) for name in ("linked", "here"))
+    linked, copied = (_data_digest(str(tmp_path / name)) for name in ("linked", "here"))
     assert linked == copied
     assert linked["digest"]
     (tmp_path / "disk/cat/above").symlink_to(tmp_path)
-    assert _contents(str(tmp_path / "linked"))["problem"] is None
+    assert _data_digest(str(tmp_path / "linked"))["problem"] is None

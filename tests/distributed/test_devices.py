@@ -66,9 +66,14 @@ MISMATCH, NO_LIBRARY = pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, pynvml.NVML_ER
 @pytest.mark.parametrize(
     ("simulated", "visible", "torchs_cuda", "message"),
     [
-        ({}, None, "13.2", "4 GPUs .Tesla T4.: driver 535.183.01 runs CUDA up to 12.2.*13.2.*driver 580 or"),
-        ({"cuda": 13000}, None, None, "the installed torch has no CUDA"),
-        ({"error": MISMATCH}, None, "13.2", "does not answer"),  # The driver was updated but not reloaded
+        (
+            {},
+            None,
+            "13.2",
+            "4 GPUs .Tesla T4.: driver 535.183.01 supports CUDA up to 12.2.*13.2.*driver 580 or",
+        ),
+        ({"cuda": 13000}, None, None, "the installed torch was built without CUDA"),
+        ({"error": MISMATCH}, None, "13.2", "does not respond"),  # The driver was updated but not reloaded
         ({"cuda": 13000}, "7", "13.2", "CUDA_VISIBLE_DEVICES=7 names none of them"),
         # Error message from torch
         ({"cuda": 13000}, None, "13.2", r"Error 802: system not yet initialized\. "),

@@ -238,7 +238,7 @@ def test_deepspeed_json(changes, message, source, env, tmp_path):
     [
         (b"[]", "does not contain a JSON object"),
         (b"{}", "has no zero_optimization. Choose a file of ds_configs/"),
-        (b'{"zero_optimization" 2}', "line 1, is not JSON: Expecting ':' delimiter"),
+        (b'{"zero_optimization" 2}', "line 1, is not valid JSON: Expecting ':' delimiter"),
     ],
 )
 def test_an_invalid_deepspeed_json(content, message, tmp_path):

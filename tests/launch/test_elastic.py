@@ -186,14 +186,14 @@ def test_rounds_without_progress_and_early_errors_end_the_job(hosts, capsys):
         assert cluster.end(node1=1) is None
     cluster.start("node1")
     assert cluster.end(node1=1) == 1
-    assert "error: 3 rounds without a new checkpoint" in capsys.readouterr().err
+    assert "error: 3 rounds failed without a new checkpoint" in capsys.readouterr().err
     cluster = hosts(2)
     cluster.launch("node1", "node2")
     assert cluster.end(node1=1, node2=1) == 1
     assert capsys.readouterr().err.startswith("error: node1: ")
     cluster.launch("node1", "node2")
     assert cluster.end(node1=-9, node2=1) == 1
-    assert capsys.readouterr().err.startswith("error: node1: its agent was killed by signal 9")
+    assert capsys.readouterr().err.startswith("error: node1: the agent was killed by signal 9")
 
 
 def test_two_simultaneous_signals_count_as_one(hosts):
@@ -217,10 +217,10 @@ def test_a_changed_hostfile(hosts):
     cluster.slots["node3"] = 1
     for _ in range(2):
         cluster.job._read_hosts_again()
-    assert cluster.logged == ["keeping the previous hosts: these differ"]
+    assert cluster.logged == ["keeping the previous list of hosts: these differ"]
     cluster.slots["node3"] = 2
     cluster.job._read_hosts_again()
-    assert cluster.logged[1:] == ["new in the hostfile: node3"]
+    assert cluster.logged[1:] == ["new hosts in the hostfile: node3"]
     assert (len(cluster.job.hosts), cluster.job.most) == (3, 3)
     cluster.train("node1")
     cluster.names.append("node4")
@@ -271,7 +271,10 @@ def test_a_waiting_host_is_reported_once_with_the_reason(hosts, monkeypatch):
     cluster.start("node1", "node2")
     for _ in range(3):
         cluster.job._look_for_more_hosts()
-    waits = "node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 2 processes"
+    waits = (
+        "node3 waits: the 8 micro-batches of a step can't be divided evenly among 3 hosts with 2 processes"
+        " each"
+    )
     assert [line for line in cluster.logged if "waits" in line] == [waits]
     cluster.names.append("node4")  # The batch is divisible among four hosts
     cluster.slots["node4"] = 2

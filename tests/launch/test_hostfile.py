@@ -45,7 +45,7 @@ def test_other_encodings(encoding, mark, is_read, tmp_path):
     if is_read:
         assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", (0, 1))]
     else:
-        with pytest.raises(ValueError, match=r"hostfile is not UTF-8\. Save it as UTF-8"):
+        with pytest.raises(ValueError, match=r"hostfile is not UTF-8\. Save the file as UTF-8"):
             read_hostfile(tmp_path / "hostfile")
 
 

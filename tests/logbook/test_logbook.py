@@ -583,4 +583,4 @@ def test_a_comparison_that_makes_no_sense_is_refused(book, tmp_path, capsys):
     assert book("compare", folder, folder, "--batch_search", file)[::2] == (1, errors)
     with pytest.raises(SystemExit, match="2"):
         logbook.parse_flags(["compare", "a", "b", "--target_accuracy=inf"])
-    assert "--target_accuracy inf: must be more than 0 and finite" in capsys.readouterr().err
+    assert "--target_accuracy inf: the value must be more than 0 and finite" in capsys.readouterr().err

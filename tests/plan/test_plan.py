@@ -207,7 +207,7 @@ def test_a_plan_respects_max_steps_and_warns_about_freeze(capsys):
     plan = Planning(["train_vit.py", "--data=digits", "--pretrained", "--freeze", "--max_steps=5"], ALONE)
     line = plan.line("single", new_trace(peaks={16: {"Total": 0}}), 16, 16)
     assert line.hours == pytest.approx(5 * line.step_s / 3600)
-    assert "--freeze is ignored. The plan is for training all layers" in capsys.readouterr().out
+    assert "--freeze is ignored. The plan assumes that all layers are trained" in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -245,15 +245,18 @@ def test_a_plan_reports_its_progress(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table. Choose one of Tesla T4"),
-        (["--gpu", "Tesla T4", "nothing.py"], "nothing.py: no such script"),
+        (["--gpu", "Abacus", *SMALL], "--gpu Abacus is not in the table of devices. Choose one of Tesla T4"),
+        (["--gpu", "Tesla T4", "nothing.py"], "the script nothing.py does not exist"),
         (["--gpu", "Tesla T4", "--gpus", "3", *SMALL], "--batch_size 64 does not divide among 3 processes"),
         (
             ["--gpu", "Tesla T4", "--gpus", "2", *SMALL, "--per_device_batch_size", "64"],
             "--batch_size 64 is not a multiple of --per_device_batch_size 64 x 2 processes",
         ),
-        (["--gpu", "Tesla T4", "--hosts", "0", *SMALL], "--hosts 0: must be more than 0"),
-        (["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL], "--network_gb_s nan: must be more than 0"),
+        (["--gpu", "Tesla T4", "--hosts", "0", *SMALL], "--hosts 0: the value must be more than 0"),
+        (
+            ["--gpu", "Tesla T4", "--network_gb_s", "nan", *SMALL],
+            "--network_gb_s nan: the value must be more than 0",
+        ),
         (["--gpu", "Tesla T4"], "the script is missing"),
         (SMALL, "the following arguments are required: --gpu"),
     ],

@@ -81,11 +81,11 @@ def assert_says_what_to_do(output: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "message"), [(errno.ENOSPC, "MiB are free"), (errno.EDQUOT, "the quota of")]
+    ("number", "message"), [(errno.ENOSPC, "MiB are free"), (errno.EDQUOT, "quota is exhausted")]
 )
 def test_a_quota_is_not_the_disks_free_space(number, message, tmp_path):
     text = str(not_written("the run", tmp_path, OSError(number, os.strerror(number))))
-    assert [part for part in ("MiB are free", "the quota of") if part in text] == [message]
+    assert [part for part in ("MiB are free", "quota is exhausted") if part in text] == [message]
 
 
 def test_one_end_with_many_faults(trained, disk, tmp_path):

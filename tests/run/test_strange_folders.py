@@ -69,15 +69,15 @@ def test_a_folder_that_is_a_link_is_refused(name, strange, cache, tmp_path):
     link.symlink_to(target)
     before = sorted(target.rglob("*"))
     status, output = Job([*python(), *COMMANDS[LINKS[name]](strange), *cache]).wait()
-    assert (status, f"error: {link} is a link to {target}" in output) == (1, True), output
+    assert (status, f"error: {link} is a symbolic link to {target}" in output) == (1, True), output
     assert sorted(target.rglob("*")) == before
 
 
 PIPES = {
     "checkpoints/step_00000010/manifest.json": ("validate.py", "manifest.json is not a regular file"),
-    "recipe.json": ("a resume", "recipe.json can't be read (it is not a regular file)"),
-    "metrics.jsonl": ("a resume", "it is not a regular file"),
-    "owner.json": ("a resume", "it is not a regular file"),
+    "recipe.json": ("a resume", "recipe.json can't be read (the path is not a regular file)"),
+    "metrics.jsonl": ("a resume", "the path is not a regular file"),
+    "owner.json": ("a resume", "the path is not a regular file"),
     "result.json": ("a resume", None),
 }
 

@@ -52,7 +52,7 @@ def test_sound_hosts(cluster, tmp_path):
     assert "rehearsal" in output
     assert not [*tmp_path.glob(".doctor*")]
     # Debian's /etc/hosts maps the host's name to 127.0.1.1, which does not affect launch.py.
-    assert "warning [own-name] node2: its own name node2 is 127.0.1.1 there" in output
+    assert "warning [own-name] node2: the host's own name node2 resolves to 127.0.1.1 on the host" in output
     wait_until(lambda: "python" not in "".join(run(hosts.inside(n, ["ps", "ax"])) for n in hosts.names()))
 
 
@@ -88,7 +88,7 @@ def test_faults_of_hosts(cluster, tmp_path, s3):  # noqa: F811
     on_node2 = [(code, "node2") for code in ("versions", "code", "data", "port-closed")]
     assert (status, sorted(fails)) == (1, sorted([*on_node2, ("output", "node1"), ("s3", "node1")])), output
     assert "onecurve/data/decode.py is " in output
-    assert f"timm is 0.{timm.__version__}, elsewhere {timm.__version__}" in output
+    assert f"timm is 0.{timm.__version__} on this host, but {timm.__version__} on other hosts" in output
     assert f"{runs} is not shared" in output
 
 
@@ -103,7 +103,9 @@ def test_a_mistake_is_reported(words, message):
 def test_a_script_without_a_recipe_is_not_checked(tmp_path):
     (tmp_path / "foreign.py").write_text("raise SystemExit('it was run')\n")
     status, output = Job([sys.executable, "doctor.py", tmp_path / "foreign.py"]).wait(60)
-    assert (status, "not checked: model" in output, "it was run" in output) == (0, True, False), output
+    assert (status, "batch size were not checked" in output, "it was run" in output) == (0, True, False), (
+        output
+    )
 
 
 def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
@@ -115,7 +117,7 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
         port = taken.getsockname()[1]
         status, output = Job([*words[:2], "--port", port, *words[2:]], env=aws_env(s3)).wait(90)
     assert status == 1
-    assert "FAILS [batch] localhost: --batch_size 1440 is more than the 1,437 images in digits" in output
+    assert "FAILS [batch] localhost: --batch_size 1440 is larger than the 1,437 images in digits" in output
     assert f"FAILS [port-taken] localhost: port {port}: Address already in use by process " in output
     assert output.count("FAILS [") == 2, output
     status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=aws_env(s3)).wait(90)
@@ -134,7 +136,7 @@ def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(BIN))
         without_programs = [finding.what for finding in checks.deepspeed()]
-    assert without_programs[2:] == ["pdsh is not installed here"]
+    assert without_programs[2:] == ["pdsh is not installed on this machine"]
     assert "No such file or directory: 'ssh'" in without_programs[0]
     for name, value in request.getfixturevalue("ssh").items():
         monkeypatch.setenv(name, value)
@@ -153,8 +155,10 @@ def test_one_host_with_an_unknown_name_and_a_wrong_variable():
     env = {"GLOO_SOCKET_IFNAME": "eth99"}
     status, output = Job([*rename, sys.executable, "doctor.py"], env=env).wait(60)
     assert status == 1
-    assert "warning [own-name] localhost: its own name nowhere is unknown there" in output
-    assert "FAILS [interface] localhost: ValueError: GLOO_SOCKET_IFNAME=eth99 matches no inter" in output
+    assert "warning [own-name] localhost: the host's own name nowhere is unknown on the host" in output
+    assert (
+        "FAILS [interface] localhost: ValueError: GLOO_SOCKET_IFNAME=eth99 matches no network inter" in output
+    )
 
 
 GPU = {"name": "a GPU", "capability": [8, 0], "memory_gib": 80.0, "free_gib": 79.0}
@@ -200,19 +204,19 @@ def test_a_fault_of_one_host(change, expected):
 
 def test_a_gpu_that_torch_was_not_built_for():
     answer = {"problem": None, "capability": [6, 1], "built_for": ["sm_75", "sm_80", "sm_90", "compute_120"]}
-    assert all_reduced(answer) == [("unsupported-gpu", "torch is built")]
+    assert all_reduced(answer) == [("unsupported-gpu", "torch was built")]
     # Error that torch prints on a GPU for which it was not built
     failed = answer | {"problem": "CUDA error: no kernel image is available"}
-    assert all_reduced(failed) == [("unsupported-gpu", "torch is built")]
+    assert all_reduced(failed) == [("unsupported-gpu", "torch was built")]
     assert all_reduced(failed | {"capability": None}) == [("all-reduce", "CUDA error: no")]
     for capability in ([7, 5], [8, 6], [9, 0], [12, 1]):
         assert not all_reduced(answer | {"capability": capability}), capability
 
 
 def test_one_gpu_of_a_host_fails():
-    sound, hung = {"problem": None, "latency_s": 1.0}, {"problem": "no answer within 60 s"}
-    assert all_reduced(sound, hung) == [("all-reduce", "slot 1: no")]
-    assert all_reduced(hung, hung) == [("all-reduce", "no answer within")]
+    sound, hung = {"problem": None, "latency_s": 1.0}, {"problem": "the process did not respond within 60 s"}
+    assert all_reduced(sound, hung) == [("all-reduce", "slot 1: the")]
+    assert all_reduced(hung, hung) == [("all-reduce", "the process did")]
     broken = {"problem": "exit status 1", "unusable": "CUDA unknown error"}
     assert all_reduced(broken, sound) == [("unusable-gpu", "slot 0: CUDA")]
 

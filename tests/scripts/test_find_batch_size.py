@@ -322,7 +322,7 @@ def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys)
     ("words", "status", "message"),
     [
         ((), 2, "the script is missing"),
-        (("--quantum=0", *CNN), 2, "--quantum 0: must be more than 0"),
+        (("--quantum=0", *CNN), 2, "--quantum 0: the value must be more than 0"),
         (("--memory=1", *CNN), 2, "--memory=1"),
         ((*CNN, "--widht=1"), 2, "unknown flag --widht: did you mean --widths?"),
         (("--config_file=accelerate_configs/ddp_3gpu.yaml", *CNN), 1, "ddp_3gpu.yaml: No such file"),
@@ -337,7 +337,11 @@ def test_a_batch_below_the_largest_size_is_named_as_the_limit(simulated, capsys)
         ),
         (("--memory_limit_gib=2", *CNN, "--data=/nowhere"), 1, "--data /nowhere"),
         (("--memory_limit_gib=2", "--trial_timeout_s=0.5", *CNN), 1, "it did not end within"),
-        (("--memory_limit_gib=nan", *CNN), 2, "--memory_limit_gib nan: must be more than 0 and finite"),
+        (
+            ("--memory_limit_gib=nan", *CNN),
+            2,
+            "--memory_limit_gib nan: the value must be more than 0 and finite",
+        ),
     ],
 )
 def test_mistakes_are_one_clear_message(words, status, message, tmp_path, monkeypatch):

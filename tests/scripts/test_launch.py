@@ -189,7 +189,7 @@ def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
     words = [sys.executable, "launch.py", "--mode", "single-node", "--gpus", "2", "--log_dir", tmp_path / "l"]
     output = run([*words, *flags, *foreign(tmp_path)])
     assert output.count("process 0 of 1") == jobs
-    (line,) = re.findall("^.*foreign.py imports nothing.*$", output, re.M)
+    (line,) = re.findall("^.*foreign.py does not import.*$", output, re.M)
     assert re.findall("([A-Z_]+)=true", line) == re.findall("--env ([A-Z_]+)", line) == ["ACCELERATE_USE_CPU"]
 
 
@@ -198,9 +198,9 @@ def test_a_script_that_does_not_import_the_package(flags, jobs, tmp_path):
     ("fault", "expected", "message"),
     [
         ("", 0, "process 2 of 3"),
-        ("raise KeyError('cat')", 1, "error: node2: KeyError: 'cat'; the other hosts were stopped. "),
+        ("raise KeyError('cat')", 1, "error: node2: KeyError: 'cat'. All other hosts were stopped. "),
         ("sys.exit('out of labels')", 1, "error: node2: out of labels (exitcode: 1); "),
-        ("os.kill(os.getpid(), 9)", 1, "error: node2: a process was killed by signal 9; "),
+        ("os.kill(os.getpid(), 9)", 1, "error: node2: a process of the job was killed by signal 9. "),
         ("pass", 128 + signal.SIGTERM, "stopping: "),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_foreign_script_on_unequal_hosts(fault, expected, message, cluster, tm
         wait_until(lambda: log.exists() and "epoch 5" in log.read_text(), job)
         launcher_of(job).terminate()
     status, output = job.wait(90)
-    assert (status, message in output, "imports nothing" in output) == (expected, True, False), output
+    assert (status, message in output, "does not import" in output) == (expected, True, False), output
     assert (tmp_path / "saved" / "random_states_2.pkl").exists()
     wait_until_empty(hosts.names(), 5)
 
@@ -314,7 +314,7 @@ def test_a_rank_that_dies_ends_the_job_and_no_secret_is_shown(cluster, tmp_path)
     rank.kill()
     status, output = training.job.wait(60)
     assert status == 1
-    assert "error: node2: a process was killed by signal 9" in output, output
+    assert "error: node2: a process of the job was killed by signal 9" in output, output
     wait_until_empty(hosts.names(), 5)
     assert any("tools.launch.agent" in words for words in commands)
     logs = [file.read_text() for file in (tmp_path / "logs").iterdir()]
@@ -353,7 +353,7 @@ def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
     words = [tmp_path / "cause.py", "--output_dir", tmp_path / "run"]
     status, output = start(words, tmp_path, ["--env", "PYTHONPATH"], {"PYTHONPATH": str(ROOT)}).wait(120)
     assert status == 1
-    assert f"error: node2: {message}; the other hosts were stopped. " in output, output
+    assert f"error: node2: {message}. All other hosts were stopped. " in output, output
     wait_until_empty(hosts.names(), 5)
 
 
@@ -361,8 +361,8 @@ def test_a_rank_reports_why_it_failed(fail, message, cluster, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("node1", "its agent was killed by signal 9"),  # node1 runs launch.py
-        ("node2", "its agent was killed, or the connection is lost"),
+        ("node1", "the agent was killed by signal 9"),  # node1 runs launch.py
+        ("node2", "the agent was killed, or the ssh connection was lost"),
     ],
 )
 def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name, message, training):
@@ -376,7 +376,7 @@ def test_a_host_whose_agent_launcher_and_rank_are_killed_together_is_named(name,
         process.kill()
     status, output = training.job.wait(60)
     assert status == 1
-    assert f"error: {name}: {message}; the other hosts were stopped" in output, output
+    assert f"error: {name}: {message}. All other hosts were stopped" in output, output
 
 
 @contextlib.contextmanager
@@ -544,7 +544,13 @@ OTHER_TIMM = ["sed", "-i", "s/^Version: /&0./", TIMM], ["sed", "-i", "s/^Version
     [
         (no_sshd, ["error: node2: ssh: connect to host node2 port 22: Connection refused"]),
         full(another_host_key, ["error: node2: Host key verification failed."]),
-        (taken_port, ["error: node1: port 29500: Address already in use by process ", "Pass another --port"]),
+        (
+            taken_port,
+            [
+                "error: node1: port 29500 can't be used: Address already in use by process ",
+                "Pass a different --port",
+            ],
+        ),
         full(changed("node2", *OTHER_CODE), ["agree: script and onecurve/ is ", "(host node2)"]),
         full(changed("node2", *OTHER_TIMM), [f"timm is 0.{timm.__version__} on rank 1 (host node2)"]),
         full(read_only_folder, ["error: node1: the run can't be written to ", ": Read-only file system"]),

@@ -194,9 +194,9 @@ def test_a_host_is_lost_comes_back_and_is_told_to_leave(start, tmp_path):
     ranks_on("node2")[0].send_signal(signal.SIGTERM)
     training.wait_for(1, steps=20)
     output = training.stop()
-    assert "node2 answers again" in output
+    assert "node2 responds again" in output
     assert "node2 leaves (SIGTERM)" in output
-    repeated = re.findall(r"continuing at step [\d,]+; (\d+) steps? to repeat", output)
+    repeated = re.findall(r"continuing at step [\d,]+ and repeating (\d+) steps?", output)
     assert len(repeated) == 3, output
     assert repeated[1:] == ["0", "0"]  # No step was repeated after the host joined or left the job
     assert len([line for line in lines(training.folder / "metrics.jsonl") if "hosts" in line]) == 3
@@ -222,7 +222,9 @@ def test_a_job_of_one_process_grows_and_leaves_out_a_bad_host(start, tmp_path):
     Job(hosts.inside("node2", OTHER_CODE[1])).wait()
     training.wait_for(2)
     training.add("node3")
-    training.wait_for_line("node3 waits: the 8 micro-batches of a step do not divide among 3 hosts of 1")
+    training.wait_for_line(
+        "node3 waits: the 8 micro-batches of a step can't be divided evenly among 3 hosts with 1"
+    )
     training.wait_for(2)
     output = training.stop()
     assert len(re.findall("node3 waits", output)) == 1
@@ -291,7 +293,7 @@ def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
     training = start(2, 2, *flags, script=words, folder=folder, env=s3_on_node4)
 
     def seen_from(host: str) -> Path:
-        return Path(f"/proc/{hosts._init(host)}/root{folder}")
+        return Path(f"/proc/{hosts._init_pid(host)}/root{folder}")
 
     training.folder = seen_from("node1")
     training.wait_for(4, steps=200)
@@ -303,8 +305,8 @@ def test_the_first_host_is_lost_with_its_disk(start, s3_on_node4, tmp_path):
     training.add("node3", "node4")
     training.wait_for(8, keep=True)
     output = training.stop()
-    assert "can't lose" not in output
-    assert "new in the hostfile: node3, node4" in output
+    assert "can't continue without" not in output
+    assert "new hosts in the hostfile: node3, node4" in output
     first = lines(training.folder / "samples.jsonl")[0]["step"]
     assert first > 1
     training.assert_same_as_one_process(tmp_path, first)

@@ -187,7 +187,7 @@ def test_words_for_pictures(pictures, monkeypatch):
 def test_what_is_refused(trained, pictures, tmp_path):
     for words, message in (
         ([trained], "MODEL and IMAGE are required"),
-        ([tmp_path / "nothing", pictures], "no such folder or file"),
+        ([tmp_path / "nothing", pictures], "nothing does not exist"),
     ):
         status, output = Job(["predict.py", *words]).wait()
         assert status == 1

@@ -221,7 +221,7 @@ def test_the_most_frequent_mistakes_of_many_classes_are_shown(launcher, tmp_path
     run_folder = tmp_path / "run"
     run([*(python() if launcher == "python" else torchrun(2)), *CNN, *flags, "--output_dir", run_folder])
     output = run(words(run_folder, *cache))
-    assert "most frequent mistakes" in output
+    assert "most frequently confused classes" in output
     shown = json.loads((run_folder / "confusion.json").read_text())
     (report,) = map(read, run_folder.glob("validation/*"))
     assert "confusion" not in shown.keys() | report.keys()

@@ -635,7 +635,7 @@ def test_runs_that_can_not_be_verified_are_refused(finished, tmp_path):
         ([folder], f"{folder} is not finished (preempted). Run its command again to finish it."),
         ([dropout], "--dropout used random numbers of NVIDIA H200, which this device does not produce"),
         ([tmp_path / "nowhere"], "is not the folder of a run"),
-        ([finished, "--steps", "0"], "--steps 0: must be more than 0"),
+        ([finished, "--steps", "0"], "--steps 0: the value must be more than 0"),
     ):
         status, output = call(verify.main, *words)
         assert (status > 0, message in output) == (True, True), output

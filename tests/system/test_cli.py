@@ -50,7 +50,9 @@ def test_a_reader_that_has_enough_is_no_error(lines):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("blocks", "message"), [(200, "File too large"), (4, "limits files to 4,096 bytes")])
+@pytest.mark.parametrize(
+    ("blocks", "message"), [(200, "File too large"), (4, "limits file sizes to 4,096 bytes")]
+)
 def test_files_that_may_not_grow(blocks, message, tmp_path):
     """Limit file sizes with ulimit -f (in KiB), once with an existing cache and once without a cache."""
     words = [*python(), *TRAIN, "--cache_dir", tmp_path / "cache", "--output_dir"]

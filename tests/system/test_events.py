@@ -4,7 +4,7 @@ import io
 from types import SimpleNamespace
 
 from onecurve.system.env import EVENTS_FILE, EventReader, report
-from tools.launch.agent import _pass_on
+from tools.launch.agent import _send_new_events
 from tools.launch.hosts import EVENT, Connection, event_line, requests
 
 
@@ -32,7 +32,7 @@ def test_the_agent_keeps_statuses_and_passes_the_other_events_on(tmp_path, monke
         report("exit", status=status)
     report("notice", until="12:00")
     statuses = set()
-    _pass_on(EventReader(tmp_path / "events"), statuses)
+    _send_new_events(EventReader(tmp_path / "events"), statuses)
     assert statuses == {0, 75}
     assert capfd.readouterr().out == EVENT + '{"event": "notice", "until": "12:00"}\n'
 

@@ -125,7 +125,7 @@ def test_a_quota_of_the_processor_counts_as_fewer_cores(groups, files, cores, tm
 def test_a_variable_that_names_an_interface(variable, value, is_right, monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": []})
     env = {f"{variable}_SOCKET_IFNAME": value}
-    message = f"{variable}_SOCKET_IFNAME={value} matches no interface of this host (lo)."
-    message += " Name one of them, or unset it."
+    message = f"{variable}_SOCKET_IFNAME={value} matches no network interface on this host (lo)."
+    message += " Set the variable to one of these interfaces, or unset the variable."
     assert interface_problem(env, with_nccl=True) == (None if is_right else message)
     assert variable == "GLOO" or interface_problem(env, with_nccl=False) is None

@@ -105,8 +105,8 @@ def test_small_objects_and_files(store, tmp_path):
 
 @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/./b", "a/"])
 def test_a_key_stays_below_the_prefix(store, proxy, key):
-    assert "is not a key" in refused(store.write, key, b"")
-    assert "is not a key" in refused(store.delete, [key])
+    assert "is not a valid key" in refused(store.write, key, b"")
+    assert "is not a valid key" in refused(store.delete, [key])
     assert not proxy.requests
 
 
@@ -159,7 +159,7 @@ def test_a_dead_proxy_is_named(store, quick, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "")
     monkeypatch.setenv("HTTP_PROXY", "http://me:word@127.0.0.1:9")
     text = refused(store.read, "a")
-    assert "the proxy http://...@127.0.0.1:9 does not answer. Correct or unset HTTP_PROXY, or add" in text
+    assert "the proxy http://...@127.0.0.1:9 does not respond. Correct or unset HTTP_PROXY, or add" in text
 
 
 def test_list_goes_through_all_pages_and_leaves_out_unsafe_keys(store, proxy):
@@ -282,8 +282,8 @@ def test_a_broken_download_resumes(store, proxy, big, tmp_path, monkeypatch, fau
 def test_a_download_that_is_cut_each_time_is_given_up(store, proxy, big, tmp_path, quick):
     store.upload(big, "model")
     proxy.cut_download(7, times=None)
-    assert "no complete answer" in refused(store.download, "model", tmp_path / "model", BIG)
-    assert "no complete answer" in refused(store.read, "model", BIG)
+    assert "did not send a complete response" in refused(store.download, "model", tmp_path / "model", BIG)
+    assert "did not send a complete response" in refused(store.read, "model", BIG)
     assert proxy.faults["cut_download"] >= 2 + 2
     assert os.listdir(tmp_path) == []
 
@@ -301,7 +301,9 @@ def test_a_silent_store_is_given_up(store, proxy, big, tmp_path, quick, monkeypa
     proxy.black_hole()
     with ThreadPoolExecutor(len(calls)) as pool:
         texts = pool.map(refused, calls, timeout=60)
-        assert all(f"no complete answer from {proxy.endpoint} in 2 attempts" in text for text in texts)
+        assert all(
+            f"{proxy.endpoint} did not send a complete response in 2 attempts" in text for text in texts
+        )
     assert os.listdir(tmp_path) == []
 
 
@@ -309,7 +311,7 @@ def test_probe_gives_up_early(store, proxy, monkeypatch):
     store.write("a", b"")
     monkeypatch.setattr(object_store, "PROBE_S", 1)
     proxy.black_hole()
-    assert f"no answer from {proxy.endpoint} within 1 s. Check AWS_ENDPOINT_URL" in refused(store.probe)
+    assert f"{proxy.endpoint} did not respond within 1 s. Check AWS_ENDPOINT_URL" in refused(store.probe)
     assert proxy.faults["black_hole"] == 1
 
 
@@ -326,7 +328,7 @@ def test_probe_says_what_is_refused(store, proxy, status, code, method, remedy):
 def test_no_such_bucket_and_no_region(monkeypatch):
     monkeypatch.delenv("AWS_DEFAULT_REGION")
     assert "NoSuchBucket (404): " in (text := refused(ObjectStore("s3://no-such-bucket/a").probe))
-    assert "Create it" in text
+    assert "Create the bucket" in text
 
 
 def test_no_credentials(store, monkeypatch):
@@ -334,7 +336,7 @@ def test_no_credentials(store, monkeypatch):
         monkeypatch.delenv(name)
     assert "there are no credentials. Set AWS_ACCESS_KEY_ID" in refused(store.probe)
     monkeypatch.setenv("AWS_PROFILE", "of-nobody")
-    assert "could not be used (ProfileNotFound)" in refused(store.probe)
+    assert "could not use the AWS credentials or configuration (ProfileNotFound)" in refused(store.probe)
 
 
 @pytest.mark.parametrize(
@@ -354,14 +356,16 @@ def test_a_wrong_endpoint_is_refused(endpoint, message, store, monkeypatch):
 def test_a_download_of_another_size_is_refused(store, proxy, tmp_path):
     store.write("a", b"content")
     (tmp_path / "a").write_bytes(b"of an earlier try")
-    assert "has 7 bytes, but 8 bytes are expected" in refused(store.download, "a", tmp_path / "a", 8)
+    assert "has 7 bytes, but an object of 8 bytes is expected" in refused(
+        store.download, "a", tmp_path / "a", 8
+    )
     assert "does not exist" in refused(store.download, "b", tmp_path / "b", 8)
     assert os.listdir(tmp_path) == []
     assert not sent(proxy, "GET")
     with pytest.raises(FileNotFoundError):
         store.download("a", tmp_path / "none" / "a", 7)
     proxy.add("no_ranges", lambda handler: handler.headers.__delitem__("Range"), None, "GET")
-    assert "the store ignores ranges" in refused(store._piece, "a", 2, 4, None)
+    assert "the store ignores byte ranges" in refused(store._read_piece, "a", 2, 4, None)
     assert proxy.faults["no_ranges"] == 1
 
 

@@ -1,1 +1,1 @@
-"""Search for the largest batch that fits in memory, used by find_batch_size.py. Start with largest.py."""
+"""Search for the largest batch that fits into memory, for find_batch_size.py. Start reading in largest.py."""

@@ -1,1 +1,1 @@
-"""Facts about hosts, checks of these facts, and the findings that doctor.py prints. Start with checks.py."""
+"""Facts about hosts, checks of these facts, and findings for doctor.py. Start reading in checks.py."""

@@ -1,6 +1,6 @@
-"""Answers to doctor.py's questions, computed on each host without importing torch.
+"""Answers doctor.py's questions on each host without importing torch.
 
-A request names one of QUESTIONS:
+Each request contains the name of a function in QUESTIONS and the arguments of the function:
 
     {"request": "connect", "address": "10.0.0.11", "port": 29500}
     EVENT {"event": "answer", "answer": {"refused": null}}
@@ -33,41 +33,42 @@ from onecurve.system.processes import interface_problem, interface_to, listening
 from tools.launch.hosts import connection_addresses, event_line, requests
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "timm", "numpy", "safetensors")
-SMALL, LARGE = 1, 2**24  # numbers of fp32 elements in the two all-reduces, 4 bytes and 64 MiB
-ROUNDS = 5
+SMALL, LARGE = 1, 2**24  # number of fp32 elements in the small (4 bytes) and the large (64 MiB) all-reduce
+ROUNDS = 5  # number of measured all-reduces of each size
 
-_listening: list[socket.socket] = []  # sockets that stay open until this process ends
+_listening: list[socket.socket] = []  # listening sockets, which stay open until this process ends
 
 
 def main() -> None:
-    """Answer questions until the input ends, which means that doctor.py has ended."""
+    """Answer questions until doctor.py ends and closes the input."""
     for name, question in requests():
         try:
             answer = QUESTIONS[name](**question)
-        except Exception as error:  # report any error as an answer, because later questions may still succeed
+        except Exception as error:  # the answer contains the error, because later questions may still succeed
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(event_line("answer", answer=answer), flush=True)
 
 
 def facts(data: str | None) -> dict[str, Any]:
-    """Return facts about this host. Sizes are in GiB, and the clock is in seconds since 1970."""
+    """Return facts about this host, with sizes in GiB and the clock in seconds since 1970."""
     return connection_addresses() | {
         "clock": time.time(),
         "hostname": socket.gethostname(),
-        "own_name_is": _resolved(socket.gethostname()),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "own_name_is": _resolve_name(socket.gethostname()),
+        "versions": {"python": platform.python_version()}
+        | {name: _package_version(name) for name in PACKAGES},
         "nccl": _nccl_version(),
         "code": code_digests(),
         "devices": list_gpus()._asdict(),
         "torch_cuda": torch_cuda(),
         "shm_gib": shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").is_dir() else 0.0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "data": _contents(data) if data else None,
+        "data": _data_digest(data) if data else None,
     }
 
 
 def route(master: str) -> dict[str, Any]:
-    """Return the network interface that reaches the master's address, and this host's address on it."""
+    """Return the network interface on the route to the master, and this host's address on the interface."""
     if problem := interface_problem(os.environ, bool(list_gpus().gpus)):
         raise ValueError(problem)
     name, address = interface_to(master)
@@ -75,7 +76,7 @@ def route(master: str) -> dict[str, Any]:
 
 
 def listen(port: int) -> dict[str, Any]:
-    """Listen on the port unless another process uses it. The answer also contains a free port."""
+    """Listen on a port unless another process uses the port. Also return the number of a free port."""
     with socket.create_server(("", 0)) as probe:
         free_port = probe.getsockname()[1]
     taken = None
@@ -95,16 +96,16 @@ def connect(address: str, port: int) -> dict[str, Any]:
 
 
 def writable(folder: str, token: str, leave: bool) -> dict[str, Any]:
-    """Try to write to a folder.
+    """Test whether a folder is writable, and whether the hosts share the folder.
 
     Args:
-        folder: The folder. If it does not exist yet, its nearest existing parent is tested.
-        token: Name of an empty file that shows other hosts that the folder is shared.
-        leave: Create the token.
+        folder: Path of the folder. If the folder does not exist yet, test the nearest existing parent folder.
+        token: Name of an empty file. Hosts that see this file share the folder.
+        leave: True to create the file.
 
     Returns:
-        Keys `folder` (the folder tested), `free_gib`, `problem` (None if the folder is writable) and `sees`
-        (True if the token exists).
+        Keys `folder` (path of the tested folder), `free_gib` (free space), `problem` (None if the folder is
+        writable) and `sees` (True if the token exists).
     """
     path = Path(folder)
     existing = next(parent for parent in [path, *path.parents] if parent.exists())
@@ -125,7 +126,7 @@ def remove_token(file: str) -> dict[str, Any]:
 
 
 def s3(url: str) -> dict[str, Any]:
-    """Write, read and delete an object with this host's credentials."""
+    """Write, read and delete an S3 object with this host's credentials."""
     from onecurve.system.s3 import ObjectStore
 
     try:
@@ -145,62 +146,62 @@ def all_reduce(
     interface: str,
     deadline_s: float,
 ) -> dict[str, Any]:
-    """Run one process per device in a process group that spans all hosts, like a job.
+    """Run this host's processes of a test job that has one process per device on all hosts.
 
     Args:
         address: Address of the first host.
-        port: Port on the first host.
+        port: Port of the rendezvous on the first host.
         first_rank: Rank of the first process on this host.
-        processes: Number of processes on all hosts.
-        devices: Indices of this host's devices, as in the hostfile.
-        gpus: True if the job's hosts have GPUs, so that torch must use a GPU.
+        processes: Total number of processes on all hosts.
+        devices: Indices of this host's devices, numbered as in the hostfile.
+        gpus: True if the processes run on GPUs.
         interface: Network interface for NCCL and gloo.
         deadline_s: Timeout in seconds.
 
     Returns:
-        Key `ranks`, a list with one answer per process. An answer contains torch's facts about the GPU, and
-        either latency and bandwidth or a `problem`.
+        Key `ranks`, a list with one answer per process. Each answer contains torch's facts about the GPU, and
+        either the latency and the bandwidth or a `problem`.
     """
     env = use_interface(interface) | os.environ | visible_devices(devices)
     env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    started = [
+    children = [
         subprocess.Popen(
             [sys.executable, "-m", "tools.doctor.facts", str(deadline_s), *(["--gpus"] if gpus else [])],
-            env=env | {"RANK": str(first_rank + number), "LOCAL_RANK": str(number)},
+            env=env | {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
         )
-        for number in range(len(devices))
+        for local_rank in range(len(devices))
     ]
-    deadline = time.monotonic() + deadline_s
+    end_s = time.monotonic() + deadline_s
 
-    def answer(child: subprocess.Popen[str]) -> dict[str, Any]:
-        reply: dict[str, Any] = {"problem": None}
+    def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+        rank_answer: dict[str, Any] = {"problem": None}
         try:
-            output, errors = child.communicate(timeout=deadline - time.monotonic())
+            output, errors = process.communicate(timeout=end_s - time.monotonic())
         except subprocess.TimeoutExpired:
-            child.kill()
-            output, errors = child.communicate()
-            reply["problem"] = f"no answer within {deadline_s:.0f} s"
+            process.kill()
+            output, errors = process.communicate()
+            rank_answer["problem"] = f"the process did not respond within {deadline_s:.0f} s"
         for line in output.splitlines():
-            reply |= json.loads(line)
-        if child.returncode and not reply["problem"]:
-            reply["problem"] = (errors.strip() or f"exit status {child.returncode}").splitlines()[-1]
-        return reply
+            rank_answer |= json.loads(line)
+        if process.returncode and not rank_answer["problem"]:
+            rank_answer["problem"] = (errors.strip() or f"exit status {process.returncode}").splitlines()[-1]
+        return rank_answer
 
-    with ThreadPoolExecutor(len(started)) as threads:
-        return {"ranks": list(threads.map(answer, started))}
+    with ThreadPoolExecutor(len(children)) as threads:
+        return {"ranks": list(threads.map(answer, children))}
 
 
 def run_rank(within_s: float, gpu: bool) -> None:
-    """Run one process of the all-reduce, with NCCL between GPUs and gloo otherwise.
+    """Run one process of the all-reduce, with NCCL on GPUs and gloo on CPUs.
 
-    The process prints lines of JSON. On a GPU, the first line contains the architectures that torch was built
-    for and the GPU's compute capability. If torch can't use the GPU, the first line contains the reason
-    (`unusable`), and the process exits. The last line contains the seconds of a small all-reduce, and the
-    speed of a large all-reduce in GB/s (tensor bytes / s).
+    The process prints lines of JSON. On a GPU, the first line contains the architectures for which torch was
+    built, and the GPU's compute capability. If torch can't use the GPU, the first line contains the reason
+    (`unusable`), and the process exits. The last line contains the duration of a small all-reduce in seconds,
+    and the speed of a large all-reduce in GB/s (tensor bytes / s).
     """
     import torch
     import torch.distributed as dist
@@ -210,15 +211,18 @@ def run_rank(within_s: float, gpu: bool) -> None:
         try:
             torch.cuda.init()
             torch.cuda.set_device(device)
-        except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
+        except (RuntimeError, AssertionError) as error:  # a torch build without CUDA raises AssertionError
             print(json.dumps({"unusable": str(error).splitlines()[0]}), flush=True)
             sys.exit(1)
         built_for, capability = torch.cuda.get_arch_list(), torch.cuda.get_device_capability()
-        # Print before the all-reduce, because it fails on a GPU that torch was not built for.
+        # Print before the all-reduce, which fails if torch was not built for the GPU.
         print(json.dumps({"built_for": built_for, "capability": capability}), flush=True)
 
     def measure_s(tensor: torch.Tensor) -> float:
-        """Return the median seconds of ROUNDS all-reduces. An unmeasured one first opens the connections."""
+        """Return the median duration of ROUNDS all-reduces.
+
+        The first all-reduce opens connections and is ignored.
+        """
         times = []
         for _ in range(ROUNDS + 1):
             began = time.perf_counter()
@@ -234,11 +238,11 @@ def run_rank(within_s: float, gpu: bool) -> None:
     dist.barrier()
     answer = {"latency_s": latency_s, "gb_per_s": gb_per_s, "backend": dist.get_backend()}
     print(json.dumps(answer), flush=True)
-    os._exit(0)  # gloo's threads sometimes abort in destructors (pytorch #179291)
+    os._exit(0)  # skip destructors, in which gloo's threads sometimes abort (pytorch #179291)
 
 
 def code_digests() -> dict[str, str]:
-    """Return the first 12 digits of each project file's SHA-256, by path, for all files that a job uses."""
+    """Return the first 12 hex digits of the SHA-256 of all project files that a job uses, by path."""
     patterns = ("*.py", "onecurve/**/*.py", "tools/**/*.py", "accelerate_configs/*.yaml", "ds_configs/*.json")
     files = sorted(file for pattern in patterns for file in ROOT.glob(pattern))
     return {str(file.relative_to(ROOT)): _digest(file.read_bytes()) for file in files}
@@ -248,30 +252,30 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _contents(data: str) -> dict[str, Any]:
-    """Return a digest of --data, or a `problem`.
+def _data_digest(location: str) -> dict[str, Any]:
+    """Return a `digest` of --data, or a `problem` if the data can't be read.
 
-    The digest covers the names and sizes of a folder's files, the content of a list or table, or the manifest
-    of shards.
+    The digest covers the names and sizes of all files in a folder, the content of a list or table, or the
+    manifest of shards.
     """
-    if data.startswith("hub:") or data in ("digits", "cifar10", "synthetic"):
-        return {"problem": None}  # nothing to compare, because each host generates or downloads the data
+    if location.startswith("hub:") or location in ("digits", "cifar10", "synthetic"):
+        return {"problem": None}  # no digest, because each host generates or downloads the data
     answer: dict[str, Any] = {"problem": None}
     try:
-        if data.startswith("s3://"):
+        if location.startswith("s3://"):
             from onecurve.data.shards import find_stored
             from onecurve.system.s3 import ObjectStore
 
-            return answer | {"digest": find_stored(ObjectStore(data))[0].sha256[:12]}
-        root = Path(data)
-        if root.is_file():  # a table or a list, which may refer to images in any folder
+            return answer | {"digest": find_stored(ObjectStore(location))[0].sha256[:12]}
+        root = Path(location)
+        if root.is_file():  # a table, or a list that may refer to images in any folder
             return answer | {"digest": sha256_of(root)[:12]}
-        files = sorted(_files(root))
+        files = sorted(_visible_files(root))
         if not files:
-            raise ValueError("the folder of --data does not exist or is empty")
+            raise ValueError("the --data folder does not exist or is empty")
         sizes = ((path, path.exists() and path.stat().st_size) for path in files)  # False for a broken link
-        lines = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
-        answer["digest"] = _digest(lines.encode(errors="surrogateescape"))
+        listing = "".join(f"{path.relative_to(root)} {size}\n" for path, size in sizes)
+        answer["digest"] = _digest(listing.encode(errors="surrogateescape"))
         if (root / "manifest.json").is_file():
             from onecurve.data.shards import find_local
 
@@ -281,8 +285,11 @@ def _contents(data: str) -> dict[str, Any]:
     return answer
 
 
-def _files(root: Path) -> Iterator[Path]:
-    """Yield the visible files in a folder. Follow links, except to a folder that contains the link."""
+def _visible_files(root: Path) -> Iterator[Path]:
+    """Yield the visible files in a folder.
+
+    Follow all links except links to a folder that contains the link.
+    """
     from onecurve.data.class_folders import is_hidden, leads_above
 
     for folder, folders, names in os.walk(root, followlinks=True):
@@ -290,22 +297,25 @@ def _files(root: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not is_hidden(name) and not leads_above(Path(folder, name))]
 
 
-def _resolved(name: str) -> str | None:
+def _resolve_name(name: str) -> str | None:
     with suppress(OSError):
         return socket.gethostbyname(name)
     return None
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
 
 
 def _nccl_version() -> str | None:
-    """Return the version of the NCCL package that PyPI's torch loads, or None without this package."""
-    names = (d.metadata["Name"] for d in metadata.distributions())
-    return next((_version(name) for name in names if name and name.startswith("nvidia-nccl-")), None)
+    """Return the version of the NCCL package for PyPI's torch, or None if the package is not installed."""
+    for distribution in metadata.distributions():
+        package = distribution.metadata["Name"]
+        if package and package.startswith("nvidia-nccl-"):
+            return _package_version(package)
+    return None
 
 
 QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -314,6 +324,6 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    if sys.argv[1:]:  # all_reduce() started this process
+    if sys.argv[1:]:  # arguments from all_reduce(), which started this process
         run_rank(float(sys.argv[1]), "--gpus" in sys.argv[2:])
     main()

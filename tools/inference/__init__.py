@@ -1,1 +1,4 @@
-"""Inference with a trained model, for validate.py, predict.py and export.py. Start with inference.py."""
+"""Inference with a trained model, for validate.py, predict.py and export.py.
+
+Start reading in inference.py.
+"""

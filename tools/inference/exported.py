@@ -1,4 +1,4 @@
-"""Write a trained model as files for timm, plain PyTorch and ONNX Runtime, without this repository."""
+"""Export a trained model to files that timm, plain PyTorch and ONNX Runtime load without this repository."""
 
 import json
 import shutil
@@ -27,28 +27,22 @@ from tools.inference.inference import evaluated_split, pixels_of, preprocessing_
 WEIGHTS, CONFIG, CODE = "model.safetensors", "config.json", "model.py"
 MODEL_PY = Template(Path(__file__).with_name("model.py.j2").read_text(), keep_trailing_newline=True)
 OPSET = 20
-KEYS_OF_ORIGIN = (
-    "tag",
-    "license",
-    "paper_ids",
-    "paper_name",
-    "origin_url",
-    "notes",
-)  # about the hub's weights
+# Keys of timm's config that describe the pretrained weights
+KEYS_OF_ORIGIN = ("tag", "license", "paper_ids", "paper_name", "origin_url", "notes")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A trained model with all data that its exported files contain."""
+    """Trained model with all information that the exported files contain."""
 
     trained: TrainedModel
     script: ModuleType
     recipe: ImageRecipe
-    model: nn.Module  # fp32, in evaluation mode
+    model: nn.Module  # model in fp32 and evaluation mode
     classes: tuple[str, ...]
     preprocessing: DataConfig
     is_cropped: bool  # True if images are resized and cropped, False if they are only resized
-    sample: Tensor  # held-out images as the model's input: [n, 3, S, S]
+    sample: Tensor  # model inputs from held-out images: [n, 3, S, S]
 
     @property
     def is_timms(self) -> bool:
@@ -56,7 +50,7 @@ class Exported:
 
     @property
     def preparation(self) -> dict[str, Any]:
-        """Preprocessing of the model's input, with timm's keys."""
+        """Settings of the preprocessing, with the keys of timm's configs."""
         size, (mean, std, crop) = self.recipe.image_size, self.preprocessing
         return {
             "input_size": (3, size, size),
@@ -71,22 +65,27 @@ class Exported:
 def open_trained(
     location: str, which: str, script_file: str | None, words: list[str], scratch: Path, count: int
 ) -> Exported:
-    """Open a trained model and `count` held-out images of its data.
+    """Open a trained model and some of the model's held-out images.
 
     Args:
-        location: path or s3:// URL of the model.
-        which: "best" or "latest", for a run.
-        script_file: the train script, if it is not in this project.
-        words: flags of the train script that change the recipe.
-        scratch: folder for downloaded files.
+        location: Path or s3:// URL of the model.
+        which: Checkpoint to open if `location` is a run, "best" or "latest".
+        script_file: Path of the train script, or None if the script is in this project.
+        words: Train script flags that change the recipe.
+        scratch: Folder for downloaded files.
+        count: Number of held-out images.
     """
     trained = find(location, which, scratch, lambda: None)
     if trained.recipe is None:
         raise ValueError(
-            f"{trained.name} is a single file without a recipe. Give the folder of the checkpoint or run."
+            f"{trained.name} is a single file without a recipe. Specify the checkpoint folder or the run"
+            " folder."
         )
     if "data" not in trained.recipe and not any(word.partition("=")[0] == "--data" for word in words):
-        raise ValueError(f"{trained.name} does not name its data. Give some of its images: --data FOLDER")
+        raise ValueError(
+            f"{trained.name} does not record the path of the training data. Pass --data FOLDER with some of"
+            " the images."
+        )
     script, recipe, _ = open_script(trained, script_file, words)
     prepared = prepare_cache(recipe, lambda: None, is_evaluated=True)
     images = open_images(Path(prepared.folder), recipe)
@@ -105,11 +104,13 @@ def open_trained(
 
 
 def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
-    """Write the weights, config.json and, unless timm contains the model, model.py.
+    """Write the weights and config.json, and also write model.py unless timm contains the model.
+
+    config.json contains a section `trained_by` for predict.py and validate.py. This section stores only the
+    last part of the path of the data.
 
     Returns:
-        The config without `trained_by`. The file also contains `trained_by`, which predict.py and validate.py
-        read. Only the last part of the data's path is stored.
+        Content of config.json without `trained_by`.
     """
     if exported.is_timms:
         from timm.models import save_for_hf
@@ -122,14 +123,15 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
             safe_serialization=True,
         )
         config = json.loads((folder / CONFIG).read_text())
-        for key in KEYS_OF_ORIGIN:  # timm would also apply these keys to the trained weights
+        for key in KEYS_OF_ORIGIN:  # these keys do not describe the trained weights
             config["pretrained_cfg"].pop(key, None)
-        config.get("model_args", {}).pop("num_classes", None)  # transformers already passes num_classes
+        config.get("model_args", {}).pop("num_classes", None)  # transformers passes num_classes separately
     else:
         config = _write_with_code(exported, folder)
     data = exported.recipe.data
     data = data if data in KNOWN or data.startswith("hub:") else f"./{Path(data).name}"
-    recipe = {k: v for k, v in recipe_part(exported.recipe).items() if k != "weights"} | {"data": data}
+    recipe = recipe_part(exported.recipe) | {"data": data}
+    recipe.pop("weights", None)
     trained_by: dict[str, Any] = {"script": exported.trained.script, "recipe": recipe}
     trained_by |= {"classes": exported.classes, "cropped": exported.is_cropped}
     trained_by |= {"preprocessing": exported.preprocessing.to_json(), "names": exported.trained.names}
@@ -141,12 +143,17 @@ def write_model(exported: Exported, folder: Path) -> dict[str, Any]:
 def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
     from safetensors.torch import save_file
 
-    text = Path(str(exported.script.__file__)).read_text()
-    if (code := model_section(text)) is None:
-        raise ValueError(f"{exported.script.__file__} has no section `# --- Model` to export")
-    save_file({name: t.contiguous() for name, t in exported.model.state_dict().items()}, folder / WEIGHTS)
-    recipe = {name: value for name, value in vars(exported.recipe).items() if f"recipe.{name}" in code}
-    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=code))
+    script_text = Path(str(exported.script.__file__)).read_text()
+    if (model_code := model_section(script_text)) is None:
+        raise ValueError(
+            f"{exported.script.__file__} does not contain a section `# --- Model`. Put the code of the model"
+            f" into this section, which export.py copies to {CODE}."
+        )
+    weights = {name: tensor.contiguous() for name, tensor in exported.model.state_dict().items()}
+    save_file(weights, folder / WEIGHTS)
+    all_settings = vars(exported.recipe)
+    recipe = {name: all_settings[name] for name in all_settings if f"recipe.{name}" in model_code}
+    (folder / CODE).write_text(MODEL_PY.render(script=exported.script.__name__, model=model_code))
     return {
         "architecture": type(exported.model).__name__,
         "num_classes": len(exported.classes),
@@ -157,9 +164,9 @@ def _write_with_code(exported: Exported, folder: Path) -> dict[str, Any]:
 
 
 def check_reloaded(exported: Exported, folder: Path) -> None:
-    """Load the model as a user would. Raise ValueError unless its logits are bitwise identical.
+    """Load the exported model like a user, and raise ValueError unless the logits are bitwise identical.
 
-    Loading fails if the script's Model section uses names that model.py does not import from torch.
+    Loading fails if the Model section in the script uses names that model.py does not import from torch.
     """
     if exported.is_timms:
         import timm
@@ -167,7 +174,7 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     else:
         try:
-            sys.dont_write_bytecode = True  # keep __pycache__ out of the exported folder
+            sys.dont_write_bytecode = True  # don't write __pycache__ into the exported folder
             loaded = load_script(folder / CODE).load(folder)
         except NameError as error:
             raise ValueError(
@@ -175,11 +182,14 @@ def check_reloaded(exported: Exported, folder: Path) -> None:
             ) from None
     with torch.inference_mode():
         if not torch.equal(loaded(exported.sample), exported.model(exported.sample)):
-            raise ValueError("the model was not exported: loaded back, it computes different logits")
+            raise ValueError("the export failed, because the reloaded model computes different logits")
 
 
 def write_onnx(exported: Exported, config: dict[str, Any], file: Path) -> None:
-    """Write the model for any batch size, with preprocessing and class names as metadata."""
+    """Write the model as an ONNX file for any batch size.
+
+    The metadata contains preprocessing and class names.
+    """
     batch = torch.export.Dim("batch", min=1)
     program = torch.onnx.export(
         exported.model,
@@ -192,19 +202,24 @@ def write_onnx(exported: Exported, config: dict[str, Any], file: Path) -> None:
         verbose=False,
     )
     assert program is not None
-    facts = {**exported.preparation, "label_names": exported.classes, "architecture": config["architecture"]}
-    program.model.metadata_props.update({name: json.dumps(value) for name, value in facts.items()})
+    metadata = {
+        **exported.preparation,
+        "label_names": exported.classes,
+        "architecture": config["architecture"],
+    }
+    program.model.metadata_props.update({name: json.dumps(value) for name, value in metadata.items()})
     program.save(file, external_data=False)
 
 
 def check_onnx(exported: Exported, file: Path, bound: float) -> None:
-    """Raise ValueError unless ONNX Runtime's logits are within `bound` of the model's logits."""
+    """Raise ValueError if logits from ONNX Runtime and from PyTorch differ by more than `bound`."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     for images in (exported.sample, exported.sample[:1]):
         (logits,) = session.run(["logits"], {"images": images.numpy()})
         with torch.inference_mode():
-            distance = float((torch.from_numpy(logits) - exported.model(images)).abs().max())
-        if not distance <= bound:
-            raise ValueError(f"ONNX Runtime's logits differ by {distance:.1e}, more than {bound:g}")
+            difference = float((torch.from_numpy(logits) - exported.model(images)).abs().max())
+        if not difference <= bound:
+            problem = f"the logits from ONNX Runtime and PyTorch differ by {difference:.1e}"
+            raise ValueError(f"{problem}, which exceeds {bound:g}")

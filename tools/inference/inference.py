@@ -1,4 +1,4 @@
-"""Settings, startup and shutdown of validate.py and predict.py."""
+"""Settings, start and end of the commands validate.py and predict.py."""
 
 import contextlib
 import dataclasses
@@ -29,48 +29,61 @@ from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inference:
-    """Settings of the commands that run inference with a trained model."""
+    """Settings of commands that run inference with a trained model."""
 
     help_group = (
         "model and computation",
-        "MODEL is a run's folder or S3 prefix, a checkpoint's folder, a folder written\n"
-        "by export.py, or a .safetensors file.",
+        "MODEL is a run folder, the S3 prefix of a run, a checkpoint folder, a folder\n"
+        "written by export.py, or a .safetensors file.",
     )
     model: str | None = setting(
-        None, "Name of the model in timm, if MODEL is a file that contains only weights."
+        None, "Name of the timm model. Use this flag if MODEL is a file that contains only weights."
     )
-    pretrained: bool = setting(False, "Use MODEL as the name of a timm model, and download its weights.")
-    which: str = setting("best", "Checkpoint to use if MODEL is a run.", choices=("best", "latest"))
+    pretrained: bool = setting(
+        False, "Interpret MODEL as the name of a timm model, and download its pretrained weights."
+    )
+    which: str = setting("best", "Checkpoint to load if MODEL is a run.", choices=("best", "latest"))
     script: str | None = setting(
-        None, "Script that trained the model, if the script is not in this project.", metavar="FILE"
+        None,
+        "Script that trained the model. Required only if the script is not in this project.",
+        metavar="FILE",
     )
-    per_device_batch_size: int = setting(128, "Images per forward pass on one device.", minimum=1)
+    per_device_batch_size: int = setting(128, "Number of images per forward pass on each device.", minimum=1)
     mixed_precision: str | None = setting(
         None,
-        "Precision of the forward pass. Default: the launcher's setting, or bf16 on devices with native bf16"
-        " support.",
+        "Precision of the forward pass. Default: the precision that the launcher sets, or otherwise bf16 on"
+        " devices with native bf16 support.",
         choices=("no", "bf16", "fp16"),
     )
     deterministic: bool = setting(False, "Produce bitwise identical results in every run on the same GPUs.")
     deepspeed_config: str | None = setting(None)
     timeout_s: int = setting(
-        300, "The job ends when a process makes no progress for this many seconds.", minimum=1
+        300, "Seconds without progress in a process after which the job ends.", minimum=1
     )
 
     def start(self) -> tuple[Accelerator, Batch]:
-        """Start the job. Each process loads the whole model under any strategy of the launcher."""
-        names = ("per_device_batch_size", "mixed_precision", "deterministic", "deepspeed_config", "timeout_s")
-        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        """Start the job and return the Accelerator.
+
+        Each process loads the entire model under every strategy.
+        """
+        setting_names = ["per_device_batch_size", "mixed_precision", "deterministic"]
+        setting_names += ["deepspeed_config", "timeout_s"]
+        settings: dict[str, Any] = {name: getattr(self, name) for name in setting_names}
         return start(Job(batch_size=self.per_device_batch_size * world_size(), compile="no", **settings))
 
     @contextlib.contextmanager
     def trained(
         self, accelerator: Accelerator, location: str, list_inputs: Callable[[], Any] = lambda: None
     ) -> Iterator[tuple[TrainedModel, Any, Path]]:
-        """Find and verify the model on the main process. Collective.
+        """Find and verify the model on the main process. All processes must call this method.
+
+        Args:
+            accelerator: Accelerator of the job.
+            location: Path, s3:// URL or timm name of the model.
+            list_inputs: Function that the main process calls after the search for the model.
 
         Yields:
-            The model, the result of list_inputs() on the main process, and a scratch folder.
+            The model, the result of list_inputs(), and a folder for temporary files.
         """
         with tempfile.TemporaryDirectory(prefix="inference-") as scratch:
 
@@ -81,23 +94,25 @@ class Inference:
             yield TrainedModel(**fields), inputs, Path(scratch)
 
     def _find(self, location: str, scratch: Path, heartbeat: Heartbeat) -> TrainedModel:
-        """Find the model in files, or download timm's weights from the hub."""
+        """Find the model in files, or download the weights of a timm model from the hub."""
         if self.pretrained or (is_hub_name(location) and not Path(location).exists()):
             name = timm_name(location)
             trained = find(str(download(name)), self.which, scratch, heartbeat)
             return dataclasses.replace(trained, name=f"timm/{name}", reports=f"validation/{name}")
         if "://" not in location and not Path(location).exists():
-            raise ValueError(f"{location}: no such folder or file. For a timm model, add --pretrained.")
+            raise ValueError(
+                f"{location} does not exist. To use a timm model with this name, add --pretrained."
+            )
         trained = find(location, self.which, scratch, heartbeat)
         if self.model and not self.script and trained.recipe is None:
             return of_model(trained, timm_name(self.model))
         return trained
 
     def finish(self, accelerator: Accelerator, report: Callable[[], None]) -> None:
-        """Call report() on the main process and end the job. Collective."""
+        """Call report() on the main process and end the job. All processes must call this method."""
         once(accelerator, "report", partial(run_with_heartbeat, report), self.timeout_s)
         watch.begin_exit()
-        accelerator.wait_for_everyone()  # under the deepspeed launcher, rank 0 hosts the store of all ranks
+        accelerator.wait_for_everyone()  # under deepspeed, rank 0 hosts the store and must end last
 
 
 def preprocessing_of(
@@ -105,9 +120,9 @@ def preprocessing_of(
 ) -> DataConfig:
     """Return the preprocessing of the model's inputs.
 
-    The preprocessing is read from the model's files. If the files do not record it, the script or timm
-    determines the preprocessing. Flags override the result. Files of earlier versions contain no record,
-    because every model used the same crop.
+    The preprocessing comes from the model's files, or from the script or timm if the files do not contain the
+    preprocessing. Flags override the result. Files from earlier versions of this project contain no
+    preprocessing, because all models used the same crop.
     """
     if trained.recipe is None and not hasattr(script, "MEAN"):  # the file contains only weights
         return data_config_of(model, recipe)
@@ -116,12 +131,12 @@ def preprocessing_of(
 
 
 def evaluated_split(split: Split, trained: TrainedModel) -> Split:
-    """Return the split. Crop it if the model was evaluated on crops, even if all images have one size."""
+    """Return the split, cropped if the model was evaluated on crops, even if all images have equal sizes."""
     return CroppedSplit(split) if trained.cropped and isinstance(split, ArraySplit) else split
 
 
 def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) -> Tensor:
-    """Return the images with these ids before normalisation, as uint8 [n, H, W, 3]."""
+    """Return the pixels of the images with these ids as uint8 [n, H, W, 3], before normalisation."""
     size, seed = recipe.image_size, recipe.seed
     batches = split.batches([(0, ids)], device="cpu", train=False, size=size, seed=seed, workers=0, crop=crop)
     return next(iter(batches)).images
@@ -130,11 +145,10 @@ def pixels_of(split: Split, ids: np.ndarray, recipe: ImageRecipe, crop: Crop) ->
 def keep_features(model: Any) -> list[np.ndarray]:
     """Record the inputs of the model's head.
 
-    The head is the classifier of a timm model (the first one if there are two), or the last linear layer of
-    another model.
+    The head is the first classifier of a timm model, or the last linear layer of any other model.
 
     Returns:
-        A list to which each forward pass appends its features, float32 [B, features].
+        List to which each forward pass appends a float32 array [B, features].
     """
     linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     head = model.get_classifier() if hasattr(model, "get_classifier") else linear[-1]
@@ -147,5 +161,5 @@ def keep_features(model: Any) -> list[np.ndarray]:
 
 
 def own_words(words: list[str]) -> list[str]:
-    """Return the command's words without the word that DeepSpeed's launcher adds."""
+    """Return command-line words without the flag --local_rank, which DeepSpeed's launcher adds."""
     return [word for word in words if not word.startswith("--local_rank")]

@@ -1,9 +1,10 @@
-"""Agent on each host of a job. It starts and stops the host's part and leaves no process behind.
+"""Agent that starts and stops a job's processes on one host, and leaves no process behind.
 
-launch.py starts the agent over ssh or locally. The agent first sends an event that describes its host. Then
-the agent accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). It forwards the job's output
-and the events of the job's processes (onecurve/system/env.py). When the input ends, or no heartbeat arrives
-for SILENCE_S, launch.py has ended or the connection is lost. The agent then stops its part as for `stop`.
+launch.py starts an agent on each host, over ssh or locally. The agent first sends an event that describes the
+host, and then accepts the requests `start`, `stop`, `kill` and `beat` (a heartbeat). The agent forwards the
+output of the processes, and the events that the processes report (onecurve/system/env.py). If the input ends,
+or if no heartbeat arrives for SILENCE_S, launch.py has ended or the connection is lost. In both cases, the
+agent stops the processes as after the request `stop`.
 """
 
 import contextlib
@@ -26,94 +27,103 @@ from onecurve.system import processes
 from onecurve.system.env import EVENTS_FILE, JOB, PREEMPTED, EventReader
 from tools.launch.hosts import connection_addresses, event_line, requests
 
-BEAT_S = 5  # interval of launch.py's heartbeats
-ALIVE_S = 2  # interval of the agent's heartbeats, which reveal a lost host sooner than ssh does
-SILENCE_S = 45  # time without a heartbeat after which the agent stops its host's part
-FENCE_S = 15  # the same in an elastic job, where the agent kills its part because other hosts continue
-GRACE_S = 40  # time from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
-SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for it"
+BEAT_S = 5  # seconds between heartbeats from launch.py
+ALIVE_S = 2  # seconds between heartbeats from the agent, which reveal a lost host earlier than ssh
+SILENCE_S = 45  # seconds without a heartbeat after which the agent stops the processes
+FENCE_S = 15  # seconds without a heartbeat after which the agent of an elastic job kills the processes
+GRACE_S = 40  # seconds from `stop` to SIGKILL; launchers kill their processes 30 s after SIGTERM
+SUSPENDED = "is suspended by a signal (SIGSTOP or a debugger), and the other ranks waited for this process"
 
-Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]  # requests, and `signal` when this process receives one
+# Queue of requests, and of `signal` for each signal that this process receives
+Queue = queue.SimpleQueue[tuple[str, dict[str, Any]]]
 
-_writing = threading.Lock()  # held while a line is written to launch.py
+_writing = threading.Lock()  # held by the thread that writes a line to launch.py
 
 
 def main() -> None:
     processes.adopt_orphans()
     received: Queue = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda *_: received.put(("signal", {})))
-    threading.Thread(target=_receive, args=(received,), daemon=True).start()
+    for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: received.put(("signal", {})))
+    threading.Thread(target=_receive_requests, args=(received,), daemon=True).start()
     threading.Thread(target=_send_heartbeats, daemon=True).start()
-    name = "beat"
-    while name == "beat":
+    request = "beat"
+    while request == "beat":
         try:
-            name, part = received.get(timeout=SILENCE_S)
+            request, arguments = received.get(timeout=SILENCE_S)
         except queue.Empty:
             return
-    if name != "start":
-        sys.exit(name == "signal")  # the host leaves the job before the job has started
+    if request != "start":
+        sys.exit(request == "signal")  # the host leaves the job before the start of the job
     with tempfile.TemporaryDirectory(prefix="launch-", ignore_cleanup_errors=True) as folder:
-        sys.exit(_run(part, EventReader(Path(folder) / "events"), received))
+        sys.exit(_run_job(arguments, EventReader(Path(folder) / "events"), received))
 
 
-def _run(part: dict[str, Any], events: EventReader, received: Queue) -> int:
-    """Run this host's part of the job and return its exit status.
+def _run_job(arguments: dict[str, Any], events: EventReader, received: Queue) -> int:
+    """Run the job's processes on this host, and return the exit status of the launcher.
 
     Args:
-        part: Arguments of the `start` request, which are job, words, env, first and master (the master's
-            address and port, or None in a job on one host).
+        arguments: Arguments of the `start` request: job, words, env, first, and master (address and port of
+            the first host, or None in a job on one host).
+        events: Reader of the events that the processes report.
+        received: Queue of later requests and signals.
     """
-    part["env"] |= {EVENTS_FILE: str(events.file)} | ({JOB: part["job"]} if part["job"] else {})
+    is_elastic = bool(arguments["job"])
+    arguments["env"][EVENTS_FILE] = str(events.file)
+    if is_elastic:
+        arguments["env"][JOB] = arguments["job"]
     try:
-        child = _start(part)
+        launcher = _start_launcher(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", flush=True)
         return 1
-    assert child.stdout
-    relay = threading.Thread(target=_relay, args=(child.stdout,), daemon=True)
-    relay.start()
-    statuses: set[int] = set()  # statuses reported by the job's processes; launchers turn most into 1
-    status = _wait(child, received, lambda: _pass_on(events, statuses), is_elastic=bool(part["job"]))
-    relay.join(5)
-    _pass_on(events, statuses)
-    if status != 0 and PREEMPTED in statuses <= {0, PREEMPTED}:
+    assert launcher.stdout
+    output_thread = threading.Thread(target=_forward_output, args=(launcher.stdout,), daemon=True)
+    output_thread.start()
+    statuses: set[int] = set()  # exit statuses that the processes report
+    exit_status = _wait_for_end(launcher, received, lambda: _send_new_events(events, statuses), is_elastic)
+    output_thread.join(5)
+    _send_new_events(events, statuses)
+    # Launchers replace most exit statuses of their processes with 1.
+    if exit_status != 0 and PREEMPTED in statuses <= {0, PREEMPTED}:
         return PREEMPTED
-    return 128 - status if status < 0 else status
+    return 128 - exit_status if exit_status < 0 else exit_status
 
 
-def _pass_on(events: EventReader, statuses: set[int]) -> None:
-    """Send new events to launch.py, and add the exit statuses of the job's processes to `statuses`."""
+def _send_new_events(events: EventReader, statuses: set[int]) -> None:
+    """Send new events to launch.py, and add the reported exit statuses of processes to `statuses`."""
     for event in events.new():
         if event["event"] == "exit":
             statuses.add(event["status"])
         else:
-            _send(event_line(**event))
+            _send_line(event_line(**event))
 
 
-def _receive(received: Queue) -> None:
+def _receive_requests(received: Queue) -> None:
     for request in requests():
         received.put(request)
     received.put(("stop", {}))
 
 
 def _send_heartbeats() -> None:
-    """Send an event that describes this host, then heartbeats."""
+    """Send an event that describes this host, and then send heartbeats forever."""
     has_gpus = any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    _send(event_line("hello", hostname=socket.gethostname(), has_gpus=has_gpus, **connection_addresses()))
+    _send_line(
+        event_line("hello", hostname=socket.gethostname(), has_gpus=has_gpus, **connection_addresses())
+    )
     while True:
         time.sleep(ALIVE_S)
-        _send(event_line("alive"))
+        _send_line(event_line("alive"))
 
 
-def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start this host's launcher, usually `accelerate launch`."""
-    if part["job"]:
-        _end_leftovers(part["job"])
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path} | part["env"]
-    if part["master"]:
-        address, port = part["master"]
+def _start_launcher(arguments: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start the launcher on this host, usually `accelerate launch`."""
+    if arguments["job"]:
+        _kill_previous_round(arguments["job"])
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": search_path} | arguments["env"]
+    if arguments["master"]:
+        address, port = arguments["master"]
         interface, local_address = processes.interface_to(address)
         if local_address.startswith("127."):
             raise ValueError(
@@ -121,10 +131,10 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
                 " with an address that all hosts can reach."
             )
         env = processes.use_interface(interface) | env
-        if part["first"]:
+        if arguments["first"]:
             _check_port(port)
     return subprocess.Popen(
-        part["words"],
+        arguments["words"],
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -134,19 +144,20 @@ def _start(part: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def _end_leftovers(job: str) -> None:
-    """Kill the processes of this job's previous round, whose agent may still be running."""
+def _kill_previous_round(job: str) -> None:
+    """Kill the processes of the previous round of this job. The agent of that round may still be running."""
     candidates = psutil.process_iter(["environ"])
     processes.kill([process for process in candidates if (process.info["environ"] or {}).get(JOB) == job])
 
 
-def _relay(output: IO[bytes]) -> None:
-    """Forward the job's output line by line.
+def _forward_output(output: IO[bytes]) -> None:
+    """Forward the output of the job's processes line by line.
 
-    After launch.py has ended, output is dropped, so that print() does not fail in a process that is saving.
+    If launch.py has ended, drop the output, so that print() does not fail in a process that saves a
+    checkpoint.
     """
     for line in output:
-        _write(line)
+        _write_bytes(line)
 
 
 def _check_port(port: int) -> None:
@@ -154,53 +165,55 @@ def _check_port(port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         reason = f"{os.strerror(error.errno or 0)}{processes.listening_process(port)}"
-        raise ValueError(f"port {port}: {reason}. Pass another --port.") from None
+        raise ValueError(f"port {port} can't be used: {reason}. Pass a different --port.") from None
 
 
-def _wait(child: subprocess.Popen[bytes], received: Queue, poll: Callable[[], None], is_elastic: bool) -> int:
-    """Wait until the child and all its descendants have ended. Return the child's exit status.
+def _wait_for_end(
+    launcher: subprocess.Popen[bytes], received: Queue, pass_on_events: Callable[[], None], is_elastic: bool
+) -> int:
+    """Wait until the child process and all of its descendants have ended, and return the child's exit status.
 
-    Calls poll() several times a second.
+    This function calls poll() several times per second.
     """
-    received_at, stop, deadline = time.monotonic(), False, None
-    while child.poll() is None or processes.running_descendants([child.pid]):
-        poll()
+    last_request_s, is_stopping, kill_at = time.monotonic(), False, None
+    while launcher.poll() is None or processes.running_descendants([launcher.pid]):
+        pass_on_events()
         with contextlib.suppress(queue.Empty):
-            name, _ = received.get(timeout=0.2)
-            received_at = time.monotonic()
-            stop = stop or name in ("stop", "signal")
-            if name == "signal":
-                _send(event_line("leaving", why="a signal to its agent"))
-            deadline = 0.0 if name == "kill" else deadline
-        now = time.monotonic()
+            request, _ = received.get(timeout=0.2)
+            last_request_s = time.monotonic()
+            is_stopping = is_stopping or request in ("stop", "signal")
+            if request == "signal":
+                _send_line(event_line("leaving", why="the agent received a signal"))
+            kill_at = 0.0 if request == "kill" else kill_at
+        now_s = time.monotonic()
         silence_s = FENCE_S if is_elastic else SILENCE_S
-        if not stop and now - received_at > silence_s:
-            stop, deadline = True, 0.0 if is_elastic else None
-            _send(f"stopping: no heartbeat from launch.py for {silence_s} s")
-        if deadline is None and (stop or child.returncode is not None):
-            _name_suspended()
-            child.send_signal(signal.SIGTERM)
-            deadline = now + GRACE_S
-        if deadline is not None and now > deadline:
-            child.kill()
-            processes.kill(processes.running_descendants([child.pid]))
-    return child.returncode
+        if not is_stopping and now_s - last_request_s > silence_s:
+            is_stopping, kill_at = True, 0.0 if is_elastic else None
+            _send_line(f"stopping: launch.py sent no heartbeat for {silence_s} s")
+        if kill_at is None and (is_stopping or launcher.returncode is not None):
+            _report_suspended_processes()
+            launcher.send_signal(signal.SIGTERM)
+            kill_at = now_s + GRACE_S
+        if kill_at is not None and now_s > kill_at:
+            launcher.kill()
+            processes.kill(processes.running_descendants([launcher.pid]))
+    return launcher.returncode
 
 
-def _name_suspended() -> None:
-    """Report suspended processes before they are killed. Waiting for them made the other hosts fail."""
+def _report_suspended_processes() -> None:
+    """Report suspended processes, which made the other hosts wait and fail, before the agent kills them."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 name = f"rank {process.environ()['RANK']}" if "RANK" in process.environ() else process.name()
-                _send(f"error: {name}, process {process.pid}, {SUSPENDED}")
+                _send_line(f"error: {name}, process {process.pid}, {SUSPENDED}")
 
 
-def _send(text: str) -> None:
-    _write(f"{text}\n".encode())
+def _send_line(text: str) -> None:
+    _write_bytes(f"{text}\n".encode())
 
 
-def _write(data: bytes) -> None:
+def _write_bytes(data: bytes) -> None:
     with _writing, contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), data)
 

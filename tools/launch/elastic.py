@@ -1,10 +1,11 @@
-"""Runner of an elastic job in launch.py, which launches the job in rounds on all available hosts.
+"""Runner of an elastic job, which launches the job in rounds on all available hosts for launch.py.
 
-A host that is lost or told to stop leaves the job, and the other hosts continue from the newest checkpoint.
-When a host answers again or is added to the hostfile, all hosts save, and the next round includes this host.
-The first host of a round is also the first host of the next round, because it stores the newest checkpoint.
-When the first host is lost, the other hosts can only continue from checkpoints in S3 or in a shared folder. A
-new host that prevents a round from training a step is excluded for a while.
+If a host is lost or receives a request to stop, the host leaves the job, and the other hosts continue from
+the newest checkpoint. If a lost host responds again, or if a host is added to the hostfile, all hosts save a
+checkpoint, and the next round includes this host. The first host of a round is also the first host of the
+next round, because this host stores the newest checkpoint. If the first host is lost, the other hosts can
+continue only from checkpoints in S3 or in a shared folder. A new host that prevents a round from training a
+step is excluded for some time.
 
     _gather: connects to hosts, chooses the round's hosts --- none for WAIT_S, or a signal ---> exit status
        |                              ^
@@ -17,10 +18,10 @@ new host that prevents a round from training a step is excluded for a while.
        v                              |
     _judge: why the round ended ------+--- finished, a signal, or nothing more to try ---> exit status
 
-_exclude_faulty_hosts decides which hosts are excluded after a failed round. It blames new hosts, or only the
-new hosts that the error names. In a round that has not trained yet, it also blames the host whose failure
-explains the failures of the other hosts. It never blames a host that was lost or told to stop. If the job has
-never trained a step, the job itself is considered faulty and ends.
+_exclude_faulty_hosts decides which hosts are excluded after a failed round. This method blames new hosts, or
+only the new hosts that the error message names. After a round that did not train, this method also blames the
+host whose failure explains the failures of the other hosts. A host that was lost or that received a request
+to stop is never blamed. If the job has never trained a step, the job itself is considered faulty and ends.
 """
 
 import itertools
@@ -38,24 +39,24 @@ from tools.launch.hosts import SSH_FAILED, Host, is_this_host
 from tools.launch.job import LaunchPlan, fail, failure_cause
 from tools.launch.launcher import CONNECT_S, HostConnection, Launcher
 
-LOST_S = 12  # time without an agent's heartbeat after which its host is considered lost
-FENCED_S = FENCE_S + 3  # time after which the agent of a lost host has certainly killed its part
-KILL_S = 3  # time from a loss until the other hosts are killed, because they wait in a collective
-RETRY_S = 5  # interval between attempts to connect to a host that is away
-SETTLE_S = 3  # time to wait for more hosts before a round starts or is stopped for a joining host
-WAIT_S = 120  # the job ends if too few hosts are available for this long
-LEAVE_S = 180  # time until a host that was told to stop may join again, unless it was away in the meantime
-REFUSED_S, LONGEST_S = 60, 3600  # a faulty host's first exclusion, doubled each time up to a maximum
-FRUITLESS_ROUNDS = 3  # failed rounds at the same step after which the job ends
+LOST_S = 12  # seconds without a heartbeat from an agent after which the host is considered lost
+FENCED_S = FENCE_S + 3  # seconds after which the agent of a lost host has certainly killed the processes
+KILL_S = 3  # seconds from a loss to killing the other hosts' processes, which wait in a collective
+RETRY_S = 5  # seconds between attempts to connect to a host that does not respond
+SETTLE_S = 3  # seconds to wait for more hosts before a round starts, or before a new host joins
+WAIT_S = 120  # seconds with too few available hosts after which the job ends
+LEAVE_S = 180  # seconds until a host may rejoin after a request to stop, unless the host disconnected
+REFUSED_S, LONGEST_S = 60, 3600  # seconds of a faulty host's first and longest exclusion
+FRUITLESS_ROUNDS = 3  # maximum number of consecutive failed rounds without a new checkpoint
 
 
 class ElasticJob(Launcher):
-    """Elastic job that runs rounds until one of them finishes the training.
+    """Elastic job that runs rounds until a round finishes the training.
 
     Args:
-        plan_for: Function that plans a round's launch on the given hosts.
+        plan_for: Function that returns the plan for a round on the given hosts.
         read_hosts: Function that returns the job's hosts, which may change during the job.
-        log_dir: Folder of the hosts' log files.
+        log_dir: Folder for the log files of all hosts.
         min_hosts: Minimum number of hosts in a round.
         max_hosts: Maximum number of hosts in a round, or None for no limit.
     """
@@ -74,37 +75,38 @@ class ElasticJob(Launcher):
         self.min_hosts, self.max_hosts = min_hosts, max_hosts
         self.name, self.rounds = uuid.uuid4().hex, itertools.count(1)
         self.most = min(max_hosts or len(self.hosts), len(self.hosts))
-        self.away: dict[str, str] = {}  # reason of each host that does not answer
-        self.leaves_until: dict[str, float] = {}  # end of a host's exclusion (time.monotonic())
-        self.refusals: dict[str, int] = {}  # number of exclusions of a host since it last trained
-        self.waiting: dict[str, str] = {}  # reason of each available host that can't take part in a round
-        self.proven: set[str] = set()  # hosts that have trained a step
+        self.away: dict[str, str] = {}  # why a host does not respond, by host
+        self.leaves_until: dict[str, float] = {}  # time.monotonic() at which a host may join again, by host
+        self.refusals: dict[str, int] = {}  # number of exclusions since a host last trained, by host
+        self.waiting: dict[str, str] = {}  # why an available host can't take part in a round, by host
+        self.proven: set[str] = set()  # names of hosts that have trained a step
         self.next_try = 0.0
-        self.mistake = ""  # the hostfile's mistake that was reported last
-        self.members = []  # connections to this round's hosts, beginning with the first host
-        self.stopping = ""  # the reason why this round is stopped
-        self.lost_at: float | None = None  # time when a member was lost
-        self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write
-        self.larger_since: float | None = None  # time at which a larger round became possible
-        self.leavers: dict[str, str] = {}  # reason of each host of this round that was told to stop
-        self.first: str | None = None  # first host of the last round that trained
-        self.batch: dict[str, int] = {}  # batch_size, per_device
-        self.began: dict[str, Any] = {}  # step, in_s3, is_shared of the last round that trained
-        self.is_training = self.is_finished = False  # state of this round, and of the whole training
-        self.step = 0  # newest step of all rounds
-        self.changed_at: float | None = None  # time when the last change of hosts began
-        self.fruitless = 0  # consecutive failed rounds at the same step
+        self.mistake = ""  # newest reported mistake in the hostfile
+        self.members = []  # connections to the hosts of this round, starting with the first host
+        self.stopping = ""  # reason why this round is being stopped, or an empty string
+        self.lost_at: float | None = None  # time.monotonic() when a member was lost
+        self.fenced_at = 0.0  # time.monotonic() until which a lost first host may still write files
+        self.larger_since: float | None = None  # time.monotonic() when a larger round became possible
+        self.leavers: dict[str, str] = {}  # why a host of this round is leaving, by host
+        self.first: str | None = None  # name of the first host in the last round that trained
+        self.batch: dict[str, int] = {}  # values of the batch event: batch_size, per_device
+        self.began: dict[str, Any] = {}  # newest began event: step, in_s3, is_shared
+        self.is_training = self.is_finished = False  # state of this round, and state of the entire training
+        self.step = 0  # newest step in all rounds
+        self.changed_at: float | None = None  # time.monotonic() when the last change of hosts began
+        self.fruitless = 0  # number of consecutive failed rounds without a new checkpoint
 
     def run(self) -> int:
         """Run the job and return its exit status.
 
         Returns:
-            0, 75 (the same command continues later), 1 (failed) or 128 + the number of a signal.
+            0 (finished), 75 (preempted, the same command continues), 1 (failed), or 128 + a signal's number.
         """
         self.listen()
         if local := [host.name for host in self.hosts if is_this_host(host.name)]:
-            self.log(f"launch.py runs on {local[0]}, which the job can't lose")
-        self.log(f"at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}, logs in {self.log_dir}")
+            self.log(f"launch.py runs on {local[0]}, so the job can't continue without this host")
+        needed = f"the job needs at least {plural(self.min_hosts, 'host')} of {len(self.hosts)}"
+        self.log(f"{needed}. Logs are in {self.log_dir}")
         try:
             while (chosen := self._gather()) is not None:
                 self._start(chosen)
@@ -123,15 +125,20 @@ class ElasticJob(Launcher):
     # --- Hosts
 
     def _gather(self) -> list[HostConnection] | None:
-        """Connect to hosts and choose the next round's hosts, or None for too few hosts or after a signal."""
-        begin = time.monotonic()
+        """Connect to hosts and return the next round's hosts.
+
+        Return None after a signal or with too few hosts.
+        """
+        start_s = time.monotonic()
         patience_s = SETTLE_S if self.began else CONNECT_S
         while not self.signals:
             self._connect_missing()
-            ready, waited_s = self._ready(), time.monotonic() - begin
-            awaited = [h for h in self.hosts if h.name not in self.away and not self._leaves(h)]
+            ready, waited_s = self._ready(), time.monotonic() - start_s
+            expected_hosts = [
+                host for host in self.hosts if host.name not in self.away and not self._is_excluded(host)
+            ]
             chosen = self._choose(ready) if time.monotonic() > self.fenced_at else None
-            if chosen and (len(ready) >= len(awaited) or waited_s > patience_s):
+            if chosen and (len(ready) >= len(expected_hosts) or waited_s > patience_s):
                 return chosen
             if not chosen and waited_s > WAIT_S:
                 return None
@@ -140,7 +147,7 @@ class ElasticJob(Launcher):
         return None
 
     def _connect_missing(self) -> None:
-        """Connect to all hosts without an agent. Every RETRY_S, retry hosts that did not answer."""
+        """Connect to all hosts without an agent. Retry hosts that did not respond every RETRY_S."""
         now = time.monotonic()
         is_retry = now > self.next_try
         if is_retry:
@@ -150,7 +157,8 @@ class ElasticJob(Launcher):
             current = self._connection(host.name)
             if current and (current.status is None or current in self.members):
                 continue
-            # This includes hosts that leave, because another machine may answer under the same name later.
+            # Also connect to hosts that are leaving, because a different machine may soon respond under the
+            # same name.
             if is_retry or host.name not in self.away:
                 if current:
                     self.connections.remove(current)
@@ -160,46 +168,51 @@ class ElasticJob(Launcher):
         try:
             hosts = self.read_hosts()
             if hosts != self.hosts:
-                self.plan_for(hosts)  # raises an error unless all hosts have the same number of processes
+                self.plan_for(hosts)  # raises an error if the hosts have different numbers of processes
         except (ValueError, OSError) as error:
             if str(error) != self.mistake:
-                self.log(f"keeping the previous hosts: {error}")
+                self.log(f"keeping the previous list of hosts: {error}")
                 self.mistake = str(error)
             return
-        names, known = [host.name for host in hosts], [host.name for host in self.hosts]
-        if new := [name for name in names if name not in known]:
-            self.log(f"new in the hostfile: {', '.join(new)}")
-            self.names += [name for name in new if name not in self.names]
+        new_names, previous_names = [host.name for host in hosts], [host.name for host in self.hosts]
+        if added_names := [name for name in new_names if name not in previous_names]:
+            self.log(f"new hosts in the hostfile: {', '.join(added_names)}")
+            self.names += [name for name in added_names if name not in self.names]
         self.hosts = hosts
-        self.leaves_until = {n: until for n, until in self.leaves_until.items() if n in names}
-        if not self.began:  # after the first round, `most` is fixed, because the run's name contains it
+        self.leaves_until = {
+            host_name: until for host_name, until in self.leaves_until.items() if host_name in new_names
+        }
+        if not self.began:  # `most` is part of the run's name and can't change after the first round
             self.most = max(self.most, min(self.max_hosts or len(hosts), len(hosts)))
 
     def _connection(self, name: str) -> HostConnection | None:
-        return next((c for c in self.connections if c.host.name == name), None)
+        return next((connection for connection in self.connections if connection.host.name == name), None)
 
-    def _leaves(self, host: Host) -> bool:
+    def _is_excluded(self, host: Host) -> bool:
         return time.monotonic() < self.leaves_until.get(host.name, 0)
 
     def _ready(self) -> list[HostConnection]:
-        """Return the hosts that can take part in a round, beginning with the last round's first host."""
-        names = [host.name for host in self.hosts if not self._leaves(host)]
-        ready = [c for c in map(self._connection, names) if c and c.hello and c.status is None]
+        """Return connections to all hosts that can take part in a round, starting with `self.first`."""
+        allowed_names = [host.name for host in self.hosts if not self._is_excluded(host)]
+        connections = filter(None, map(self._connection, allowed_names))
+        ready = [connection for connection in connections if connection.hello and connection.status is None]
         return sorted(ready, key=lambda connection: connection.host.name != self.first)
 
     def _choose(self, ready: list[HostConnection]) -> list[HostConnection] | None:
-        """Return the hosts of the largest possible round, or None if no round is possible."""
-        if self._needs_first() and not (ready and ready[0].host.name == self.first):
+        """Return connections to the hosts of the largest possible round, or None if no round is possible."""
+        if self._needs_first_host() and not (ready and ready[0].host.name == self.first):
             return None
-        most = min(len(ready), self.max_hosts or len(ready))
-        counts = [count for count in range(self.min_hosts, most + 1) if self._divides(count)]
-        return ready[: counts[-1]] if counts else None
+        largest_count = min(len(ready), self.max_hosts or len(ready))
+        possible_counts = [
+            count for count in range(self.min_hosts, largest_count + 1) if self._can_share_batch(count)
+        ]
+        return ready[: possible_counts[-1]] if possible_counts else None
 
-    def _needs_first(self) -> bool:
-        """Return True if the checkpoints are stored only on the first host's disk."""
+    def _needs_first_host(self) -> bool:
+        """Return True if only the first host's disk stores the checkpoints."""
         return bool(self.began) and not (self.began["in_s3"] or self.began["is_shared"])
 
-    def _divides(self, hosts: int) -> bool:
+    def _can_share_batch(self, hosts: int) -> bool:
         if not self.batch:
             return True
         processes = hosts * len(self.hosts[0].devices)
@@ -209,35 +222,37 @@ class ElasticJob(Launcher):
         now = time.monotonic()
         for connection in self.connections:
             if connection.status is None and connection.hello and now - connection.received_at > LOST_S:
-                connection.last_lines.append(f"no heartbeat for {LOST_S} s")
+                connection.last_lines.append(f"the host sent no heartbeat for {LOST_S} s")
                 self.give_up(connection)
         if self.lost_at and now - self.lost_at > KILL_S:
             self.request_all("kill", self.members)
 
     def _look_for_more_hosts(self) -> None:
-        """Stop the round when a larger one is possible. All hosts save before the larger round starts."""
+        """Stop the round, after all hosts have saved a checkpoint, if a larger round is possible."""
         can_stop = self.is_training and not self.stopping and not self.is_finished
         ready = self._ready() if can_stop else []
         chosen = self._choose(ready)
         if not chosen or len(chosen) <= len(self.members):
             self.larger_since = None
-            self._name_waiting([c.host.name for c in ready if c not in self.members])
+            idle = [connection for connection in ready if connection not in self.members]
+            self._report_waiting_hosts([connection.host.name for connection in idle])
             return
         self.larger_since = self.larger_since or time.monotonic()
         if time.monotonic() - self.larger_since > SETTLE_S:
-            names = [c.host.name for c in chosen if c not in self.members]
-            self._stop_round(f"{', '.join(names)} {'joins' if len(names) == 1 else 'join'}")
+            joining_names = [connection.host.name for connection in chosen if connection not in self.members]
+            self._stop_round(f"{', '.join(joining_names)} {'joins' if len(joining_names) == 1 else 'join'}")
 
-    def _name_waiting(self, names: list[str]) -> None:
-        """Print why available hosts can't take part in a round, once for each reason."""
+    def _report_waiting_hosts(self, names: list[str]) -> None:
+        """Print once for each reason why available hosts can't take part in a round."""
         reason = f"--max_hosts {self.max_hosts}"
         if names and len(self.members) != self.max_hosts:
-            hosts = plural(len(self.members) + len(names), "host")
+            host_count = plural(len(self.members) + len(names), "host")
             micro_batches = self.batch["batch_size"] // self.batch["per_device"]
-            processes = plural(len(self.hosts[0].devices), "process")
-            reason = f"the {micro_batches} micro-batches of a step do not divide among {hosts} of {processes}"
-        if new := [name for name in names if self.waiting.get(name) != reason]:
-            self.log(f"{', '.join(new)} {'waits' if len(new) == 1 else 'wait'}: {reason}")
+            process_count = plural(len(self.hosts[0].devices), "process")
+            host_group = f"{host_count} with {process_count} each"
+            reason = f"the {micro_batches} micro-batches of a step can't be divided evenly among {host_group}"
+        if newly_waiting := [name for name in names if self.waiting.get(name) != reason]:
+            self.log(f"{', '.join(newly_waiting)} {'waits' if len(newly_waiting) == 1 else 'wait'}: {reason}")
         self.waiting = dict.fromkeys(names, reason)
 
     # --- Rounds
@@ -246,9 +261,9 @@ class ElasticJob(Launcher):
         self.members, self.stopping, self.leavers, self.is_training = chosen, "", {}, False
         self.stopped_at = self.lost_at = self.larger_since = None
         plan = self.plan_for([member.host for member in chosen])
-        names = ", ".join(member.host.name for member in chosen)
-        count = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
-        self.log(f"starting on {count}: {names}")
+        host_names = ", ".join(member.host.name for member in chosen)
+        size = f"{plural(len(chosen), 'host')}, {plural(plan.processes, 'process')}"
+        self.log(f"starting on {size}: {host_names}")
         env = {MOST_HOSTS: str(self.most), ROUND: str(next(self.rounds))}
         if self.began:
             env[PER_DEVICE] = str(self.batch["per_device"])
@@ -264,9 +279,9 @@ class ElasticJob(Launcher):
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
         super().on_event(connection, event)
-        name = connection.host.name
-        if event["event"] == "hello" and self.away.pop(name, None):
-            self.log(f"{name} answers again")
+        host_name = connection.host.name
+        if event["event"] == "hello" and self.away.pop(host_name, None):
+            self.log(f"{host_name} responds again")
         if connection not in self.members:
             return
         if event["event"] == "batch":
@@ -278,134 +293,159 @@ class ElasticJob(Launcher):
         elif event["event"] == "step":
             self._on_step(event["step"])
         elif event["event"] == "leaving" and not self.stopping:
-            self.leavers.setdefault(name, event["why"])
+            self.leavers.setdefault(host_name, event["why"])
 
     def _on_begin(self, event: dict[str, Any]) -> None:
-        name = self.members[0].host.name
+        first_host = self.members[0].host.name
         if not self.began and not (event["in_s3"] or event["is_shared"]):
-            reason = "only its disk stores the checkpoints (pass --s3 or a shared --model_folder)"
-            self.log(f"the job can't lose {name}: {reason}")
+            self.log(
+                f"the job can't continue without {first_host}, because only this host's disk stores the"
+                " checkpoints. To avoid this dependency, pass --s3 or a shared --model_folder"
+            )
         if event["step"] > self.began.get("step", -1):
             self.fruitless = 0
         if self.began:
-            repeated = max(0, self.step - event["step"])
-            self.log(f"continuing at step {event['step']:,}; {plural(repeated, 'step')} to repeat")
-        self.began, self.first, self.is_training = event, name, True
+            repeated_steps = max(0, self.step - event["step"])
+            self.log(f"continuing at step {event['step']:,} and repeating {plural(repeated_steps, 'step')}")
+        self.began, self.first, self.is_training = event, first_host, True
 
     def _on_step(self, step: int) -> None:
         if self.changed_at and not self.stopping and step > self.began["step"]:
-            self.log(f"step {step:,} came {time.monotonic() - self.changed_at:.0f} s after the change")
+            elapsed_s = time.monotonic() - self.changed_at
+            self.log(f"reached step {step:,} {elapsed_s:.0f} s after the change of hosts")
             self.changed_at = None
         if step > self.began["step"]:
-            self.proven |= (trained := {member.host.name for member in self.members})
-            self.refusals = {n: count for n, count in self.refusals.items() if n not in trained}
+            self.proven |= (trained_names := {member.host.name for member in self.members})
+            self.refusals = {
+                host_name: exclusions
+                for host_name, exclusions in self.refusals.items()
+                if host_name not in trained_names
+            }
         self.step = max(self.step, step)
 
     def on_end(self, connection: HostConnection, status: int) -> None:
         if connection.status is not None:
             return
-        connection.status, name = status, connection.host.name
+        connection.status, host_name = status, connection.host.name
         if connection.hello is None or status == SSH_FAILED:
-            if name not in self.away and not self.signals:
-                self.log(f"{name} does not answer: {failure_cause(connection)[1]}")
-            self.away[name] = failure_cause(connection)[1]
-            self.leaves_until.pop(name, None)  # another machine may answer under the same name
+            if host_name not in self.away and not self.signals:
+                self.log(f"{host_name} does not respond: {failure_cause(connection)[1]}")
+            self.away[host_name] = failure_cause(connection)[1]
+            self.leaves_until.pop(host_name, None)  # a different machine may soon respond under the same name
         if connection not in self.members or status == 0:
             return
         if status == SSH_FAILED:
             self.lost_at = self.lost_at or time.monotonic()
             if connection is self.members[0]:
                 self.fenced_at = time.monotonic() + FENCED_S
-        self._stop_round("a host has ended")
+        self._stop_round("the processes on a host have ended")
 
     def on_line(self, connection: HostConnection, line: str) -> None:
         if connection.hello is None and connection.host.name in self.away:
-            connection.record(line)  # only logged, because the last attempt already printed this line
+            connection.record(line)  # only logged, because an earlier attempt has printed the same line
         else:
             super().on_line(connection, line)
 
-    def on_signal(self, number: int) -> None:
-        self.stopping = "launch.py was told to stop"
-        super().on_signal(number)
+    def on_signal(self, signal_number: int) -> None:
+        self.stopping = "launch.py received a signal"
+        super().on_signal(signal_number)
 
     # --- End of a round
 
     def _judge(self) -> int | None:
-        """Return the job's exit status after a round, or None if another round follows."""
+        """Return the exit status of the job after a round, or None if the job continues with a new round."""
         statuses = [member.status for member in self.members]
-        if self.is_finished or not any(statuses):  # a finished round's launcher may still have been stopped
+        if self.is_finished or not any(statuses):  # a launcher may be stopped after training has finished
             return 0
         if self.signals:
             return self.end_preempted() if PREEMPTED in statuses else 128 + self.signals[0]
-        lost = [member.host.name for member in self.members if member.status == SSH_FAILED]
+        lost_names = [member.host.name for member in self.members if member.status == SSH_FAILED]
         is_saved = PREEMPTED in statuses and set(statuses) <= {0, PREEMPTED, SSH_FAILED}
-        if is_saved and not lost:
-            for name, why in self.leavers.items():
-                self.leaves_until[name] = time.monotonic() + LEAVE_S
-                self.log(f"{name} leaves ({why})")
+        if is_saved and not lost_names:
+            for host_name, reason in self.leavers.items():
+                self.leaves_until[host_name] = time.monotonic() + LEAVE_S
+                self.log(f"{host_name} leaves ({reason})")
             if not self.leavers:
                 self.log(self.stopping)
             return None
-        if not lost and not self.proven and not self.is_training:
-            # Before the first training step, only a different number of hosts can help.
-            if not self.batch or self._divides(len(self.members)) or not self._choose(self.members):
-                return fail(self._cause())
-            self.log(f"{plural(len(self.members), 'host')} can't share the batch")
+        if not lost_names and not self.proven and not self.is_training:
+            # Before the first training step, only a different number of hosts can prevent the failure.
+            if not self.batch or self._can_share_batch(len(self.members)) or not self._choose(self.members):
+                return fail(self._failure_text())
+            self.log(f"the batch can't be divided evenly among {plural(len(self.members), 'host')}")
             return None
-        if not lost and self._exclude_faulty_hosts():
+        if not lost_names and self._exclude_faulty_hosts():
             return None
-        step = f"after step {self.step:,}"
-        self.log(f"{', '.join(lost)} lost {step}" if lost else f"failed {step}: {self._cause()}")
+        after_step = f"after step {self.step:,}"
+        if lost_names:
+            self.log(f"{', '.join(lost_names)} lost {after_step}")
+        else:
+            self.log(f"failed {after_step}: {self._failure_text()}")
         self.fruitless += 1
         if self.fruitless > FRUITLESS_ROUNDS:
-            return fail(f"{FRUITLESS_ROUNDS} rounds without a new checkpoint: {self._cause()}")
+            return fail(f"{FRUITLESS_ROUNDS} rounds failed without a new checkpoint: {self._failure_text()}")
         return None
 
     def _exclude_faulty_hosts(self) -> bool:
-        """Exclude the hosts that made a round fail, provided that the remaining hosts can continue.
+        """Exclude the hosts that made a round fail if the remaining hosts can continue without these hosts.
 
-        Faulty hosts are new hosts, or a host that certainly caused the failure of a round without a step.
+        A faulty host is a new host, or a host that certainly caused the failure of a round that did not train
+        a step.
 
         Returns:
-            False if no host is to blame or too few hosts would remain.
+            True if hosts were excluded. False if no host is faulty, or if too few hosts would remain.
         """
-        if (first := self._first_failure()) is None:
+        if (first_failed := self._first_failure()) is None:
             return False
-        rank, cause = failure_cause(first)
+        rating, cause = failure_cause(first_failed)
         suspects = [member for member in self.members if member.host.name not in self.proven]
-        if not suspects and not self.is_training and rank <= 1:
-            suspects = [first]
-        # All hosts report a disagreement, and the message names the host that differs.
-        named = [m for m in suspects if m.hello and re.search(rf"\bhost {m.hello['hostname']}\b", cause)]
-        faulty = named or ([first] if first in suspects else suspects)
+        if not suspects and not self.is_training and rating <= 1:
+            suspects = [first_failed]
+        # If the hosts disagree, all hosts report the disagreement, and the message names the host that
+        # differs.
+        named = [
+            suspect
+            for suspect in suspects
+            if suspect.hello and re.search(rf"\bhost {suspect.hello['hostname']}\b", cause)
+        ]
+        faulty = named or ([first_failed] if first_failed in suspects else suspects)
         if not faulty or not self._choose([member for member in self.members if member not in faulty]):
             return False
         for name in (member.host.name for member in faulty):
             wait_s = min(REFUSED_S * 2 ** self.refusals.get(name, 0), LONGEST_S)
             self.refusals[name] = self.refusals.get(name, 0) + 1
             self.leaves_until[name] = time.monotonic() + wait_s
-            self.log(f"{name} is excluded for {wait_s} s: {cause}. See {first.log_file}")
+            self.log(f"{name} is excluded for {wait_s} s: {cause}. See the log {first_failed.log_file}")
         return True
 
     def _first_failure(self) -> HostConnection | None:
-        """Return the host whose failure explains the other failures. Prefer a new host in case of a tie."""
-        failed = [member for member in self.members if member.status not in (0, PREEMPTED)]
-        order = lambda m: (failure_cause(m)[0], m.host.name in self.proven)  # noqa: E731
-        return min(failed, key=order, default=None)
+        """Return the host whose failure explains all other failures.
 
-    def _cause(self) -> str:
-        if (first := self._first_failure()) is None:
-            return "all hosts were told to stop"
-        return f"{first.host.name}: {failure_cause(first)[1]}. Its log: {first.log_file}"
+        Prefer a new host if there are several.
+        """
+        failed_members = [member for member in self.members if member.status not in (0, PREEMPTED)]
+
+        def likelihood(member: HostConnection) -> tuple[int, bool]:
+            return failure_cause(member)[0], member.host.name in self.proven
+
+        return min(failed_members, key=likelihood, default=None)
+
+    def _failure_text(self) -> str:
+        if (first_failed := self._first_failure()) is None:
+            return "all hosts received a request to stop"
+        return (
+            f"{first_failed.host.name}: {failure_cause(first_failed)[1]}. See the log {first_failed.log_file}"
+        )
 
     def _end_without_hosts(self) -> int:
         if self.signals:
             return self.end_preempted() if self.began else 128 + self.signals[0]
-        missing = f"{self.first}, which stores the checkpoints," if self._needs_first() else "enough hosts"
         available = ", ".join(connection.host.name for connection in self._ready()) or "none"
-        message = (
-            f"{missing} did not answer within {WAIT_S} s (available: {available} of {', '.join(self.names)})"
-        )
+        if self._needs_first_host():
+            problem = f"{self.first}, which stores the checkpoints, did not respond within {WAIT_S} s"
+        else:
+            problem = f"too few hosts responded within {WAIT_S} s"
+        message = f"{problem} (available hosts: {available} of {', '.join(self.names)})"
         if not self.began:
             return fail(message)
         self.log(message)

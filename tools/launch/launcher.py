@@ -1,4 +1,4 @@
-"""Connections of launch.py to a job's agents, with output, heartbeats and requests to stop."""
+"""Connections of launch.py to the agents of a job, for output, heartbeats and stop requests."""
 
 import contextlib
 import math
@@ -22,61 +22,61 @@ from onecurve.system.processes import is_under_nohup
 from tools.launch.agent import BEAT_S
 from tools.launch.hosts import SSH_FAILED, Connection, Host, close_and_wait, start_on
 
-CONNECT_S = 30  # timeout for all hosts to answer
-COLLECT_S = 4.0  # time from the first report of a hang to the table; ranks that sent no report are `silent`
-END_S = 60  # time after `stop` until a host that still runs is considered lost
+CONNECT_S = 30  # timeout in seconds for the responses of all hosts
+COLLECT_S = 4.0  # seconds from the first report of a hang to the table, in which other ranks are `silent`
+END_S = 60  # seconds after a stop request until a host that is still running is considered lost
 TRACEBACK = "Traceback (most recent call last):"
-LINES = 200  # number of last output lines to keep for each host, to find the reason of a failure
-# timeout, systemd and experiments/ send a signal to a process group, whose first process forwards the same
-# signal. Signals that arrive within this time are treated as one signal.
+LINES = 200  # number of output lines to keep for each host, from which the reason for a failure is found
+# Seconds within which several signals count as one. timeout, systemd and experiments/ send a signal to a
+# process group, and the first process in the group forwards the same signal again.
 ECHO_S = 0.5
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
 
 
 @dataclass(eq=False)
 class HostConnection(Connection):
-    """Connection to the agent on one host of the job."""
+    """Connection to the agent on one of the job's hosts."""
 
     log_file: Path
-    hello: dict[str, Any] | None = None  # the agent's first event
-    status: int | None = None
-    failure: str = ""  # message of the first process on this host that reported a failure
+    hello: dict[str, Any] | None = None  # first event from the agent
+    status: int | None = None  # exit status of the agent, or None while the agent is running
+    failure: str = ""  # error message from the first process on this host that reported a failure
     last_lines: list[str] = field(default_factory=list)
-    only_log: bool = False  # True after the start of the launcher's traceback, which is logged but not shown
-    received_at: float = field(default_factory=time.monotonic)  # time of the agent's last line
+    only_log: bool = False  # True after the start of the launcher's traceback, which is not printed
+    received_at: float = field(default_factory=time.monotonic)  # time.monotonic() of the agent's last line
 
     def record(self, line: str) -> None:
-        """Append a line of the host's output to its log file and to last_lines."""
+        """Append a line of the host's output to the log file and to last_lines."""
         self.last_lines = [*self.last_lines[-LINES:], line]
-        with contextlib.suppress(OSError):  # a full disk on this machine must not end the job
+        with contextlib.suppress(OSError):  # a full disk on this machine does not end the job
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.log_file, "a", encoding="utf-8") as log:
                 log.write(f"{line}\n")
 
 
 def selected_devices(host: Host) -> dict[str, str]:
-    """Return the variables that select a host's devices. No variable is needed for the first devices."""
+    """Return environment variables that select a host's devices, or {} if the devices are numbered from 0."""
     is_default = host.devices == tuple(range(len(host.devices)))
     return {} if is_default else visible_devices(host.devices)
 
 
 class Launcher(ABC):
-    """Connections of a job, one per host. The main thread runs the handlers, one event after another."""
+    """Connections to all hosts of a job. The main thread handles one event after another."""
 
     def __init__(self, hosts: list[Host], log_dir: Path):
         self.names, self.log_dir = [host.name for host in hosts], log_dir
         self.connections: list[HostConnection] = []
-        self.members = self.connections  # connections to hosts that take part in the launch
-        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # pending calls to handlers
-        self.signals: list[int] = []  # signals that this process received
-        self.signal_at = 0.0  # time of the last signal
-        self.hangs: dict[int, Evidence] = {}  # reports of ranks in a hanging job
-        self.hang_at: float | None = None  # time of the first report, or infinite after the table was shown
-        self.stopped_at: float | None = None  # time of the first request to stop
+        self.members = self.connections  # connections to the hosts that take part in the current launch
+        self.events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # pending calls of handlers
+        self.signals: list[int] = []  # numbers of the signals that this process has received
+        self.signal_at = 0.0  # time.monotonic() of the last signal
+        self.hangs: dict[int, Evidence] = {}  # reports from the ranks of a hanging job, by rank
+        self.hang_at: float | None = None  # time.monotonic() of the first report, or infinity after the table
+        self.stopped_at: float | None = None  # time.monotonic() of the first stop request
 
     def listen(self) -> None:
-        """Start receiving signals and sending heartbeats."""
-        # SIGHUP arrives when a terminal is closed or an ssh connection is lost.
+        """Start to receive signals and to send heartbeats."""
+        # A process receives SIGHUP when the terminal is closed or the ssh connection is lost.
         hangup = () if is_under_nohup() else (signal.SIGHUP,)
         for number in (signal.SIGINT, signal.SIGTERM, *hangup):
             signal.signal(number, lambda number, _: self.events.put(partial(self.on_signal, number)))
@@ -92,11 +92,11 @@ class Launcher(ABC):
     def close(self) -> None:
         self._show_hang(COLLECT_S)
         for silent in [connection for connection in self.connections if connection.hello is None]:
-            silent.process.kill()  # ssh hangs, and the host has no state to save
+            silent.process.kill()  # ssh hangs, and the host has no checkpoint to save
         close_and_wait(self.connections, END_S)
 
     def handle_event(self) -> None:
-        """Wait up to half a second for an event and handle it."""
+        """Wait up to half a second for an event, and handle the event."""
         if self.stopped_at and time.monotonic() - self.stopped_at > END_S:
             for connection in self.members:
                 if connection.status is None:  # an unreachable host, whose agent stops without heartbeats
@@ -111,10 +111,10 @@ class Launcher(ABC):
 
     def on_line(self, connection: HostConnection, line: str) -> None:
         connection.record(line)
-        self._show(connection, line)
+        self._print_output(connection, line)
 
     def on_event(self, connection: HostConnection, event: dict[str, Any]) -> None:
-        """Handle an event of the agent, or of a process on its host (onecurve/system/env.py)."""
+        """Handle an event from an agent, or from a process on the agent's host (onecurve/system/env.py)."""
         if event["event"] == "hello":
             connection.hello = event
         elif event["event"] == "failed":
@@ -129,37 +129,41 @@ class Launcher(ABC):
 
     @abstractmethod
     def on_end(self, connection: HostConnection, status: int) -> None:
-        """Handle the end of a host's part. This method may be called more than once for a connection."""
+        """Handle the end of an agent. This method may be called more than once for the same connection."""
 
-    def on_signal(self, number: int) -> None:
-        before, self.signal_at = self.signal_at, time.monotonic()
+    def on_signal(self, signal_number: int) -> None:
+        previous_s, self.signal_at = self.signal_at, time.monotonic()
         if not self.signals:
             self.stop_all()
-            self.log("stopping: every process saves and exits. A second signal kills all processes.")
-        elif self.signal_at - before > ECHO_S:
+            self.log(
+                "stopping: every process saves a checkpoint and exits. Send a second signal to kill all"
+                " processes."
+            )
+        elif self.signal_at - previous_s > ECHO_S:
             self.request_all("kill")
-        self.signals.append(number)
+        self.signals.append(signal_number)
 
     def stop_all(self) -> None:
         self.stopped_at = self.stopped_at or time.monotonic()
         self.request_all("stop")
 
     def request_all(self, name: str, connections: list[HostConnection] | None = None) -> None:
-        """Send a request over the given connections, by default over all connections."""
+        """Send a request over the specified connections, or by default over all connections."""
         for connection in self.connections if connections is None else connections:
             if connection.status is None:
                 connection.request(name)
 
     def _listen(self, connection: HostConnection) -> None:
         for event in connection.events():
-            # Set in this thread, because a suspended terminal can block the main thread while hosts respond.
+            # Set the time in this thread, because a suspended terminal can block the main thread while hosts
+            # respond.
             connection.received_at = time.monotonic()
             handle: Callable[..., None] = self.on_line if isinstance(event, str) else self.on_event
             self.events.put(partial(handle, connection, event))
         self.events.put(partial(self.on_end, connection, connection.process.wait()))
 
     def _send_heartbeats(self) -> None:
-        """Send heartbeats from a separate thread, because a suspended terminal can block the main thread."""
+        """Send heartbeats in a separate thread, because a suspended terminal can block the main thread."""
         while True:
             self.request_all("beat")
             time.sleep(BEAT_S)
@@ -167,19 +171,19 @@ class Launcher(ABC):
     # --- Output
 
     def _show_hang(self, sooner_s: float = 0.0) -> None:
-        """Show the table of a hanging job once, COLLECT_S - sooner_s seconds after the first report."""
+        """Print the table of a hanging job once, COLLECT_S - sooner_s seconds after the first report."""
         if self.hang_at and time.monotonic() - self.hang_at >= COLLECT_S - sooner_s:
             self.hang_at = math.inf
             for line in hang_table(list(self.hangs.values())):
                 self.log(line)
-            self.log(f"stacks of all threads: {self.log_dir}/hang_rank_*.txt")
+            self.log(f"the stacks of all threads are in {self.log_dir}/hang_rank_*.txt")
 
     def end_preempted(self) -> int:
-        self.log(f"preempted: the same command continues (exit status {PREEMPTED})")
+        self.log(f"preempted: the same command continues the job (exit status {PREEMPTED})")
         return PREEMPTED
 
     def log(self, text: str) -> None:
-        """Print a line. The job continues if the reader of stdout has ended, like `| tee` after Ctrl-C."""
+        """Print a line. Ignore errors if the reader of stdout has ended, such as `| tee` after Ctrl-C."""
         try:
             print(text, flush=True)
         except OSError:
@@ -191,15 +195,18 @@ class Launcher(ABC):
             return name
         return f"\033[{COLOURS[self.names.index(connection.host.name) % len(COLOURS)]}m{name}\033[0m"
 
-    def _show(self, connection: HostConnection, line: str) -> None:
-        """Print a line of a host's output. After the launcher's traceback begins, print only error lines."""
-        if line == TRACEBACK:
-            return  # wait for the next line, which shows if this is the launcher's traceback
-        if connection.last_lines[-2:-1] == [TRACEBACK]:
-            connection.only_log = connection.only_log or "<frozen runpy>" in line  # `python -m`
-            self._show_line(connection, TRACEBACK)
-        self._show_line(connection, line)
+    def _print_output(self, connection: HostConnection, line: str) -> None:
+        """Print a line of a host's output.
 
-    def _show_line(self, connection: HostConnection, line: str) -> None:
+        After the start of the launcher's traceback, print only error messages.
+        """
+        if line == TRACEBACK:
+            return  # the next line shows whether this traceback is from the launcher
+        if connection.last_lines[-2:-1] == [TRACEBACK]:
+            connection.only_log = connection.only_log or "<frozen runpy>" in line  # started with `python -m`
+            self._print_line(connection, TRACEBACK)
+        self._print_line(connection, line)
+
+    def _print_line(self, connection: HostConnection, line: str) -> None:
         if not connection.only_log or line.startswith("error: "):
             self.log(f"{self.label(connection)} | {line}")

@@ -1,1 +1,1 @@
-"""Predictions of memory, traffic and time for plan.py. Start with planning.py."""
+"""Predictions of memory, traffic and time for plan.py. Start reading in planning.py."""

@@ -1,17 +1,19 @@
-"""Estimate the time of an optimizer step from a trace and data sheets.
+"""Estimate the duration of an optimizer step from a trace and from data sheets.
 
-- A kernel takes the longer of two times: the time for its FLOPs at the device's peak rate, and the time for
-  its bytes at the memory's bandwidth (the roofline model of Williams, Waterman, Patterson 2009, doi
-  10.1145/1498765.1498785). Both rates are reduced to the fraction that large matrix products and copies
-  reach. All kernels together reach a fraction of these reduced rates (Execution). The host launches one
-  kernel after another, and the slower of host and device determines the step's time.
+- The duration of a kernel is limited by the device's peak rate for FLOPs or by the memory bandwidth,
+according to the
+  roofline model (Williams, Waterman, Patterson 2009, doi 10.1145/1498765.1498785). The estimate reduces both
+  limits to the fraction that large matrix products and copies reach. All kernels together reach a fraction of
+  the reduced limits (Execution). The host launches one kernel after another, and the slower of host and
+  device determines the duration of the step.
 - Communication overlaps with the backward pass, which is two thirds of the computation. In a ring of n ranks,
-  each rank sends 2 (n-1)/n of an all-reduce's bytes and (n-1)/n of an all-gather's or reduce-scatter's bytes
+each rank
+  sends 2 (n-1)/n of the bytes of an all-reduce, and (n-1)/n of the bytes of an all-gather or reduce-scatter
   (Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
 
-The constants of Execution were measured on one device, an H200 in a host with 16 cores (2026-11-26, commit
-f763543). docs/performance.md compares planned times with times measured on this device. Communication has not
-been measured on GPUs yet.
+The constants of Execution were measured on a single device, an H200 in a host with 16 cores (2026-11-26,
+commit f763543). docs/performance.md compares planned durations with durations that were measured on this
+device. Communication has not been measured on GPUs yet.
 """
 
 import json
@@ -21,46 +23,46 @@ from dataclasses import dataclass, replace
 
 from onecurve.telemetry.flops import Device
 
-REACHED_FLOPS = 0.66  # fraction of the peak in large bf16 products; measured: 675 to 740 of 990 TFLOP/s
-REACHED_BANDWIDTH = 0.9  # fraction of the memory's bandwidth in copies; measured: 4.2 of 4.8 TB/s
+REACHED_FLOPS = 0.66  # fraction of peak FLOP/s in large bf16 products; measured: 675 to 740 of 990 TFLOP/s
+REACHED_BANDWIDTH = 0.9  # fraction of the memory bandwidth in copies; measured: 4.2 of 4.8 TB/s
 HIDDEN = 2 / 3  # fraction of the computation in the backward pass, which overlaps with communication
-CONTEXT_BYTES = int(0.5 * 2**30)  # CUDA's context and libraries, which torch's allocator does not count
-QUANTUM = 8  # all numbers of images per forward pass are multiples of this
-RING = {"all_reduce": 2.0}  # factor of (n-1)/n in the number of bytes sent, which is 1 for other collectives
-LARGE_PART = 0.1  # fraction of the computation above which exposed communication counts as the limit
+CONTEXT_BYTES = int(0.5 * 2**30)  # memory of CUDA's context and libraries, which is outside torch's allocator
+QUANTUM = 8  # number of images per forward pass is a multiple of this number
+RING = {"all_reduce": 2.0}  # bytes sent as a multiple of (n-1)/n; 1 for all other collectives
+LARGE_PART = 0.1  # fraction of the computation above which exposed communication limits the speed
 COMPUTE, MEMORY, LAUNCHES = "compute", "memory traffic", "launch overhead"
 LINK, NETWORK = "link", "network"
 
-Kernel = tuple[str, int, int]  # dtype of the output, FLOPs, bytes read and written
-Collective = tuple[str, int, int]  # name, bytes, ranks
+Kernel = tuple[str, int, int]  # dtype of the output, number of FLOPs, number of bytes read and written
+Collective = tuple[str, int, int]  # name, number of bytes, number of ranks
 
 
 @dataclass
 class Trace:
-    """Trace of an optimizer step in one process. Memory is in bytes, by images per forward pass."""
+    """Trace of an optimizer step in one process, with all sizes of memory in bytes."""
 
     strategy: str
     mixed_precision: str
-    peaks: dict[int, dict[str, int]]  # bytes by MemTracker's category at the peak, and `Total`
-    parameters: int  # bytes of the parameters that this process keeps between steps
+    peaks: dict[int, dict[str, int]]  # bytes at the peak by category and `Total`, by number of images
+    parameters: int  # bytes of parameters that this process keeps between steps
     optimizer: int  # bytes of ZeRO's master weights, the optimizer's state and the averaged weights
     operations: list[Kernel]
     collectives: list[Collective]
-    gradients: int = 0  # bytes of all .grad after the backward pass, or 0 under ZeRO, which uses buckets
+    gradients: int = 0  # bytes of all gradients after the backward pass, or 0 under ZeRO, which uses buckets
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
-        values = json.loads(text)
-        values["peaks"] = {int(size): peak for size, peak in values["peaks"].items()}
-        return cls(**values)
+        fields = json.loads(text)
+        fields["peaks"] = {int(size): peak for size, peak in fields["peaks"].items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that all contain the same number of identical devices."""
+    """Cluster of hosts with the same number of identical devices."""
 
     hosts: int
-    gpus: int  # per host
+    gpus: int  # number of devices per host
     device: Device
     network_gb_s: float  # bandwidth of a host in one direction, in 10^9 bytes/s
 
@@ -71,41 +73,49 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Execution:
-    """Measured constants of a mode of running steps, for example compiled or as a CUDA graph."""
+    """Measured constants of a mode in which steps run, for example compiled or as a CUDA graph."""
 
-    reached: float  # fraction of the roofline that kernels reach
-    forward_s: float  # host time of a forward and backward pass, excluding the operations
+    reached: float  # fraction of the roofline limits that all kernels together reach
+    forward_s: float  # host time of a forward and backward pass, not including operation_s
     operation_s: float  # host time per traced operation, even if compilation fuses operations
 
     @classmethod
     def of(cls, compilation: str | None, is_graph: bool) -> "Execution":
-        """Return the constants for a mode of --compile, and for steps that run as one CUDA graph."""
+        """Return the constants for a value of --compile, and for steps with or without a CUDA graph."""
         execution = cls(0.65, 2e-3, 16e-6) if compilation in (None, "no") else cls(0.82, 2e-3, 18e-6)
         return replace(execution, forward_s=1.1e-3, operation_s=0.0) if is_graph else execution
 
 
 def largest_size(peaks: dict[int, dict[str, int]], memory_bytes: float) -> int:
-    """Return how many images per forward pass fit, extrapolated from the last two traced sizes.
+    """Estimate how many images per forward pass fit into memory, from the last two traced sizes.
 
-    The result is 0 if not even QUANTUM images fit, and 64 times the larger size if memory does not grow.
+    The result is 0 if QUANTUM images do not fit, and 64 times the larger size if memory does not grow with
+    the size.
     """
-    (small, low), (large, high) = [(size, peak["Total"]) for size, peak in peaks.items()][-2:]
-    free, each = memory_bytes - CONTEXT_BYTES - high, (high - low) / (large - small)
-    more = free / each if each > 0 else 63 * large if free > 0 else -large
-    return max(0, math.floor((large + more) / QUANTUM) * QUANTUM)
+    totals = [(size, peak["Total"]) for size, peak in peaks.items()]
+    (smaller, smaller_bytes), (larger, larger_bytes) = totals[-2:]
+    free_bytes = memory_bytes - CONTEXT_BYTES - larger_bytes
+    image_bytes = (larger_bytes - smaller_bytes) / (larger - smaller)
+    if image_bytes > 0:
+        more_images = free_bytes / image_bytes
+    elif free_bytes > 0:
+        more_images = 63 * larger
+    else:
+        more_images = -larger
+    return max(0, math.floor((larger + more_images) / QUANTUM) * QUANTUM)
 
 
 def step_time(
     trace: Trace, cluster: Cluster, execution: Execution, least_launches: int = 0, accumulations: int = 1
 ) -> tuple[float, str]:
-    """Return the seconds of an optimizer step including communication, and what limits the step.
+    """Return the duration of an optimizer step in seconds, and the name of the limit on the speed.
 
     Args:
-        trace: Trace of one micro-batch with the optimizer's step.
+        trace: Trace of an optimizer step with one micro-batch.
         cluster: Cluster that runs the step.
-        execution: Constants of the mode of running steps.
+        execution: Constants of the mode in which the step runs.
         least_launches: Minimum number of operations per forward pass.
-        accumulations: Micro-batches per optimizer step.
+        accumulations: Number of micro-batches per optimizer step.
     """
     kernel_times = _kernel_times(trace, cluster.device)
     kernels_s = sum(kernel_times.values()) / execution.reached
@@ -113,7 +123,7 @@ def step_time(
     computing_s = accumulations * max(kernels_s, host_s)
     limit = LAUNCHES if host_s > kernels_s else max(kernel_times, key=lambda name: kernel_times[name])
     link, network = traffic(trace, cluster, accumulations)
-    # Halve a link's bandwidth, because data sheets add the bandwidths of both directions.
+    # Divide the link bandwidth by 2, because data sheets state the sum for both directions.
     times = {
         LINK: link / (cluster.device.link_gb_s / 2 * 1e9),
         NETWORK: network / (cluster.network_gb_s * 1e9),
@@ -125,9 +135,10 @@ def step_time(
 
 
 def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
-    """Yield the collectives of an optimizer step. Some run for each micro-batch, others once after the last.
+    """Yield all collectives of an optimizer step.
 
-    DDP and ZeRO-1 reduce gradients once, FSDP scatters gradients once, and ZeRO-2 gathers weights once.
+    Collectives that run once per step follow the last micro-batch: DDP and ZeRO-1 reduce gradients, FSDP
+    scatters gradients, and ZeRO-2 gathers weights. All other collectives run for each micro-batch.
     """
     for collective in trace.collectives:
         name = collective[0]
@@ -137,7 +148,7 @@ def exchanged(trace: Trace, accumulations: int = 1) -> Iterator[Collective]:
 
 
 def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
-    """Return the total seconds of kernels limited by computation, and of kernels limited by bandwidth."""
+    """Return the total seconds of all kernels that computation limits, and of all that bandwidth limits."""
     peaks = {"bfloat16": device.peaks.get("bf16"), "float16": device.peaks.get("fp16")}
     fp32_peak = device.peaks.get("tf32", device.peaks["fp32"])
     times = {COMPUTE: 0.0, MEMORY: 0.0}
@@ -149,7 +160,7 @@ def _kernel_times(trace: Trace, device: Device) -> dict[str, float]:
 
 
 def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[float, float]:
-    """Return the bytes per optimizer step that a device sends within its host, and a host to other hosts."""
+    """Return the bytes per step that a device sends within a host, and that a host sends to other hosts."""
     link = network = 0.0
     for name, moved, ranks in exchanged(trace, accumulations):
         sent = RING.get(name, 1.0) * moved * (ranks - 1) / ranks
@@ -157,7 +168,7 @@ def traffic(trace: Trace, cluster: Cluster, accumulations: int = 1) -> tuple[flo
             # A ring over all devices crosses each host's network once.
             link, network = link + (sent if cluster.gpus > 1 else 0.0), network + sent
         elif cluster.hosts > 1 and ranks == cluster.hosts and (name == "all_reduce" or ranks != cluster.gpus):
-            # Hybrid sharding reduces over one device of each host, and gathers and scatters within each host.
+            # Hybrid sharding all-reduces between hosts, and gathers and scatters within each host.
             network += sent * cluster.gpus
         else:
             link += sent

@@ -1,8 +1,8 @@
-"""Run one process as rank 0 of a planned job, without the job's GPUs, network and memory.
+"""Run a process as rank 0 of a planned job, without the GPUs, the network and the memory of the job.
 
-Tensors are torch's fake tensors, which have shapes but no contents. The process group is torch's fake process
-group, whose collectives return immediately. Accelerate, FSDP2, DDP and DeepSpeed run unchanged, except for
-code that needs contents. onecurve/upstream/torch_fakes.py contains a replacement for each such function.
+All tensors are torch's fake tensors, which have shapes but no contents. All collectives of torch's fake
+process group return immediately. Accelerate, FSDP2, DDP and DeepSpeed run unchanged, except for functions
+that read the contents of tensors. onecurve/upstream/torch_fakes.py replaces these functions.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Set this variable before the imports, because Accelerate imports DeepSpeed, which reads it.
+# Set this variable before the import of Accelerate, which imports DeepSpeed. DeepSpeed reads the variable.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from tools.plan.cost import Collective
 
 
 def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe) -> JobAccelerator:
-    """Return rank 0's Accelerator for a config file and batch.processes processes on `hosts` hosts."""
+    """Return the Accelerator of rank 0 in a job with batch.processes processes on `hosts` hosts."""
     env = launchers_environment(config_file, batch.processes, hosts)
     os.environ.update(env)
     deepspeed = check_launch_config(os.environ, batch.processes, precision=recipe.mixed_precision)
@@ -50,32 +50,35 @@ def start_as_rank_0(config_file: Path, batch: Batch, hosts: int, recipe: Recipe)
 
 
 def launchers_environment(config_file: Path, processes: int, hosts: int) -> dict[str, str]:
-    """Return the variables that `accelerate launch` sets for rank 0. A job with one process needs none."""
+    """Return the environment variables that `accelerate launch` sets for rank 0, or {} for one process."""
     from accelerate.utils import launch
 
-    words = ["--config_file", str(config_file), "--num_processes", str(processes), "--num_machines", "1"]
-    words += ["--num_cpu_threads_per_process", "1"]
+    launch_words = ["--config_file", str(config_file), "--num_processes", str(processes)]
+    launch_words += ["--num_machines", "1", "--num_cpu_threads_per_process", "1"]
     with contextlib.redirect_stdout(sys.stderr):
-        args, defaults = launch_arguments([*words, "plan.py"])
-    if args.use_parallelism_config:
-        args.parallelism_config_dp_replicate_size = hosts
-        args.parallelism_config_dp_shard_size = processes // hosts
-    if args.use_deepspeed:
-        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
-        _, env = launch.prepare_deepspeed_cmd_env(args)
-    elif args.use_fsdp or args.multi_gpu:
-        env = launch.prepare_multi_gpu_env(args)
+        arguments, config = launch_arguments([*launch_words, "plan.py"])
+    if arguments.use_parallelism_config:
+        arguments.parallelism_config_dp_replicate_size = hosts
+        arguments.parallelism_config_dp_shard_size = processes // hosts
+    if arguments.use_deepspeed:
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(config.deepspeed_config)
+        _, env = launch.prepare_deepspeed_cmd_env(arguments)
+    elif arguments.use_fsdp or arguments.multi_gpu:
+        env = launch.prepare_multi_gpu_env(arguments)
     else:
         return {}
-    changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
-    rank_0: dict[str, object] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # no process connects
+    launcher_env = {name: value for name, value in env.items() if os.environ.get(name) != value}
+    rank_0: dict[str, object] = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }  # no process connects
     rank_0 |= {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // hosts}
-    return changed | {name: str(value) for name, value in rank_0.items()}
+    return launcher_env | {name: str(value) for name, value in rank_0.items()}
 
 
 @contextlib.contextmanager
 def without_contents() -> Iterator[None]:
-    """Make all tensors created in a block fake, and allow engines to wrap models in the block."""
+    """Make all tensors in the context fake, and allow engines to wrap models in the context."""
     torch_fakes.skip_ddp_checks()
     torch_fakes.read_ranks_of_meshes()
     torch_fakes.hide_whole_shapes()
@@ -84,14 +87,15 @@ def without_contents() -> Iterator[None]:
 
 
 def materialize(model: nn.Module) -> nn.Module:
-    """Move a model from the meta device to the fake CPU. Later moves of the model have no effect.
+    """Move a model from the meta device to the fake CPU, and disable all later moves of the model.
 
-    A module moves by swapping tensors, and torch can't swap a fake tensor that other tensors refer to.
+    Module.to() swaps tensors, but torch can't swap a fake tensor to which other tensors refer.
     """
     model = model.to_empty(device="cpu")
-    for number, parameter in enumerate(model.parameters(), 1):
-        # Accelerate identifies the shard of a parameter by its address, and fake tensors have no address.
-        parameter.data_ptr = partial(int, number)  # type: ignore[method-assign]
+    for index, parameter in enumerate(model.parameters(), 1):
+        # Accelerate identifies the shard of a parameter by its address. Fake tensors have no
+        # address, so return the index of the parameter.
+        parameter.data_ptr = partial(int, index)  # type: ignore[method-assign]
 
     def to(*_: Any, memory_format: torch.memory_format | None = None, **__: Any) -> nn.Module:
         if memory_format:
@@ -117,11 +121,11 @@ def materialize(model: nn.Module) -> nn.Module:
 
 
 def fake_reducer(model: nn.Module, exchanged: list[Collective]) -> None:
-    """Replace the all-reduce in DDP's reducer, whose C++ code reads contents, with a hook that records it.
+    """Replace DDP's all-reduce, whose C++ code reads tensor contents, with a hook that records collectives.
 
     Args:
-        model: The wrapped model. Nothing happens unless DDP wraps it.
-        exchanged: List to which the hook appends one all-reduce for each bucket.
+        model: Wrapped model. This function does nothing unless DDP wraps the model.
+        exchanged: List to which the hook appends one collective for each bucket.
     """
     if not isinstance(model, DistributedDataParallel):
         return

@@ -3,17 +3,17 @@
     python -m tools.plan.trace CONFIG PROCESSES HOSTS SIZES DEVICE SCRIPT [SCRIPT_FLAGS ...]
 
 This command runs the script's model and optimizer as rank 0, with the real engines on fake tensors. The
-command prints the memory that torch's MemTracker observed, and the operations that the dispatcher observed,
-as JSON. SIZES are numbers of images per forward pass, for example 8,16. DEVICE is a GPU in devices.yaml, or
-`cpu`.
+command prints a JSON object with the memory that torch's MemTracker observed, and with the operations that
+the dispatcher observed. SIZES is a list of numbers of images per forward pass, for example 8,16. DEVICE is
+the name of a GPU in devices.yaml, or `cpu`.
 
-For a GPU, the command also traces sizes near the largest that fits its memory, because the optimizer's step
-is the peak when there are few images. Attention for few tokens uses the kernel of onecurve.models.attention
-if the GPU supports it. For `cpu`, only SIZES are traced, with attention as on a CPU.
-benchmarks/plan_memory.py compares the sum of live tensors with real training runs.
+For a GPU, the command also traces sizes near the largest size that fits into memory, because the peak for few
+images is in the optimizer's step. If the GPU supports the kernel in onecurve.models.attention, attention for
+few tokens uses this kernel. For `cpu`, the command traces only SIZES, with the attention of a CPU.
+benchmarks/plan_memory.py compares the traced memory with real training runs.
 
-All other kernels are CPU kernels, so the trace lacks the workspaces of CUDA's and cuDNN's kernels. For
-ViT-B/32 at batch 512, the traced peak is 10.08 GiB, and torch allocated 10.80 GiB on an H200.
+All other kernels are CPU kernels, so the trace does not include the workspaces of CUDA and cuDNN kernels. For
+ViT-B/32 at batch 512, the traced peak is 10.08 GiB, whereas torch allocated 10.80 GiB on an H200.
 """
 
 import dataclasses
@@ -45,7 +45,8 @@ from onecurve.upstream.torch_fakes import leaves
 from tools.plan.cost import QUANTUM, Collective, Kernel, Trace, largest_size
 from tools.plan.fake_rank import fake_reducer, materialize, start_as_rank_0, without_contents
 
-# Collective of each torch operator, and the index of the argument that contains all bytes of the collective
+# Collective for each torch operator, and index of the operator's argument that contains all bytes of the
+# collective
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -58,15 +59,15 @@ COLLECTIVES = {
     "reduce_": ("reduce", 0),
 }
 DispatchMode: Any = torch_fakes.dispatch_mode()
-# Memory grows with the images in a few linear pieces, each steeper than the piece before it. The search for
-# the largest size that fits makes at most this many extrapolations, each from two sizes.
+# Maximum number of extrapolations in the search for the largest size that fits into memory. Memory is a
+# piecewise linear function of the size whose slope increases, and each extrapolation is based on two sizes.
 LINES = 6
-WITH_KERNELS = ("aten", "onecurve")  # namespaces of operators in torch and onecurve.models.attention_kernels
+WITH_KERNELS = ("aten", "onecurve")  # operator namespaces of torch and onecurve.models.attention_kernels
 WITHOUT_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
 
 class _Operations(DispatchMode):
-    """Recorder of kernels and collectives. Views launch no kernels."""
+    """Recorder of kernels and collectives. Views are not recorded, because views do not launch kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,30 +77,38 @@ class _Operations(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        operator = func.overloadpacket.__name__
         if func.namespace == "c10d":
-            self._collective(name, args)
-        elif func.namespace in WITH_KERNELS and not func.is_view and name not in WITHOUT_KERNEL:
-            written = [t for t in leaves(result) if isinstance(t, Tensor)]
+            self._collective(operator, args)
+        elif func.namespace in WITH_KERNELS and not func.is_view and operator not in WITHOUT_KERNEL:
+            written = [tensor for tensor in leaves(result) if isinstance(tensor, Tensor)]
             if written:
-                read = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+                read = [tensor for tensor in leaves((args, kwargs)) if isinstance(tensor, Tensor)]
                 formula = flop_registry.get(func.overloadpacket)
                 flops = formula(*args, **kwargs, out_val=result) if formula else 0
-                moved = sum(t.nbytes for t in {id(t): t for t in (*read, *written)}.values())
-                if moved:  # empty tensors launch no kernel
-                    self.kernels.append((str(written[0].dtype).removeprefix("torch."), int(flops), moved))
+                moved_bytes = sum(
+                    tensor.nbytes for tensor in {id(tensor): tensor for tensor in (*read, *written)}.values()
+                )
+                if moved_bytes:  # operators on empty tensors do not launch a kernel
+                    self.kernels.append(
+                        (str(written[0].dtype).removeprefix("torch."), int(flops), moved_bytes)
+                    )
         return result
 
-    def _collective(self, name: str, args: tuple[Any, ...]) -> None:
-        if name in COLLECTIVES:
-            collective, index = COLLECTIVES[name]
-            moved = sum(t.nbytes for t in leaves(args[index]) if isinstance(t, Tensor))
-            group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a))
-            self.collectives.append((collective, moved, dist.ProcessGroup.unbox(group).size()))
+    def _collective(self, operator: str, args: tuple[Any, ...]) -> None:
+        if operator in COLLECTIVES:
+            collective, index = COLLECTIVES[operator]
+            moved_bytes = sum(tensor.nbytes for tensor in leaves(args[index]) if isinstance(tensor, Tensor))
+            group = next(
+                argument
+                for argument in args
+                if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument)
+            )
+            self.collectives.append((collective, moved_bytes, dist.ProcessGroup.unbox(group).size()))
 
 
 class Training:
-    """Model and optimizer of a script under an engine, with this process as rank 0."""
+    """Model and optimizer of a script, which an engine wraps for rank 0 of a job."""
 
     def __init__(
         self,
@@ -113,17 +122,20 @@ class Training:
         """Build the model on the meta device.
 
         Args:
-            config_file: Accelerate config.
-            processes: Processes of the job.
-            hosts: Hosts of the job.
-            size: Images per forward pass.
-            words: The script and its flags.
-            device: The job's GPU, or None for this CPU.
+            config_file: Path of the accelerate config.
+            processes: Number of processes in the job.
+            hosts: Number of hosts in the job.
+            size: Number of images per forward pass.
+            words: Path of the script, and flags for the script.
+            device: GPU model of the job, or None for this machine's CPU.
         """
         self.script = script = load_script(Path(words[0]))
         recipe = recipe_of(script, words[1:])
         if not (isinstance(recipe, ImageRecipe) and hasattr(script, "build_model")):
-            raise ValueError(f"{words[0]} has no build_model(). plan.py supports only scripts for images.")
+            raise ValueError(
+                f"{words[0]} does not define build_model(). plan.py supports only scripts that train on"
+                " images."
+            )
         recipe = dataclasses.replace(untrained(recipe), grad_compression="no", compile="no")
         self.recipe = recipe
         batch = Batch(size * processes, size, processes, 1)
@@ -134,21 +146,23 @@ class Training:
             self.model = script.build_model(recipe, CLASSES)
 
     def wrap(self) -> None:
+        """Build the optimizer, and wrap model and optimizer with the engine."""
         self.optimizer: Any = self.script.build_optimizer(self.model, self.recipe)
         self.model, self.optimizer = wrap(self.accelerator, self.model, self.optimizer)
         decay = self.recipe.ema_decay
         self.averaged = EMA(self.model, self.optimizer, decay) if decay else None
 
     def shape(self, size: int) -> tuple[int, ...]:
+        """Return the shape of `size` images with the largest edge in training: [size, 3, edge, edge]."""
         edge = max(self.recipe.train_sizes or (self.recipe.image_size,))
         return size, 3, edge, edge
 
     def step(self, images: Tensor, labels: Tensor, at_gradients: Callable[[], None]) -> None:
-        """Run an optimizer step of one micro-batch. Call at_gradients() after the backward pass."""
+        """Run an optimizer step with one micro-batch. Call at_gradients() after the backward pass."""
         reseed(self.recipe.seed, 0, 0)
         with self.accelerator.accumulate(self.model):
             loss = F.cross_entropy(self.model(images).float(), labels)
-            self.accelerator.backward(loss)  # under DeepSpeed, this includes the optimizer's step
+            self.accelerator.backward(loss)  # under DeepSpeed, this call includes the optimizer's step
             at_gradients()
             if clip := self.recipe.clip_norm:
                 self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
@@ -159,7 +173,7 @@ class Training:
 
 
 def _has_kernel(device: Device, accelerator: JobAccelerator) -> bool:
-    """Return has_kernel() of onecurve.models.attention for a GPU. bf16 needs compute capability 8.0."""
+    """Return True if a GPU supports the attention kernel, which needs bf16 (compute capability 8.0)."""
     has_triton = importlib.util.find_spec("triton") is not None
     return has_triton and "bf16" in device.peaks and precision(accelerator) != "no"
 
@@ -172,7 +186,7 @@ def trace(
     device: Device | None,
     words: list[str],
 ) -> Trace:
-    """Trace an optimizer step of one micro-batch for each size, with this process as rank 0."""
+    """Trace an optimizer step of rank 0 with one micro-batch of each size."""
     training = Training(config_file, processes, hosts, sizes[0], words, device)
     memory_bytes = device.memory_gb * 1e9 if device else 0
     recorded = _Operations()
@@ -180,7 +194,7 @@ def trace(
         training.model = materialize(training.model)
         training.wrap()
         model, averages = training.model, training.averaged.averages if training.averaged else ()
-        exchanged: list[Collective] = []  # collectives of DDP's reducer, which the dispatcher does not see
+        exchanged: list[Collective] = []  # collectives of DDP's reducer, which bypass the dispatcher
         fake_reducer(model, exchanged)
         layout = layout_of(model, training.optimizer)
         tracker = torch_fakes.memory_tracker()
@@ -189,10 +203,12 @@ def trace(
 
         def count_gradients() -> None:
             nonlocal gradients
-            gradients = sum(_local_bytes(p.grad) for p in model.parameters() if p.grad is not None)
+            gradients = sum(
+                _local_bytes(parameter.grad) for parameter in model.parameters() if parameter.grad is not None
+            )
 
         def step(size: int) -> None:
-            # onecurve.numerics.augment returns images in this memory format.
+            # Use the memory format of images from onecurve.numerics.augment.
             images = torch.empty(training.shape(size), memory_format=torch.channels_last)
             training.step(images, torch.empty(size, dtype=torch.int64), count_gradients)
             tracker.reset_mod_stats()
@@ -203,10 +219,13 @@ def trace(
             torch_fakes.forget_peak(tracker)
             step(size)
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
-            peaks[size] = {str(getattr(part, "value", part)): moved for part, moved in peak.items()}
+            peaks[size] = {
+                str(getattr(category, "value", category)): category_bytes
+                for category, category_bytes in peak.items()
+            }
 
         with tracker:
-            step(sizes[0])  # creates the optimizer's state
+            step(sizes[0])  # the first step creates the optimizer's state
             with recorded:
                 exchanged.clear()
                 step(sizes[0])
@@ -218,14 +237,14 @@ def trace(
                     break
                 find_peak(largest)
                 find_peak(largest + QUANTUM)
-    state = [t for t in leaves(layout.states()) if isinstance(t, Tensor)]
-    state += [*(layout.local if layout.is_flat else ()), *averages]
+    state_tensors = [tensor for tensor in leaves(layout.states()) if isinstance(tensor, Tensor)]
+    state_tensors += [*(layout.local if layout.is_flat else ()), *averages]
     return Trace(
         strategy(training.accelerator),
         precision(training.accelerator),
         peaks,
-        sum(_local_bytes(p) for p in model.parameters()),
-        sum(map(_local_bytes, state)),
+        sum(_local_bytes(parameter) for parameter in model.parameters()),
+        sum(map(_local_bytes, state_tensors)),
         recorded.kernels,
         recorded.collectives,
         gradients,
@@ -238,15 +257,17 @@ def _local_bytes(tensor: Any) -> int:
 
 def main() -> None:
     config_file, processes, hosts, sizes, device = sys.argv[1:6]
-    words = sys.argv[6:]
-    sys.argv[:] = words  # errors name the script
-    numbers = [int(size) for size in sizes.split(",")]
+    script_words = sys.argv[6:]
+    sys.argv[:] = script_words  # error messages start with the name of the script
+    size_list = [int(size) for size in sizes.split(",")]
     try:
-        result = trace(Path(config_file), int(processes), int(hosts), numbers, find_device(device), words)
+        step_trace = trace(
+            Path(config_file), int(processes), int(hosts), size_list, find_device(device), script_words
+        )
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps(dataclasses.asdict(result)), flush=True)
-    os._exit(0)  # gloo's threads sometimes abort in destructors (pytorch #179291)
+    print(json.dumps(dataclasses.asdict(step_trace)), flush=True)
+    os._exit(0)  # skip destructors, in which gloo's threads sometimes abort (pytorch #179291)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Expected calibration error, the mean gap between predicted probability and accuracy."""
+"""Expected calibration error, which is the mean gap between predicted probability and accuracy."""
 
 import datasets
 import evaluate
 import numpy as np
 
 INPUTS = """
-    predictions: most probable class of each sample, int [n]
-    references: true class of each sample, int [n]
-    probabilities: probability of the predicted class, float [n]
-    bins: number of bins of equal width, open below and closed above
-Returns expected_calibration_error: the mean over all samples of |accuracy - mean probability| in their bin.
+Args:
+    predictions: Most probable class of each sample, int [n].
+    references: True class of each sample, int [n].
+    probabilities: Probability of each predicted class, float [n].
+    bins: Number of bins of equal width. Each bin excludes its lower edge and includes its upper edge.
+Returns:
+    expected_calibration_error: Mean over all samples of |accuracy - mean probability| in the sample's bin.
 """
 SOURCE = """@inproceedings{guo2017calibration, title={On Calibration of Modern Neural Networks},
 author={Guo, Chuan and Pleiss, Geoff and Sun, Yu and Weinberger, Kilian Q.}, booktitle={ICML}, year={2017},
@@ -34,6 +36,7 @@ class Calibration(evaluate.Metric):
         hits, probabilities = np.equal(predictions, references), np.asarray(probabilities)
         edges = np.linspace(0, 1, bins + 1)[1:-1]
         bin_of = np.digitize(probabilities, edges, right=True)
-        # In a bin, |sum of hits - sum of probabilities| is |accuracy - mean probability| times the samples.
+        # In each bin, |sum of hits - sum of probabilities| is |accuracy - mean probability| times the number
+        # of samples.
         gaps = np.bincount(bin_of, hits - probabilities, minlength=bins)
         return {"expected_calibration_error": float(np.abs(gaps).sum() / len(references))}

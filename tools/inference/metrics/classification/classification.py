@@ -1,18 +1,24 @@
-"""Accuracy, confusion matrix, and precision, recall, F1, specificity and support of each class."""
+"""Accuracy, confusion matrix, and the precision, recall, F1, specificity and support of each class."""
 
 import datasets
 import evaluate
 import numpy as np
 
-MATRIX_CLASSES = 1000  # largest number of classes with a confusion matrix, as in onecurve/run/evaluation.py
+MATRIX_CLASSES = 1000  # maximum number of classes for a confusion matrix, as in onecurve/run/evaluation.py
 INPUTS = """
-    predictions: most probable class of each image, int [n]
-    references: true class of each image, int [n]
-    classes: number of classes
-Returns accuracy, confusion ([classes][classes], one row per true class, for up to MATRIX_CLASSES), and lists
-with one number per class: precision, recall, f1, specificity (share of the other classes' images that are not
-predicted as this class) and support (images of the class). A share with denominator 0 is 0, as with
-scikit-learn's zero_division=0.
+Args:
+    predictions: Most probable class of each image, int [n].
+    references: True class of each image, int [n].
+    classes: Number of classes.
+Returns:
+    accuracy: Fraction of images whose most probable class is the true class.
+    confusion: Confusion matrix with one row per true class, int [classes][classes]. Present for up to
+        MATRIX_CLASSES classes.
+    precision, recall, f1: Lists with one number per class.
+    specificity: For each class, the fraction of the images of other classes that are not predicted as this
+        class.
+    support: Number of images of each class.
+A fraction with denominator 0 is 0, like with zero_division=0 in scikit-learn.
 """
 
 
@@ -28,25 +34,25 @@ class Classification(evaluate.Metric):
 
     def _compute(self, predictions: list[int], references: list[int], classes: int) -> dict:
         predictions, references = np.asarray(predictions), np.asarray(references)
-        right = references[references == predictions]
+        correct = references[references == predictions]
         hits, support, predicted = (
-            np.bincount(c, minlength=classes) for c in (right, references, predictions)
+            np.bincount(class_ids, minlength=classes) for class_ids in (correct, references, predictions)
         )
-        others = len(references) - support
+        negatives = len(references) - support
         per_class = {
-            "precision": _share(hits, predicted),
-            "recall": _share(hits, support),
-            "f1": _share(2 * hits, support + predicted),
-            "specificity": _share(others - (predicted - hits), others),
+            "precision": _divide(hits, predicted),
+            "recall": _divide(hits, support),
+            "f1": _divide(2 * hits, support + predicted),
+            "specificity": _divide(negatives - (predicted - hits), negatives),
             "support": support,
         }
-        numbers = {name: values.tolist() for name, values in per_class.items()}
+        metrics_by_class = {name: values.tolist() for name, values in per_class.items()}
         accuracy = {"accuracy": float(hits.sum() / len(references))}
         if classes > MATRIX_CLASSES:
-            return accuracy | numbers
+            return accuracy | metrics_by_class
         cells = np.bincount(references * classes + predictions, minlength=classes**2)
-        return accuracy | {"confusion": cells.reshape(classes, classes).tolist()} | numbers
+        return accuracy | {"confusion": cells.reshape(classes, classes).tolist()} | metrics_by_class
 
 
-def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+def _divide(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)

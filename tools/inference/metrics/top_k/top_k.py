@@ -1,13 +1,15 @@
-"""Top-k accuracy, the fraction of samples whose true class is among the k most probable classes."""
+"""Top-k accuracy, which is the fraction of samples whose true class is among the k most probable classes."""
 
 import datasets
 import evaluate
 import numpy as np
 
 INPUTS = """
-    predictions: k most probable classes of each sample, int [n][k]
-    references: true class of each sample, int [n]
-Returns top_k.
+Args:
+    predictions: The k most probable classes of each sample, int [n][k].
+    references: True class of each sample, int [n].
+Returns:
+    top_k: Fraction of samples whose true class is among the k most probable classes.
 """
 
 
