@@ -171,8 +171,12 @@ for mistake in (lambda: list_splits(folder, LeftOut()), lambda: decode_image(fil
     messages = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60
     ).stdout.splitlines()
-    remedy = "to read HEIC, pip install pillow-heif, or convert the files: magick mogrify -format jpg *.heic"
+    remedy = (
+        "to read HEIC files, run `pip install pillow-heif`, or convert the files with"
+        " `magick mogrify -format jpg *.heic`"
+    )
     assert messages[0].endswith(f". Left out: 2 .heic, 1 .heif ({remedy})")
     assert messages[1].endswith(
-        "HEIC. To read it, pip install pillow-heif, or convert it: magick heic:FILE NEW.jpg"
+        "HEIC format. To read the file, run `pip install pillow-heif`, or convert the file with"
+        " `magick heic:FILE NEW.jpg`"
     )

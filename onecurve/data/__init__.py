@@ -1,4 +1,4 @@
 """Loading, caching and decoding of images from every source that `--data` accepts.
 
-Start reading with images.py, which opens the data. splits.py reads the samples of a step.
+Start with images.py, which opens the data. splits.py then reads the samples of each step.
 """

@@ -1,7 +1,7 @@
-"""Cache of prepared images, with one folder per data set, named by a hash of the data set's content.
+"""Cache of prepared images. Each data set has a folder whose name contains a hash of the data set's content.
 
-A folder in the cache is always complete. One process per host takes a lock, writes a temporary folder, and
-renames the folder once all files are on disk.
+A data set's folder is always complete, because one process per host acquires a lock, writes all files to a
+temporary folder, and renames the folder once the files are on disk.
 """
 
 import fcntl
@@ -36,86 +36,91 @@ from onecurve.system.processes import allowed_cores
 from onecurve.system.progress import Display
 from onecurve.system.threads import Heartbeat, run_with_heartbeat
 
-FORMAT = 1  # part of the content key; increase it when the content of a cache folder changes
-DECODING = 8  # part of the folder key; increase it when pixels, names or the content of meta.json change
-HASH_LIMIT_BYTES = 4 * 2**30  # above this total size, only some blocks of each file are hashed
-BLOCK_BYTES = 4096  # size of the block that is hashed in each PART_BYTES of a file
+FORMAT = 1  # version in the content key; increase it whenever the layout of a cache folder changes
+DECODING = 8  # version in the folder key; increase it whenever decoded pixels, names or meta.json change
+HASH_LIMIT_BYTES = 4 * 2**30  # total size above which only sampled blocks of each file are hashed
+BLOCK_BYTES = 4096  # size of the one block that is hashed per PART_BYTES of a file
 PART_BYTES = 16 * 2**20
-DECODED_BYTES = 8 * 2**30  # larger data stays encoded; constant, so that all machines decide alike
+# Decoded size above which data stays encoded. The limit is fixed, so that all machines decide alike.
+DECODED_BYTES = 8 * 2**30
 LOCK, BROKEN = ".lock", "broken.json"
-NAMED = 10  # maximum number of broken images in an error message; the file BROKEN lists all of them
-SEARCHED_BYTES = 4 * 2**30  # data above this size is not searched for duplicates or broken images
-CHECKED = 16  # images per chunk when images are checked but not stored
-CHUNK_PIXELS = 2**22  # pixels per decoded chunk; takes about 50 ms, which delays an interruption
+NAMED = 10  # maximum number of broken images in an error message; the file BROKEN lists every broken image
+SEARCHED_BYTES = 4 * 2**30  # encoded size above which data is not searched for duplicates and broken images
+CHECKED = 16  # number of images per chunk when images are checked but not stored
+# Number of pixels per decoded chunk. Decoding a chunk takes about 50 ms and can't be interrupted.
+CHUNK_PIXELS = 2**22
 
 
 class Prepared(NamedTuple):
-    """Location of the prepared data, and a note about ignored files."""
+    """Location of prepared data, with a note about ignored source files."""
 
-    folder: str  # path of the folder in the cache
-    left_out: str  # files that were not read, with the reasons
+    folder: str  # path of the data set's folder in the cache
+    left_out: str  # description of the ignored files, including the reasons
 
 
 def prepare_data(data: str, cache_dir: Path, heartbeat: Heartbeat = lambda: None, **flags: Any) -> Path:
-    """Prepare data and return its folder in the cache. `flags` are additional fields of ImageRecipe."""
+    """Prepare a data set and return its cache folder. `flags` sets additional ImageRecipe fields."""
     recipe = ImageRecipe(data=data, cache_dir=str(cache_dir), **flags)
     return Path(prepare_cache(recipe, heartbeat).folder)
 
 
 def prepare_cache(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Prepared:
-    """Find or create the cache folder of recipe.data. One process per host calls this function.
+    """Find or create the cache folder for recipe.data. Only one process per host calls this function.
 
     Args:
-        recipe: Recipe with the flags of the data.
-        beat: Function that is called about once a second.
-        is_evaluated: Whether the data is only evaluated, so that one split is enough.
+        recipe: Recipe that contains the data flags.
+        beat: Heartbeat function, called about once per second.
+        is_evaluated: Whether the data is used only for evaluation, which requires only one split.
 
     Raises:
-        ValueError: The data or the cache can't be used.
+        ValueError: If the data or the cache can't be used.
     """
     cache_dir = Path(os.path.expanduser(recipe.cache_dir or "~/.cache/train-images"))
     if str(cache_dir).startswith("~"):
         raise ValueError(
-            f"--cache_dir {cache_dir}: this user has no home folder, and HOME is not set."
-            " Give --cache_dir PATH"
+            f"--cache_dir {cache_dir} can't be resolved, because this user has no home folder and HOME is not"
+            " set. Set --cache_dir to an absolute path"
         )
     cache_dir = cache_dir.resolve()
     try:
         source = find_source(recipe, beat, is_evaluated)
-        content_key, folder_key = run_with_heartbeat(lambda: _keys(source), beat)
+        content_key, folder_key = run_with_heartbeat(lambda: _cache_keys(source), beat)
         label = re.sub(r"[^A-Za-z0-9._-]", "_", source.name).lstrip(".") or "images"
         folder = cache_dir / f"{label}-{folder_key}"
         _check_owner(cache_dir)
         _check_owner(folder)
         if not folder.exists():
             cache_dir.mkdir(parents=True, exist_ok=True)
-            with _lock(cache_dir, beat):
-                if not folder.exists():  # another job may have created it in the meantime
-                    _make(folder, source, f"{label}-{content_key}", beat)
+            with _cache_lock(cache_dir, beat):
+                if not folder.exists():  # another job may have created the folder in the meantime
+                    _write_folder(folder, source, f"{label}-{content_key}", beat)
         _refuse_broken(folder, recipe.on_bad_image == "skip" or is_evaluated)
         return Prepared(str(folder), source.left_out)
     except OSError as error:
         raise ValueError(
             f"--data {recipe.data} could not be prepared in --cache_dir {cache_dir}: {error}{size_limit()}."
-            " The data must be readable, and the cache needs a local disk with space for the decoded images"
+            " Make sure that the data is readable and that --cache_dir is on a local disk with space for the"
+            " decoded images"
         ) from error
 
 
 def _check_owner(folder: Path) -> None:
-    """Raise ValueError if another user owns the folder and could therefore replace the training images."""
-    if not folder.exists() or os.geteuid() in (0, folder.stat().st_uid) or folder.stat().st_uid == 0:
+    """Raise ValueError if the folder belongs to another user, who could replace the training images."""
+    if not folder.exists():
         return
-    raise ValueError(f"{folder} belongs to user {folder.stat().st_uid}. Give a --cache_dir that you own")
+    owner = folder.stat().st_uid
+    if os.geteuid() not in (0, owner) and owner != 0:
+        raise ValueError(f"{folder} belongs to user {owner}. Set --cache_dir to a folder that you own")
 
 
-def _keys(source: Source) -> tuple[str, str]:
-    """Return the content key, which is equal on all hosts, and the folder key (16 hex digits each).
+def _cache_keys(source: Source) -> tuple[str, str]:
+    """Return the content key, which is the same on all hosts, and the folder key (16 hex digits each).
 
-    The content key is the SHA-256 of the names and bytes of all files. Reading more than 4 GiB at each start
-    would take too long, so for larger data the hash covers only the size and some blocks of each file.
+    The content key is a SHA-256 hash of all file names and file contents. Because reading large data at every
+    start would take too long, above 4 GiB the hash covers only the size and sampled blocks of each file.
 
-    The folder key is a hash of the content key, the path of the image folder (because the cache may store
-    image paths), DECODING and the fold. Above 4 GiB, it also covers the files' modification times.
+    The folder key is a hash of the content key, the image folder's path (because the cache may store image
+    paths), DECODING and the fold. Above 4 GiB, the folder key also covers the files' modification times.
     """
     stats = [retried(path.stat)() for _, path in source.files]
     location = (
@@ -123,7 +128,8 @@ def _keys(source: Source) -> tuple[str, str]:
     )
     is_large = sum(stat.st_size for stat in stats) > HASH_LIMIT_BYTES
     with ThreadPoolExecutor(allowed_cores()) as pool:  # hashing and reading release the GIL
-        hashes = list(pool.map(_hash_of_blocks if is_large else lambda f: sha256_of(f[1]), source.files))
+        hash_file = _hash_of_blocks if is_large else _hash_of_content
+        hashes = list(pool.map(hash_file, source.files))
     if is_large:
         location += f" {[stat.st_mtime_ns for stat in stats]}"
     content_key = _short_hash(
@@ -132,9 +138,14 @@ def _keys(source: Source) -> tuple[str, str]:
     return content_key, _short_hash([content_key, location])
 
 
+def _hash_of_content(file: tuple[str, Path]) -> str:
+    _, path = file
+    return sha256_of(path)
+
+
 @retried
 def _hash_of_blocks(file: tuple[str, Path]) -> str:
-    """Return the SHA-256 of a file's size and some blocks. The file's name determines which blocks."""
+    """Return the SHA-256 of a file's size and sampled blocks, whose positions depend on the file's name."""
     name, path = file
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -151,142 +162,160 @@ def _short_hash(content: list) -> str:
 
 
 @contextmanager
-def _lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
-    """Hold the cache's lock on this host. The kernel releases the lock if the process that holds it dies."""
+def _cache_lock(folder: Path, beat: Heartbeat) -> Iterator[None]:
+    """Hold the cache's lock on this host. If the holding process dies, the kernel releases the lock."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if not try_lock(descriptor):
-            log.warning(f"waiting for another process that prepares images in {folder}")
+            log.warning(f"waiting for another process to finish preparing images in {folder}")
             run_with_heartbeat(lambda: fcntl.flock(descriptor, fcntl.LOCK_EX), beat)
         yield
     finally:
         os.close(descriptor)
 
 
-def _make(folder: Path, source: Source, name: str, beat: Heartbeat) -> None:
-    """Write the cache folder under a temporary name, and rename it once complete. The caller holds the lock.
+def _write_folder(folder: Path, source: Source, source_name: str, beat: Heartbeat) -> None:
+    """Write a cache folder under a temporary name and then rename the folder. The caller must hold the lock.
 
-    If several hosts share the cache over NFS, new folders become visible with a delay, so another host may
-    already have created this folder. In that case, the existing folder is kept.
+    If several hosts share the cache over NFS, new folders become visible with a delay, so a different host
+    may have created the same folder in the meantime. The existing folder is then kept.
     """
-    work = folder.parent / ".preparing"
-    discard(work)  # may be left over from a killed process
-    work.mkdir()
+    new_folder = folder.parent / ".preparing"
+    discard(new_folder)  # may exist if an earlier process was killed
+    new_folder.mkdir()
     try:
-        classes = source.write(work, beat)
+        classes = source.write(new_folder, beat)
         refuse_duplicates(classes, source.name)
         if source.holdout is not None:
-            hold_out(work, source.holdout)
-        storage, flaws, looks = "shards" if source.shards else "array", list[str](), list[list[Look]]()
-        if source.test_name == "test" and source.holdout is None and not (work / "test_labels.npy").exists():
-            flaws.append("the test split is left out, because it has no labels (all are -1 or null)")
-        if (work / f"train_{FILES[0]}").exists():
-            encoded = {s: CachedImages(work, s) for s in STORED if (work / f"{s}_labels.npy").exists()}
-            parts, stored_splits = list[Encoded](encoded.values()), [*encoded]
+            hold_out(new_folder, source.holdout)
+        storage = "shards" if source.shards else "array"
+        flaws: list[str] = []
+        looks: list[list[Look]] = []
+        if (
+            source.test_name == "test"
+            and source.holdout is None
+            and not (new_folder / "test_labels.npy").exists()
+        ):
+            flaws.append("the test split is left out, because all of its labels are -1 or null")
+        if (new_folder / f"train_{FILES[0]}").exists():
+            stored_splits = [split for split in STORED if (new_folder / f"{split}_labels.npy").exists()]
+            encoded = {split: CachedImages(new_folder, split) for split in stored_splits}
+            parts: list[Encoded] = list(encoded.values())
             if source.holdout is not None:
-                parts[:1] = [CachedImages(work, "train", part_file(work, part)) for part in SPLITS]
+                parts[:1] = [
+                    CachedImages(new_folder, "train", part_file(new_folder, part)) for part in SPLITS
+                ]
                 stored_splits[:1] = ["train", "train"]
-            sizes = (e.size(i) for e in encoded.values() for i in range(len(e)))
+            sizes = (images.size(i) for images in encoded.values() for i in range(len(images)))
             is_small = run_with_heartbeat(lambda: sum(sizes), beat) <= SEARCHED_BYTES
             if is_small:
-                stored_labels = (np.load(work / f"{split}_labels.npy") for split in stored_splits)
+                stored_labels = (np.load(new_folder / f"{split}_labels.npy") for split in stored_splits)
                 part_labels = [labels[part.ids] for labels, part in zip(stored_labels, parts, strict=True)]
-                equal = run_with_heartbeat(partial(EqualImages, parts), beat)
-                flaws += equal.in_two_splits((source.val_name, source.test_name))
-                flaws += equal.in_two_classes(np.concatenate(part_labels), classes)
+                duplicates = run_with_heartbeat(partial(EqualImages, parts), beat)
+                flaws += duplicates.in_two_splits((source.val_name, source.test_name))
+                flaws += duplicates.in_two_classes(np.concatenate(part_labels), classes)
             looks = run_with_heartbeat(partial(sample, encoded.values()), beat)
-            is_decoded = _decode_all(work, source.name, encoded, _common_shape(looks), beat)
+            is_decoded = _decode_all(new_folder, source.name, encoded, _common_shape(looks), beat)
             storage = "array" if is_decoded else "files"
             if is_small and storage == "files":
-                flaws = _check_all(work, source.name, parts, beat) + flaws
+                flaws = _check_all(new_folder, source.name, parts, beat) + flaws
         elif source.shards and not source.shards.startswith("s3://"):
-            looks = run_with_heartbeat(partial(_sample_shards, work, source.shards), beat)
+            looks = run_with_heartbeat(partial(_sample_shards, new_folder, source.shards), beat)
         flaws += conversion_warnings([*chain.from_iterable(looks)], is_cropped=storage != "array")
         meta = {
             "kind": storage,
             "flaws": flaws,
-            "source": name,
+            "source": source_name,
             "classes": classes,
             "val_name": source.val_name,
             "test_name": source.test_name,
             "mirror": source.mirror,
             "shards": source.shards,
         }
-        (work / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        run_with_heartbeat(lambda: list(map(sync, (*work.iterdir(), work))), beat)
+        (new_folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        run_with_heartbeat(lambda: list(map(sync, (*new_folder.iterdir(), new_folder))), beat)
         try:
-            os.rename(work, folder)
+            os.rename(new_folder, folder)
         except OSError:
             if not (folder / "meta.json").exists():
                 raise
         sync(folder.parent)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(new_folder, ignore_errors=True)
 
 
-def _check_all(work: Path, name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
-    """Decode images that stay encoded once, to check them.
+def _check_all(new_folder: Path, source_name: str, parts: list[Encoded], beat: Heartbeat) -> list[str]:
+    """Decode each image once to check images that stay encoded.
 
-    Write the errors of undecodable images to the file BROKEN. Return a warning if parts of images are
-    missing.
+    The function writes the errors of undecodable images to the file BROKEN. The returned list contains a
+    warning if any image has missing parts.
     """
     count, part_errors = sum(map(len, parts)), list[list[ValueError]]()
-    with _progress(f"checking {count:,} images of {name}", count) as advance:
+    with _show_progress(f"checking {count:,} images of {source_name}", count) as advance:
         for images in parts:
             starts = range(0, len(images), CHECKED)
-            chunks = [Chunk(images, None, range(len(images))[k : k + CHECKED]) for k in starts]
+            chunks = [Chunk(images, None, range(len(images))[start : start + CHECKED]) for start in starts]
             part_errors.append(_decode_chunks(chunks, beat, advance))
     all_errors = chain.from_iterable(part_errors)
     damaged = sorted(str(error) for error in all_errors if isinstance(error, DamagedImage))
     train, *others = (
         [str(error) for error in errors if not isinstance(error, DamagedImage)] for errors in part_errors
     )
-    evaluated = [text for texts in others for text in texts] if others else train
+    evaluated = list(chain.from_iterable(others))
+    if not others:  # evaluations use the only split
+        train, evaluated = [], train
     if train or evaluated:
-        broken = {"count": count, "train": train if others else [], "evaluated": evaluated}
-        (work / BROKEN).write_text(json.dumps(broken, indent=1))
-    line = f"{len(damaged):,} of {count:,} images have missing parts, for example {''.join(damaged[:1])}"
-    return [f"{line}. Repair or remove them"] if damaged else []
+        broken = {"count": count, "train": train, "evaluated": evaluated}
+        (new_folder / BROKEN).write_text(json.dumps(broken, indent=1))
+    problem = f"{len(damaged):,} of {count:,} images have missing parts, for example {''.join(damaged[:1])}"
+    return [f"{problem}. Repair or remove these images"] if damaged else []
 
 
 def _refuse_broken(folder: Path, is_train_skipped: bool) -> None:
-    """Raise ValueError that lists the undecodable images, unless all of them may be skipped."""
-    if (file := folder / BROKEN).exists():
-        broken = read_json(file)
-        skip = "" if broken["evaluated"] else ", or train without them with --on_bad_image skip"
-        if errors := broken["evaluated"] + broken["train"] * (not is_train_skipped):
-            raise ValueError(_undecodable(errors, broken["count"], file, skip))
+    """Raise a ValueError that lists the undecodable images, unless training may skip every such image."""
+    file = folder / BROKEN
+    if not file.exists():
+        return
+    broken = read_json(file)
+    errors = broken["evaluated"] + ([] if is_train_skipped else broken["train"])
+    if errors:
+        advice = "" if broken["evaluated"] else ", or add --on_bad_image skip to train without them"
+        raise ValueError(_undecodable_message(errors, broken["count"], file, advice))
 
 
 class Chunk(NamedTuple):
-    """Images that a thread decodes without interruption."""
+    """Consecutive images that one thread decodes without interruption."""
 
     images: Encoded
-    pixels: np.ndarray | None  # array for the whole split, uint8 [N, H, W, 3]; None only checks the images
+    pixels: np.ndarray | None  # pixels of the whole split, uint8 [N, H, W, 3]; None only checks images
     ids: range
 
 
 class _OddSize(Exception):
-    """Signal that an image and the sampled images differ in size, so that all images stay encoded."""
+    """Exception for an image whose size differs from the sampled images, so that all images stay encoded."""
 
 
 def _decode_all(
-    work: Path, name: str, encoded: Mapping[str, Encoded], shape: tuple[int, ...] | None, beat: Heartbeat
+    new_folder: Path,
+    source_name: str,
+    encoded: Mapping[str, Encoded],
+    shape: tuple[int, ...] | None,
+    beat: Heartbeat,
 ) -> bool:
-    """Replace encoded images with decoded arrays if all images have one shape and fit into DECODED_BYTES.
+    """Replace encoded images with decoded arrays if all images share a shape and fit into DECODED_BYTES.
 
     Args:
-        work: Folder of the encoded images.
-        name: Name of the data.
-        encoded: Images of each split.
-        shape: Common shape of the sampled images, or None if their shapes differ.
-        beat: Function that is called about once a second.
+        work: Folder that contains the encoded images.
+        name: Name of the data set.
+        encoded: Encoded images of each split, by split name.
+        shape: Shape shared by all sampled images, or None if the sampled images differ in shape.
+        beat: Heartbeat function, called about once per second.
 
     Returns:
-        True if the images were decoded. If False, no file has changed.
+        True if the images were decoded, or False if all images stay encoded and no file has changed.
 
     Raises:
-        ValueError: Some images can't be decoded. The message lists these images.
+        ValueError: If some images can't be decoded. The message lists these images.
     """
     count = sum(map(len, encoded.values()))
     if shape is None or count * math.prod(shape) > DECODED_BYTES:
@@ -294,55 +323,57 @@ def _decode_all(
     chunk_size = min(256, max(1, CHUNK_PIXELS // math.prod(shape[:2])))
     chunks: list[Chunk] = []
     for split, images in encoded.items():
-        pixels = _allocate(work / f"{split}_images.npy", (len(images), *shape))
+        pixels = _create_pixels(new_folder / f"{split}_images.npy", (len(images), *shape))
         chunks += [
             Chunk(images, pixels, range(len(images))[start : start + chunk_size])
             for start in range(0, len(images), chunk_size)
         ]
     try:
-        with _progress(f"decoding {count:,} images of {name}", count) as advance:
+        with _show_progress(f"decoding {count:,} images of {source_name}", count) as advance:
             errors = _decode_chunks(chunks, beat, advance)
     except _OddSize:
-        _remove(work, "images.npy")
+        _remove_split_files(new_folder, "images.npy")
         return False
     if errors:
-        (file := work.parent / BROKEN).write_text(json.dumps(sorted(map(str, errors)), indent=1))
-        raise ValueError(_undecodable(errors, count, file))
-    _remove(work, *FILES)
+        file = new_folder.parent / BROKEN
+        file.write_text(json.dumps(sorted(map(str, errors)), indent=1))
+        raise ValueError(_undecodable_message(errors, count, file))
+    _remove_split_files(new_folder, *FILES)
     return True
 
 
 def _common_shape(looks: Iterable[list[Look]]) -> tuple[int, ...] | None:
-    """Return the common shape (H, W, 3) of the sampled images, or None without images or a common shape."""
+    """Return the shape (H, W, 3) that all sampled images share, or None if there is no such shape."""
     shapes = {look.shape for split_looks in looks for look in split_looks}
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _sample_shards(work: Path, shard_folder: str) -> list[list[Look]]:
-    """Sample images from shards in a local folder. Shards in S3 are not sampled."""
+def _sample_shards(new_folder: Path, shard_folder: str) -> list[list[Look]]:
+    """Sample images from shards in a local folder. For shards in S3, return an empty list."""
     from onecurve.data.shards import MANIFEST, ShardImages, index_name, parse_manifest
 
-    manifest = parse_manifest((work / MANIFEST).read_bytes(), str(work / MANIFEST))
+    manifest = parse_manifest((new_folder / MANIFEST).read_bytes(), str(new_folder / MANIFEST))
     if manifest.store is not None:
         return []
     splits = {split: manifest.shards_in(split) for split in manifest.splits}
     files = {
-        split: tuple(str(Path(shard_folder) / s.file) for s in shards) for split, shards in splits.items()
+        split: tuple(str(Path(shard_folder) / shard.file) for shard in shards)
+        for split, shards in splits.items()
     }
-    return sample(ShardImages(work / index_name(split), paths) for split, paths in files.items())
+    return sample(ShardImages(new_folder / index_name(split), paths) for split, paths in files.items())
 
 
 def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int], None]) -> list[ValueError]:
-    """Call _decode(*chunk) for each chunk, in one thread per core. Return an error for each broken image.
+    """Call _decode(*chunk) for each chunk in one thread per core, and return an error per broken image.
 
-    Threads help because the decoders release the GIL. If beat() raises an exception or an image has a
-    different size, each thread finishes its current chunk and stops.
+    Threads run in parallel because the decoders release the GIL. If beat() raises an exception or an image
+    has an unexpected size, each thread finishes its current chunk and stops.
     """
-    checks_jpegs()  # logs its warning once, before the threads start
+    checks_jpegs()  # logs the warning about a missing package before the threads start
     pool = ThreadPoolExecutor(allowed_cores())
     errors = list[ValueError]()
     try:
-        futures = [pool.submit(_decode, *chunk) for chunk in chunks]
+        futures = [pool.submit(_decode_chunk, *chunk) for chunk in chunks]
         for future, chunk in zip(futures, chunks, strict=True):
             beat()
             while not wait([future], timeout=0.5).done:
@@ -354,12 +385,12 @@ def _decode_chunks(chunks: list[Chunk], beat: Heartbeat, advance: Callable[[int]
         pool.shutdown(cancel_futures=True)
 
 
-def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
-    """Decode images[ids] into pixels[ids], unless `pixels` is None. Return one error per broken image."""
+def _decode_chunk(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[ValueError]:
+    """Decode images[ids] into pixels[ids], unless `pixels` is None, and return an error per broken image."""
     errors = []
-    for i in ids:
+    for index in ids:
         try:
-            image = images.decode(i, strict=True)
+            image = images.decode(index, strict=True)
         except ValueError as error:
             errors.append(error)
             continue
@@ -367,36 +398,36 @@ def _decode(images: Encoded, pixels: np.ndarray | None, ids: range) -> list[Valu
             continue
         if image.shape != pixels.shape[1:]:
             raise _OddSize
-        pixels[i] = image
+        pixels[index] = image
     return errors
 
 
-def _undecodable(errors: Sequence[object], count: int, file: Path, advice: str = "") -> str:
-    """Return the error message for undecodable images, with the first NAMED errors.
+def _undecodable_message(errors: Sequence[object], count: int, file: Path, advice: str = "") -> str:
+    """Return an error message that contains the first NAMED errors of undecodable images.
 
     Args:
-        errors: All errors.
-        count: Number of images.
-        file: File that lists all errors.
-        advice: Alternative to replacing or removing the images.
+        errors: Errors of all undecodable images.
+        count: Total number of images.
+        file: File that lists all errors, named in the message if there are more than NAMED errors.
+        advice: Text about an alternative to replacing or removing the images.
     """
-    rest = [f"and {len(errors) - NAMED:,} more, listed in {file}"] if len(errors) > NAMED else []
-    text = f"{len(errors):,} of {count:,} images can't be decoded. Replace or remove them{advice}"
-    return "\n  ".join([text, *sorted(map(str, errors))[:NAMED], *rest])
+    remainder = [f"and {len(errors) - NAMED:,} more images, listed in {file}"] if len(errors) > NAMED else []
+    summary = f"{len(errors):,} of {count:,} images can't be decoded. Replace or remove these images{advice}"
+    return "\n  ".join([summary, *sorted(map(str, errors))[:NAMED], *remainder])
 
 
 @contextmanager
-def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress on stderr. Yield a function that advances the progress by a number of images."""
-    display, done = Display(count, text, sys.stderr), 0
+def _show_progress(title: str, count: int) -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr, and yield a function that advances the progress by a number of images."""
+    display, done = Display(count, title, sys.stderr), 0
     if not display.bar:
-        display.print(text)
+        display.print(title)
 
     def advance(images: int) -> None:
         nonlocal done
         done += images
         if display.is_due() or (display.bar and done == count):
-            display.show(f"{text}  {done:,}/{count:,}", done)
+            display.show(f"{title}  {done:,}/{count:,}", done)
 
     try:
         yield advance
@@ -404,10 +435,11 @@ def _progress(text: str, count: int) -> Iterator[Callable[[int], None]]:
         display.stop()
 
 
-def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Create a memory-mapped uint8 array, and reserve its disk space.
+def _create_pixels(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """Create a memory-mapped uint8 array and reserve disk space for the array.
 
-    Without the reservation, a full disk would cause SIGBUS later. With it, this function raises OSError.
+    With the reservation, a full disk raises OSError here. Without the reservation, a full disk would cause
+    SIGBUS at a later write.
     """
     pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
     with open(path, "r+b") as file:
@@ -415,7 +447,7 @@ def _allocate(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     return pixels
 
 
-def _remove(work: Path, *endings: str) -> None:
+def _remove_split_files(new_folder: Path, *endings: str) -> None:
     for split in STORED:
         for ending in endings:
-            (work / f"{split}_{ending}").unlink(missing_ok=True)
+            (new_folder / f"{split}_{ending}").unlink(missing_ok=True)

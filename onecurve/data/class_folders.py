@@ -1,7 +1,7 @@
-"""Listing of images in real-world folders, which may be nested, linked, split, or mixed with other files.
+"""Listing of images in class folders that may be nested, linked, split, or mixed with other files.
 
-This module does not use `datasets` or torchvision. Those libraries treat the innermost folder as the class or
-follow cyclic links, take seconds to import at each start, and don't report which files they ignore.
+This module does not use `datasets` or torchvision, because these libraries treat the innermost folder as the
+class or follow cyclic links, take seconds to import at every start, and don't report ignored files.
 """
 
 import contextlib
@@ -19,25 +19,26 @@ from onecurve.data.decode import EXTENSIONS, HEIC, TO_READ_HEIC
 from onecurve.system.output import log
 from onecurve.system.text import printable, some_of
 
-# Names of folders with images for evaluation, in order of preference, and the split name that is reported
+# Folder names of evaluation splits, in order of preference, mapped to the split name that is reported
 VAL_NAMES = {"val": "val", "validation": "val", "valid": "val", "test": "test"}
-SPELLINGS = {"training": "train", "testing": "test"}  # alternative names of split folders, seen on Kaggle
-SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")  # e.g. train_images
-IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # folders that macOS zip, network drives and ext4 create
+SPELLINGS = {"training": "train", "testing": "test"}  # alternative names of split folders, used on Kaggle
+# Matches names of split folders, such as train_images
+SPLIT_WORD = re.compile("(?<![a-z])(train|valid|validation|val|test)(?:ing)?(?![a-z])")
+IGNORED = ("__MACOSX", "@eaDir", "lost+found")  # folders in macOS zip files, network drives and ext4
 DANGLING = "dangling links"
 SPECIAL = "special files"
 LOOSE = "outside class folders"
 LISTS = (".csv", ".tsv", ".jsonl")
 TABLES = (*LISTS, ".parquet")
-METADATA = ("metadata.csv", "metadata.jsonl")  # lists in the Hugging Face Hub's format
+METADATA = ("metadata.csv", "metadata.jsonl")  # image lists in the Hugging Face Hub's format
 
 
 class LeftOut:
-    """Ignored files, counted by reason, and empty class folders."""
+    """Counts of ignored files by reason, and names of empty class folders."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.first: dict[str, str] = {}  # first path for each reason
+        self.first: dict[str, str] = {}  # first ignored path for each reason
         self.empty_folders: list[str] = []
 
     def add(self, reason: str, path: str) -> None:
@@ -45,7 +46,7 @@ class LeftOut:
         self.first.setdefault(reason, path)
 
     def takes(self, path: str) -> bool:
-        """Return True if the path is an image. Otherwise, count the file as ignored unless it is hidden."""
+        """Return True for an image path. Record any other path as ignored unless the file is hidden."""
         if is_hidden(os.path.basename(path)):
             return False
         extension = os.path.splitext(path)[1].lower()
@@ -81,10 +82,10 @@ def folder_names(root: Path) -> list[str]:
 
 
 def split_folders(root: Path) -> dict[str, str]:
-    """Find the split folders in root. Return each split's folder name, for example {"train": "Train"}."""
+    """Return the name of each split's folder in root, for example {"train": "Train"}."""
     folders, splits = folder_names(root), {}
     for split in ("train", *VAL_NAMES):
-        if spellings := [n for n in folders if SPELLINGS.get(n.lower(), n.lower()) == split]:
+        if spellings := [name for name in folders if SPELLINGS.get(name.lower(), name.lower()) == split]:
             splits[split] = split if split in spellings else spellings[0]
     return splits
 
@@ -92,30 +93,31 @@ def split_folders(root: Path) -> dict[str, str]:
 def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
     """List the images in `train/<class>/`, `val/<class>/` (or validation/, valid/) and `test/<class>/`.
 
-    Data without split folders contains only `<class>/`.
+    If there are no split folders, the images in `<class>/` form the training split.
 
-    A test/ folder is ignored if it contains no class folders, because its images then have no labels. A test/
-    folder next to val/ is also ignored if it shares no class with train/. Class folders without images are
+    A test/ folder without class folders is ignored, because its images have no labels. A test/ folder next to
+    val/ is also ignored if test/ and train/ have no class in common. Class folders without images are
     ignored.
 
     Args:
-        root: Folder of the data.
-        left_out: Object to which the ignored files and folders are added.
+        root: Folder that contains the data set.
+        left_out: Record of ignored files and folders, which this function extends.
 
     Returns:
-        The folder name of each split ("" if there are no split folders), and the image paths of each class in
-        each split, relative to the class folder.
+        The name of each split's folder ("" if there are no split folders), and for each split and class the
+        image paths relative to the class folder.
 
     Raises:
-        ValueError: The images in the folders can't be used for training.
+        ValueError: If the folders contain no images or can't be used for training.
     """
     folders = split_folders(root)
     if not folders or _is_class(root, folders):
         return {"train": ""}, {"train": _list_without_splits(root, left_out)}
     if "train" not in folders:
+        folder = next(iter(folders.values()))
         raise ValueError(
-            f"--data {root} has {next(iter(folders.values()))}/, but no train/. A folder with this name is a"
-            f" split. Rename it if it is a class{_hint(root)}"
+            f"--data {root} contains {folder}/ but no train/. A folder named {folder} is treated as a split."
+            f" Rename the folder if it is a class{_layout_advice(root)}"
         )
     splits = {split: list_classes(root / folders[split], left_out) for split in used_splits(folders).values()}
     known = splits["train"].keys() if len(splits) == 3 else splits.get("test", {}).keys()
@@ -125,75 +127,78 @@ def list_splits(root: Path, left_out: LeftOut) -> tuple[dict[str, str], dict[str
                 left_out.add(LOOSE, str(root / folders["test"] / name / path))
         del folders["test"]
     for split, classes in splits.items():
-        folder = root / folders[split]
+        split_folder = root / folders[split]
         if not classes:
             raise ValueError(
-                f"{folder} has no class folders. A folder with this name is a split and needs a"
-                f" separate folder for each class. Rename it if it is a class{_hint(root)}"
+                f"{split_folder} contains no class folders. A folder named {folders[split]} is treated as a"
+                " split and needs a separate folder for each class. Rename the folder if it is a"
+                f" class{_layout_advice(root)}"
             )
         splits[split] = without_empty(folders[split], classes, left_out)
         if not splits[split]:
-            raise ValueError(f"no images ({' '.join(EXTENSIONS)}) in the class folders of {folder}")
+            extensions = " ".join(EXTENSIONS)
+            raise ValueError(f"the class folders in {split_folder} contain no images ({extensions})")
         check_known(f"--data {root}", folders[split], splits[split], splits["train"])
     return folders, splits
 
 
 def without_empty(folder: str, classes: dict[str, list[str]], left_out: LeftOut) -> dict[str, list[str]]:
-    """Return the classes that have images. Add the folders of all other classes to left_out."""
+    """Return the classes that contain images, and add the folders of empty classes to left_out."""
     left_out.empty_folders += [os.path.join(folder, name, "") for name, paths in classes.items() if not paths]
     return {name: paths for name, paths in classes.items() if paths}
 
 
 def check_known(where: str, split: str, classes: Iterable[str], train: Iterable[str]) -> None:
-    """Raise ValueError if a split contains classes that train lacks.
+    """Raise ValueError if a split contains classes that are missing from the training split.
 
-    If a class occurs only in the training split, a warning at startup reports it instead.
+    A class that occurs only in the training split is reported by a startup warning instead.
 
     Args:
-        where: Name of the data for the message.
-        split: Name of the split.
-        classes: Class names of the split.
-        train: Class names of the training split.
+        where: Name of the data set for the error message.
+        split: Name of the split to check.
+        classes: Class names in the split to check.
+        train: Class names in the training split.
     """
     if unknown := sorted({*classes} - {*train}):
         raise ValueError(
-            f"{where}: {printable(split)} has classes that train lacks: {some_of(unknown)}. Rename or remove"
-            " them, or add training images for them"
+            f"{where}: {printable(split)} contains classes that are not in train: {some_of(unknown)}. Rename"
+            " or remove these classes, or add training images for them"
         )
 
 
 def _is_class(root: Path, folders: dict[str, str]) -> bool:
-    """Check whether the only folder that is named like a split is in fact a class folder.
+    """Return True if the only folder that is named like a split is actually a class folder.
 
-    The folder is a class folder if it and at least two other folders directly contain images. One other
-    folder is not enough, because a data set with unsorted training images in train/*.jpg may keep its test
+    The folder is a class folder if this folder and at least two other folders directly contain images. A
+    single other folder is not enough, because a data set with training images in train/*.jpg may store test
     images in test1/.
     """
     if len(folders) != 1:
         return False
-    folders_with_images = {*_with_images(root)}
+    folders_with_images = {*_folders_with_images(root)}
     return {*folders.values()} < folders_with_images and len(folders_with_images) > 2
 
 
-def _with_images(root: Path) -> list[str]:
-    """Return the folders that directly contain images. Skip unreadable folders, such as lost+found."""
-    folders_with_images = []
+def _folders_with_images(root: Path) -> list[str]:
+    """Return the folders that directly contain images, without unreadable folders such as lost+found."""
+    matches = []
     for name in folder_names(root):
         with contextlib.suppress(PermissionError):
-            folders_with_images += [name] if any(map(is_image, os.listdir(root / name))) else []
-    return folders_with_images
+            matches += [name] if any(map(is_image, os.listdir(root / name))) else []
+    return matches
 
 
 def beside_splits(root: Path) -> list[str]:
-    """Return the folders that contain images and lie next to the split folders."""
+    """Return the names of folders that contain images but are not split folders."""
     splits = split_folders(root).values()
-    return [name for name in _with_images(root) if name not in splits]
+    return [name for name in _folders_with_images(root) if name not in splits]
 
 
 def used_splits(names: Iterable[str]) -> dict[str, str]:
-    """Return the splits that are read, as {"train": "train", "val": NAME, "test": "test"}.
+    """Map the roles "train", "val" and "test" to the splits that are read.
 
-    NAME is the first available split of VAL_NAMES. "test" is included only if NAME is a different split.
+    The "val" role uses the first available split in VAL_NAMES. The "test" role exists only if "val" uses a
+    split other than "test".
     """
     val = next((name for name in VAL_NAMES if name in names), None)
     used = {"train": "train"} | ({"val": val} if val else {})
@@ -201,66 +206,71 @@ def used_splits(names: Iterable[str]) -> dict[str, str]:
 
 
 def _list_without_splits(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """List the images of `<class>/` folders without splits. Raise ValueError if no folder contains images."""
+    """List the images in `<class>/` folders without splits, or raise ValueError if there are no images."""
     classes = without_empty("", list_classes(root, left_out), left_out)
     if not classes:
-        _refuse(root)
+        _refuse_without_classes(root)
     words = {match[1] if (match := SPLIT_WORD.search(name.lower())) else "" for name in classes}
     if "train" in words and "" not in words and len(classes) > 1:
-        advice = _hint(root) or ". Name them train/, val/ and test/, each with a folder for each class"
+        advice = _layout_advice(root) or (
+            ". Rename the split folders to train/, val/ and test/, and create a folder for each class in each"
+            " split folder"
+        )
         raise ValueError(
-            f"--data {root}: by their names, {some_of(sorted(classes))} are splits, not classes{advice}"
+            f"--data {root}: the folder names {some_of(sorted(classes))} refer to splits, not classes{advice}"
         )
     return classes
 
 
 def why_not_trained_on(root: Path, name: str, paths: Sequence[str]) -> str:
-    """Return a message that explains why data with only one class folder can't be used for training.
+    """Return an error message for data with only one class folder, which can't be used for training.
 
     Args:
-        root: Folder of the data.
-        name: Name of the class folder.
-        paths: Image paths relative to the class folder.
+        root: Folder that contains the data set.
+        name: Name of the only class folder.
+        paths: Image paths, relative to the class folder.
     """
-    advice = f". Give --data {printable(root / name)} if it contains the classes"
+    advice = f"If the class folders are in {printable(name)}, use --data {printable(root / name)}"
     if not any(os.sep in path for path in paths):
-        advice = ", which is one class. A classifier needs at least two"
-    return f"--data {root} has images in only one folder, {printable(name)}{advice}{_hint(root)}"
-
-
-def _refuse(root: Path) -> NoReturn:
-    """Raise ValueError for a folder without class folders. The message contains advice."""
-    if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
-        names = [table.relative_to(root) for table in tables]
-        raise ValueError(
-            f"--data {root} has parquet files, but no train-*.parquet ({some_of(names, 3)}). Name the"
-            " training files train-*.parquet, and the others val-*.parquet or test-*.parquet"
-        )
-    raise ValueError(
-        f"--data {root} contains neither parquet files (train-*.parquet, test-*.parquet)"
-        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){_hint(root)}"
+        advice = "A classifier needs at least two class folders"
+    return (
+        f"--data {root} contains images in only one folder, {printable(name)}. {advice}{_layout_advice(root)}"
     )
 
 
-def _hint(root: Path) -> str:
-    """Return advice on archives, lists or HEIC files in a folder, or "" if there are no such files."""
+def _refuse_without_classes(root: Path) -> NoReturn:
+    """Raise ValueError for a folder without class folders, with advice for the layout that was found."""
+    if tables := sorted((*root.glob("*.parquet"), *root.glob("*/*.parquet"))):
+        names = [table.relative_to(root) for table in tables]
+        raise ValueError(
+            f"--data {root} contains parquet files ({some_of(names, 3)}) but no train-*.parquet. Rename the"
+            " training files to train-*.parquet and the evaluation files to val-*.parquet or test-*.parquet"
+        )
+    raise ValueError(
+        f"--data {root} contains neither parquet files (train-*.parquet, test-*.parquet)"
+        f" nor class folders (train/<class>/*.jpg, val/<class>/*.jpg){_layout_advice(root)}"
+    )
+
+
+def _layout_advice(root: Path) -> str:
+    """Return advice about a folder's tar files, image lists or HEIC files, or "" without such files."""
     if sorted((*root.glob("*.tar"), *root.glob("*/*.tar"))):
         data, index = map(shlex.quote, (str(root), f"{root}_index"))
         return printable(
             ". To use tar files in WebDataset format, run python prep_imagenet.py --from shards --format"
-            f" index --data {data} --out {index}, and give --data {index}"
+            f" index --data {data} --out {index}, and then use --data {index}"
         )
     if tables := [str(path) for path in tables_of(root) if path.suffix.lower() in LISTS]:
-        return printable(f". To use a list of images, give --data {' or '.join(tables)}")
+        return printable(f". To use a list of images, pass --data {' or '.join(tables)}")
     left_out = LeftOut()
     list_images(root, left_out)
     return f". Left out: {left_out}" if left_out.counts.keys() & {*HEIC} else ""
 
 
 def metadata_files(root: Path) -> dict[str, Path]:
-    """Find the lists in the Hugging Face Hub's format in the split folders.
+    """Return the path of each split folder's image list in the Hugging Face Hub's format.
 
-    Return {} if the training folder contains no list, or contains more than one folder.
+    The result is empty if the training folder contains no list or more than one subfolder.
     """
     folders = {split: root / name for split, name in split_folders(root).items()}
     if "train" not in folders or len(folder_names(folders["train"])) > 1:
@@ -271,17 +281,17 @@ def metadata_files(root: Path) -> dict[str, Path]:
 
 
 def tables_of(root: Path) -> list[Path]:
-    """Return the tables in a folder, with training tables first. Kaggle's sample submissions are excluded."""
+    """Return a folder's table files, training tables first, without Kaggle's sample submissions."""
 
-    def order(path: Path) -> tuple[bool, str]:
+    def sort_key(path: Path) -> tuple[bool, str]:
         return not path.name.lower().startswith(("train", "label")), path.name
 
     tables = [path for path in root.iterdir() if path.suffix.lower() in TABLES and not is_hidden(path.name)]
-    return sorted((path for path in tables if "submission" not in path.name.lower()), key=order)
+    return sorted((path for path in tables if "submission" not in path.name.lower()), key=sort_key)
 
 
 def lone_table(root: Path) -> Path | None:
-    """Return the only list or parquet file in a folder, or None if the folder may contain class folders."""
+    """Return the only table file in a folder, or None if the folder may contain class folders."""
     tables = tables_of(root)
     names = folder_names(root)
     are_flat = not any(folder_names(root / name) for name in names)
@@ -290,18 +300,18 @@ def lone_table(root: Path) -> Path | None:
 
 
 def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """List the images of each class folder in root, including images in nested and linked folders.
+    """List the images in each class folder below root, including nested and linked folders.
 
     Args:
-        root: Folder that contains the class folders.
-        left_out: Object to which other files, pipes, dangling links and images outside class folders are
-            added.
+        root: Folder that directly contains the class folders.
+        left_out: Record of ignored files, which this function extends with non-image files, pipes, dangling
+            links and images outside class folders.
 
     Returns:
-        Mapping from each class to its sorted image paths, relative to the class folder. Classes are sorted.
+        Sorted image paths of each class, relative to the class folder. The classes are sorted by name.
 
     Raises:
-        ValueError: A link points to one of its parent folders.
+        ValueError: If a link points to one of its parent folders.
     """
     with os.scandir(root) as entries:
         loose = [entry.path for entry in entries if not entry.is_dir()]
@@ -311,36 +321,36 @@ def list_classes(root: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
 
 def list_images(folder: Path, left_out: LeftOut) -> list[str]:
-    """Return the sorted paths of all images in a folder and its subfolders, relative to the folder."""
+    """Return the sorted paths of all images in a folder and its subfolders, relative to that folder."""
     images: list[str] = []
-    for parent, names, files in os.walk(folder, onerror=_raise, followlinks=True):
-        names[:] = [name for name in names if not is_hidden(name)]  # os.walk enters only these folders
+    for parent, names, files in os.walk(folder, onerror=_raise_error, followlinks=True):
+        names[:] = [name for name in names if not is_hidden(name)]  # os.walk skips the removed names
         for path in (Path(parent, name) for name in names):
             if leads_above(path):
-                raise ValueError(f"{path} links to a folder above it. Remove the link")
+                raise ValueError(f"{path} is a link to one of its parent folders. Remove the link")
         images += filter(left_out.takes, (os.path.join(parent, name) for name in files))
     prefix = os.path.join(folder, "")
     return sorted(path.removeprefix(prefix) for path in images)
 
 
 def leads_above(path: Path) -> bool:
-    """Check whether a path is a link to one of its parent folders."""
+    """Return True if a path is a link to one of its parent folders."""
     return path.is_symlink() and path.resolve() in map(Path.resolve, path.absolute().parents)
 
 
-def _raise(error: OSError) -> NoReturn:
+def _raise_error(error: OSError) -> NoReturn:
     raise error
 
 
 def find_pictures(words: Sequence[str]) -> list[str]:
-    """Return the image files that command-line arguments refer to, in order and without duplicates.
+    """Return the image files that command-line arguments specify, in order and without duplicates.
 
     Args:
-        words: Files, folders (including all images in subfolders), glob patterns, or `-` to read a list from
+        words: Files, folders (searched recursively), glob patterns, or `-` to read a list of files from
             stdin.
 
     Raises:
-        ValueError: A folder contains no images, a pattern matches no file, or there are no files.
+        ValueError: If a folder contains no images, a pattern matches no files, or no files are specified.
     """
     files: list[str] = []
     left_out = LeftOut()
@@ -351,17 +361,19 @@ def find_pictures(words: Sequence[str]) -> list[str]:
             images = [os.path.join(word, name) for name in list_images(Path(word), left_out)]
             if not images:
                 other_files = f", but {left_out}" if left_out.counts else ""
-                raise ValueError(f"{word} contains no images{other_files}. Give a folder of pictures")
+                raise ValueError(f"{word} contains no images{other_files}. Pass a folder with images")
             files += images
         elif glob.has_magic(word) and not os.path.exists(word):
             matches = sorted(name for name in glob.glob(word, recursive=True) if os.path.isfile(name))
             if not matches:
-                raise ValueError(f"{word} matches no file")
+                raise ValueError(f"the pattern {word} matches no files")
             files += matches
         else:
             files.append(word)
     if not files:
-        raise ValueError("no pictures: give files, folders, patterns, or - for a list on stdin")
+        raise ValueError(
+            "no images were specified. Pass files, folders, glob patterns, or - to read a list from stdin"
+        )
     if left_out.counts:
-        log.warning(f"left out: {left_out}")
+        log.warning(f"ignored files: {left_out}")
     return list(dict.fromkeys(files))

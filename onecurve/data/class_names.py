@@ -1,7 +1,7 @@
-"""Matching of a model's classes with a data set's classes by name.
+"""Mapping of a data set's classes to a model's classes by class name.
 
-Two names are equal if their Unicode NFC forms are equal. For example, macOS may store an accent separately
-from its letter. NFKC is not used because it would equate names with different meanings, such as m² and m2.
+Two names match if their Unicode NFC forms are identical, because macOS may store an accent separately from
+its letter. NFKC is not used, because NFKC would match names with different meanings, such as m² and m2.
 """
 
 import unicodedata
@@ -15,20 +15,20 @@ import numpy as np
 from onecurve.system.text import plural, printable, some_of
 
 NEW = -1  # label of a class that the model was not trained on
-SHOWN = 5  # maximum number of names in a message
+SHOWN = 5  # maximum number of class names in a message
 
 
 @dataclass(frozen=True)
 class ClassMatch:
-    """Mapping between a model's classes and a data set's classes.
+    """Mapping from a data set's classes to a model's classes.
 
     Attributes:
-        model: The model's class names in label order.
-        data: The data's class names in label order.
-        labels: For each class of the data, the model's label (also the row of the model's head) or NEW, int64
-            [data classes].
-        is_named: False if the model's file contains no class names. The model's classes are then assumed to
-            equal the data's classes, in the same order.
+        model: Class names of the model, in label order.
+        data: Class names of the data set, in label order.
+        labels: Model label of each data set class (also the row in the model's head), or NEW for an unknown
+            class, int64 [data classes].
+        is_named: False if the model's file contains no class names. In that case, the model's classes are
+            assumed to be the data set's classes, in the same order.
     """
 
     model: tuple[str, ...]
@@ -38,27 +38,27 @@ class ClassMatch:
 
     @property
     def is_identity(self) -> bool:
-        """True if model and data have the same classes in the same order."""
+        """True if the model and the data have the same classes in the same order."""
         return len(self.model) == len(self.data) and np.array_equal(self.labels, np.arange(len(self.data)))
 
     @property
     def is_permutation(self) -> bool:
-        """True if model and data have the same classes in any order."""
+        """True if the model and the data have the same classes, in any order."""
         return not (self.unknown or self.absent)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Names of the data's classes that the model was trained on."""
+        """Names of the data set's classes that the model was trained on."""
         return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label != NEW)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Names of the data's classes that the model was not trained on."""
+        """Names of the data set's classes that the model was not trained on."""
         return tuple(name for name, label in zip(self.data, self.labels, strict=True) if label == NEW)
 
     @cached_property
     def absent(self) -> tuple[str, ...]:
-        """Names of the model's classes that do not occur in the data."""
+        """Names of the model's classes that are missing from the data."""
         present = set(self.labels.tolist())
         return tuple(name for label, name in enumerate(self.model) if label not in present)
 
@@ -66,54 +66,56 @@ class ClassMatch:
         """Raise ValueError if the data contains classes that the model was not trained on.
 
         Args:
-            data: Name of the data for the message.
-            model: Name of the model for the message.
+            data: Name of the data set for the error message.
+            model: Name of the model for the error message.
         """
         if self.unknown:
             raise ValueError(
-                f"{printable(data)} has {plural(len(self.unknown), 'class')} that {model} was not trained on:"
-                f" {some_of(self.unknown, SHOWN)}. The model's {plural(len(self.model), 'class')}:"
-                f" {some_of(self.model, SHOWN)}"
+                f"{printable(data)} contains {plural(len(self.unknown), 'class')} that {model} was not"
+                f" trained on: {some_of(self.unknown, SHOWN)}. The model was trained on"
+                f" {plural(len(self.model), 'class')}: {some_of(self.model, SHOWN)}"
             )
 
     def describe(self, data: str, model: str) -> str:
-        """Return a sentence that describes how the classes differ, or "" if names and order are the same."""
+        """Describe how the classes of the model and the data differ, or return "" for identical classes."""
         data, model_classes = printable(data), f"{plural(len(self.model), 'class')} of {model}"
         if not self.is_named:
             return (
-                f"{model} does not name its classes. They are assumed to be the classes of {data}, in the"
-                " same order."
+                f"{model} contains no class names. The model's classes are assumed to be the classes of"
+                f" {data}, in the same order."
             )
         if self.is_identity:
             return ""
         if self.is_permutation:
-            return f"{data} has the {model_classes} in another order. They are matched by name."
-        new = f" and {len(self.unknown):,} others" if self.unknown else ""
-        return f"{data} has {len(self.known):,} of the {model_classes}{new}. They are matched by name."
+            return f"{data} contains the {model_classes} in a different order. Classes are matched by name."
+        new = f" and {plural(len(self.unknown), 'other class')}" if self.unknown else ""
+        return (
+            f"{data} contains {len(self.known):,} of the {model_classes}{new}. Classes are matched by name."
+        )
 
 
 def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[str]) -> ClassMatch:
-    """Match a data set's classes with a model's classes by name.
+    """Map a data set's classes to a model's classes by name.
 
     Args:
-        model: The model's classes in label order. A class may have several names, of which messages show the
-            first. Alternative names that several classes share are ignored. None means that the model's file
-            contains no class names.
-        data: The data's class names in label order.
+        model: Class names of the model, in label order. For a class with several names, messages show the
+            first name, and alternative names shared by several classes are ignored. None means that the
+            model's file contains no class names.
+        data: Class names of the data set, in label order.
 
     Raises:
-        ValueError: Two classes in one list have the same name, or a class of the model matches several
-            classes of the data.
+        ValueError: If two classes of the model or of the data have the same name, or if several classes of
+            the data match one class of the model.
     """
     if model is None:
         return ClassMatch(tuple(data), tuple(data), np.arange(len(data)), is_named=False)
     names = [(name,) if isinstance(name, str) else tuple(name) for name in model]
     first_names, data = tuple(class_names[0] for class_names in names), tuple(data)
-    if first_names == data:  # a run with duplicate class names can still be evaluated
+    if first_names == data:  # allows the evaluation of a run with duplicate class names
         return ClassMatch(first_names, data, np.arange(len(data)))
     refuse_duplicates(first_names, "the model")
     refuse_duplicates(data, "the data")
-    aliases = [{_normal(name) for name in class_names[1:]} for class_names in names]
+    aliases = [{_normalised(name) for name in class_names[1:]} for class_names in names]
     counts = Counter(alias for class_aliases in aliases for alias in class_aliases)
     label_of = {
         alias: label
@@ -121,31 +123,33 @@ def match_classes(model: Sequence[str | Sequence[str]] | None, data: Sequence[st
         for alias in class_aliases
         if counts[alias] == 1
     }
-    label_of |= {_normal(name): label for label, name in enumerate(first_names)}
-    labels = np.array([label_of.get(_normal(name), NEW) for name in data], np.int64)
+    label_of |= {_normalised(name): label for label, name in enumerate(first_names)}
+    labels = np.array([label_of.get(_normalised(name), NEW) for name in data], np.int64)
     for label, count in Counter(labels.tolist()).items():
         if count > 1 and label != NEW:
             same = [name for name, match in zip(data, labels, strict=True) if match == label]
             raise ValueError(
-                f"the data has {some_of(same)} as separate classes, but they are one class of the model"
+                f"the data contains {some_of(same)} as separate classes, but these names belong to one class"
+                " of the model. Merge these classes in the data"
             )
     return ClassMatch(first_names, data, labels)
 
 
 def refuse_duplicates(names: Sequence[str], owner: str) -> None:
-    """Raise ValueError if two class names are equal after normalisation.
+    """Raise ValueError if two class names are identical after Unicode normalisation.
 
     Args:
-        names: Class names.
-        owner: Name of the model or data for the message.
+        names: Class names to check.
+        owner: Name of the model or data set for the error message.
     """
-    counts = Counter(map(_normal, names))
-    if duplicates := [name for name in names if counts[_normal(name)] > 1]:
+    counts = Counter(map(_normalised, names))
+    if duplicates := [name for name in names if counts[_normalised(name)] > 1]:
         raise ValueError(
-            f"{owner} has several classes named {printable(duplicates[0])}. Merge or rename them"
+            f"{owner} contains several classes named {printable(duplicates[0])}. Merge or rename these"
+            " classes"
         )
 
 
-def _normal(name: str) -> str:
-    # Names in a manifest may contain arbitrary bytes, but runs store the printable form of names.
+def _normalised(name: str) -> str:
+    # Names in a manifest may contain arbitrary bytes, whereas runs store escaped, printable names.
     return unicodedata.normalize("NFC", printable(name))

@@ -1,4 +1,4 @@
-"""Decoding of image files to uint8 pixels, and checks for damaged or oversized files."""
+"""Decoding of image files to uint8 pixels, with checks for damaged and oversized files."""
 
 import functools
 import importlib.util
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 JPEG = b"\xff\xd8"
-# File extensions by PIL's name of the format. PIL may open only these formats, because opening EPS would
-# start Ghostscript, and document formats do not contain photographs.
+# File extensions of each PIL format. PIL may open only these formats, because opening an EPS file would start
+# Ghostscript, and document formats do not contain photographs.
 FORMATS = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif"),
     "PNG": (".png",),
@@ -34,46 +34,49 @@ FORMATS = {
     "PPM": (".ppm", ".pgm", ".pbm", ".pnm"),
     "AVIF": (".avif",),
 }
-HEIC = (".heic", ".heif")  # written by phones; PIL needs an optional package to read them
+HEIC = (".heic", ".heif")  # format of phone cameras, which PIL reads with an optional package
 if importlib.util.find_spec("pillow_heif"):
     FORMATS["HEIF"] = HEIC
 TO_READ_HEIC = (
-    "to read HEIC, pip install pillow-heif, or convert the files: magick mogrify -format jpg *.heic"
+    "to read HEIC files, run `pip install pillow-heif`, or convert the files with `magick mogrify -format jpg"
+    " *.heic`"
 )
-TO_READ_NAMED = "To read it, pip install pillow-heif, or convert it: magick heic:FILE NEW.jpg"
+TO_READ_NAMED = (
+    "To read the file, run `pip install pillow-heif`, or convert the file with `magick heic:FILE NEW.jpg`"
+)
 EXTENSIONS = tuple(chain.from_iterable(FORMATS.values()))
-MAX_PIXELS = 89_478_485  # PIL's limit; a larger image could be a decompression bomb
-MOST_PADDING = 2**16  # maximum number of padding bytes before a marker
+MAX_PIXELS = 89_478_485  # PIL's limit, because a larger image could be a decompression bomb
+MOST_PADDING = 2**16  # maximum number of padding bytes before a JPEG marker
 _PADDING = re.compile(b"\xff+")
 
 
 def decode_image(data: bytes) -> np.ndarray:
     """Decode one image and rotate it upright according to its EXIF tag.
 
-    Only the first frame or page is decoded. Transparent pixels are composited onto a white background. 16-bit
-    pixel values are divided by 257, because PIL's conversion would turn 16-bit grey images white.
+    Only the first frame or page is decoded, and transparent pixels are composited onto a white background.
+    16-bit pixel values are divided by 257, because PIL's own conversion would turn 16-bit grey images white.
 
-    The size in the header is checked before decoding. torchcodec decodes JPEGs. PIL decodes all other
-    FORMATS, and files that torchcodec rejects, such as a PNG named .jpg. Both libraries reject a truncated
-    file unless it contains an end marker (see `damage`). Because both use libjpeg-turbo, their JPEG pixels
-    differ by at most 2 of 255 levels.
+    The image size in the header is checked before decoding. JPEGs are decoded with torchcodec. All other
+    FORMATS are decoded with PIL, as are files that torchcodec rejects, such as a PNG named .jpg. Both
+    libraries reject a truncated file unless the file contains an end marker (see `damage`). Because
+    torchcodec and PIL both use libjpeg-turbo, their JPEG pixels differ by at most 2 of 255 levels.
 
     Returns:
         Pixels, uint8 [H, W, 3].
 
     Raises:
-        ValueError: The image can't be decoded. The message contains the reason.
+        ValueError: If the image can't be decoded. The message contains the reason.
     """
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
         if (decode_jpeg := torchcodec_decoder()) is not None:
             import torch
 
-            # The copy to a bytearray is needed because torchcodec 0.17 changes the warning filters for
+            # The bytes are copied to a bytearray, because torchcodec 0.17 changes the warning filters for
             # read-only bytes, which is not thread-safe.
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            with suppress(RuntimeError):  # then PIL decodes the file or reports a better reason
-                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # contiguous in memory as [H, W, 3]
+            with suppress(RuntimeError):  # PIL then decodes the file or reports a better reason
+                return decode_jpeg(encoded).permute(1, 2, 0).numpy()  # contiguous as [H, W, 3]
     return _decode_by_pil(data)
 
 
@@ -81,27 +84,27 @@ def decode_image(data: bytes) -> np.ndarray:
 def torchcodec_decoder() -> Callable[..., Any] | None:
     """Return torchcodec's JPEG decoder, or None if torchcodec is missing or built for another CUDA version.
 
-    Without torchcodec, PIL decodes JPEGs, which takes 1.4 times as long. Each training process logs a warning
-    about this once.
+    Without torchcodec, JPEGs are decoded with PIL, which takes 1.4 times as long. Each training process logs
+    one warning if torchcodec can't be used.
     """
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError) as error:
-        if multiprocessing.parent_process() is None:  # workers don't log this, because the trainer does
+        if multiprocessing.parent_process() is None:  # only the trainer logs the warning, not its workers
             reason = printable(str(error).splitlines()[0])
             log.warning(
-                f"warning: PIL decodes JPEGs, more slowly, because torchcodec can't be used: {reason}"
+                f"warning: torchcodec can't be used, so PIL decodes JPEGs, which is slower. Reason: {reason}"
             )
         return None
     return decode_jpeg
 
 
 def damage(data: bytes) -> str | None:
-    """Return the error message of a broken image or a JPEG with missing parts, or None for an intact image.
+    """Return an error message for a broken image or a JPEG with missing parts, or None for an intact image.
 
-    torchcodec and PIL hide libjpeg's warnings. For example, they accept half a JPEG with an end marker and
-    fill the missing half with grey. For a 110 kB photo, this check takes 1.0 ms on one core, and decoding
-    takes 1.4 ms.
+    This check is needed because torchcodec and PIL hide libjpeg's warnings. For example, both libraries
+    accept half a JPEG with an end marker and fill the missing half with grey. For a 110 kB photo, the check
+    takes 1.0 ms on one core, compared with 1.4 ms for decoding.
     """
     try:
         frame = jpeg_frame(data)
@@ -116,19 +119,22 @@ def damage(data: bytes) -> str | None:
         simplejpeg.decode_jpeg(data, colorspace, min_factor=8, strict=True)
     except ValueError as error:
         message = str(error)
-        if "extraneous" in message:  # harmless bytes between two segments
+        if "extraneous" in message:  # extra bytes between two segments are harmless
             return None
-        # decode_image() may be able to decode a file that simplejpeg rejects.
+        # simplejpeg rejects some files that decode_image() can decode.
         return message if message.startswith(("Corrupt", "Premature")) else _decoding_error(data)
     return None
 
 
 @functools.cache
 def checks_jpegs() -> bool:
-    """Check whether simplejpeg, which detects missing parts, is installed. Log a warning once if not."""
+    """Return True if simplejpeg, which detects missing JPEG parts, is installed. Log one warning if not."""
     is_installed = importlib.util.find_spec("simplejpeg") is not None
     if not is_installed:
-        log.warning("warning: simplejpeg is not installed, so JPEGs with missing parts are not detected")
+        log.warning(
+            "warning: simplejpeg is not installed, so JPEGs with missing parts are not detected. Run"
+            " `pip install simplejpeg`"
+        )
     return is_installed
 
 
@@ -146,14 +152,15 @@ class JpegFrame(NamedTuple):
     height: int
     width: int
     components: int
-    least_bytes: int  # minimum file size: 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
+    least_bytes: int  # minimum file size, 1 bit per block of 8 x 8 pixels; 0 for arithmetic coding
 
 
 def jpeg_frame(data: bytes) -> JpegFrame | None:
-    """Read the frame header of a JPEG (ITU T.81, B.1.1, B.2.2 and A.2.4). Return None without one.
+    """Return the frame header of a JPEG (ITU T.81, B.1.1, B.2.2 and A.2.4), or None if there is no header.
 
     Raises:
-        ValueError: The header contains too much padding, which PIL would read byte by byte.
+        ValueError: If the header contains more than MOST_PADDING bytes of padding, which PIL would read byte
+            by byte.
     """
     offset = 2 if data[:2] == JPEG else len(data)
     while offset + 10 <= len(data) and data[offset] == 0xFF:
@@ -163,10 +170,11 @@ def jpeg_frame(data: bytes) -> JpegFrame | None:
             width = int.from_bytes(data[offset + 7 : offset + 9])
             components = data[offset + 9]
             sampling = [(hv >> 4, hv & 15) for hv in data[offset + 11 : offset + 10 + 3 * components : 3]]
-            widest, highest = (max((s[i] for s in sampling), default=0) for i in (0, 1))
+            widest = max((horizontal for horizontal, _ in sampling), default=0)
+            highest = max((vertical for _, vertical in sampling), default=0)
             blocks = sum(
-                math.ceil(width * h / (8 * widest)) * math.ceil(height * v / (8 * highest))
-                for h, v in sampling
+                math.ceil(width * horizontal / (8 * widest)) * math.ceil(height * vertical / (8 * highest))
+                for horizontal, vertical in sampling
                 if widest and highest
             )
             return JpegFrame(height, width, components, blocks // 8 if marker <= 0xC2 else 0)
@@ -174,28 +182,29 @@ def jpeg_frame(data: bytes) -> JpegFrame | None:
             padding = len(_PADDING.match(data, offset)[0]) - 1  # type: ignore[index]  # always matches here
             if padding > MOST_PADDING:
                 raise ValueError(
-                    f"the header has {padding:,} bytes of padding: at most {MOST_PADDING:,} are read"
+                    f"the header contains {padding:,} bytes of padding. At most {MOST_PADDING:,} bytes are"
+                    " supported"
                 )
             offset += padding
-        else:  # all other segments before the frame start with their length, which includes the length field
+        else:  # any other segment before the frame starts with its length, including the length field
             offset += 2 + int.from_bytes(data[offset + 2 : offset + 4])
     return None
 
 
 def _check_frame(frame: JpegFrame, size: int) -> None:
-    _check_size(frame.width, frame.height)
+    _refuse_oversized(frame.width, frame.height)
     if size < frame.least_bytes:
         raise ValueError(
-            f"the header says {frame.width:,} x {frame.height:,} pixels, which {size:,} bytes can't hold. The"
-            " file is truncated or a decompression bomb"
+            f"the header specifies {frame.width:,} x {frame.height:,} pixels, which do not fit into {size:,}"
+            " bytes. The file is truncated or a decompression bomb"
         )
 
 
-def _check_size(width: int, height: int) -> None:
+def _refuse_oversized(width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise ValueError(
-            f"{width:,} x {height:,} pixels could be a decompression bomb: at most {MAX_PIXELS:,} pixels are"
-            " decoded"
+            f"an image with {width:,} x {height:,} pixels could be a decompression bomb. At most"
+            f" {MAX_PIXELS:,} pixels are supported"
         )
 
 
@@ -206,34 +215,36 @@ def _decode_by_pil(data: bytes) -> np.ndarray:
     has_16_bits = is_16_bit(image)
     try:
         image = ImageOps.exif_transpose(image)
-        if has_16_bits:  # convert("RGB") would clip values above 255 to white
+        if has_16_bits:  # because convert("RGB") would clip values above 255 to white
             grey = np.asarray(image)
             is_clear = grey == image.info.get("transparency", -1)
             grey = np.where(is_clear, 255, grey // 257).astype(np.uint8)
             return np.repeat(grey[:, :, None], 3, axis=2)
         if image.mode in ("I", "F"):
-            raise ValueError(f"the pixels have 32 bits (PIL's mode {image.mode}), not 8 or 16")
+            raise ValueError(
+                f"32-bit pixels (PIL mode {image.mode}) are not supported. Convert the image to 8 or 16 bits"
+            )
         if image.has_transparency_data:
             clear = image.convert("RGBA")
             image = Image.new("RGBA", clear.size, "white")
             image.alpha_composite(clear)
-        return np.array(image.convert("RGB"))  # a copy, because torch warns about read-only memory
+        return np.array(image.convert("RGB"))  # copied, because torch warns about read-only memory
     except ValueError:
         raise
-    except Exception as error:  # PIL's errors for broken files share no base class
+    except Exception as error:  # PIL's errors for broken files have no common base class
         raise ValueError(f"{error}" or type(error).__name__) from None
 
 
 def is_16_bit(image: "Image.Image") -> bool:
-    """Check whether PIL opened an image as 16-bit grey. PIL converts 16-bit colour images to 8 bits."""
+    """Return True for 16-bit grey images. PIL opens 16-bit colour images with 8 bits per channel."""
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
 
 
 def open_image(data: bytes) -> "Image.Image":
-    """Open an image lazily with PIL.
+    """Open an image with PIL without decoding the pixels.
 
     Raises:
-        ValueError: The format is not one of FORMATS, the image is too large, or its header is broken.
+        ValueError: If the format is not in FORMATS, the image is too large, or the image header is broken.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -245,19 +256,20 @@ def open_image(data: bytes) -> "Image.Image":
         _register_heif()
         formats.append("HEIF")
     elif data[4:11] in (b"ftyphei", b"ftyphev"):
-        raise ValueError(f"the format is HEIC. {TO_READ_NAMED}")
+        raise ValueError(f"the file is in HEIC format. {TO_READ_NAMED}")
     if (frame := jpeg_frame(data)) is not None:
         _check_frame(frame, len(data))
     try:
         image = Image.open(io.BytesIO(data), formats=formats)
     except UnidentifiedImageError:
-        message = f"not an image of a known format ({', '.join(FORMATS)})"
+        message = f"the file is not in a supported image format ({', '.join(FORMATS)})"
         raise ValueError(unfetched(data) or message) from None
-    except Exception as error:  # over twice PIL's limit, or broken; PIL's errors share no base class
+    except Exception as error:
+        # The image exceeds twice PIL's limit or is broken. PIL's errors have no common base class.
         raise ValueError(str(error) or type(error).__name__) from None
-    # PIL only warns about images up to twice its limit. Turning the warnings into errors would not be
-    # thread-safe.
-    _check_size(*image.size)
+    # PIL only warns about images that exceed its limit by up to a factor of two. Turning these warnings into
+    # errors would not be thread-safe.
+    _refuse_oversized(*image.size)
     return image
 
 

@@ -1,4 +1,4 @@
-"""Readers for the encoded images of a split, and the cache files that store image bytes or paths."""
+"""Readers for a split's encoded images, and a writer for cache files that store image bytes or paths."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from onecurve.system.files import read_json, retried
 from onecurve.system.text import printable
 
 SPLITS = ("train", "val")
-STORED = (*SPLITS, "test")  # splits that a cache folder can contain
+STORED = (*SPLITS, "test")  # splits that a cache folder may contain
 FILES = ("items.bin", "offsets.npy", "items.json")
 
 
@@ -26,9 +26,9 @@ def save_labels(folder: Path, split: str, labels: Iterable[int] | np.ndarray) ->
 def save_images(
     folder: Path, split: str, items: Iterable[bytes], root: Path | None = None, parts: list | None = None
 ) -> None:
-    """Write the images of a split to a cache folder, either as bytes or as paths relative to `root`.
+    """Write a split's images to a cache folder, either as bytes or as file paths relative to `root`.
 
-    Only the offsets are kept in memory. The function writes these files:
+    Only the item offsets are kept in memory. The function writes these files:
 
     <split>_items.bin    the concatenated bytes or paths of all images
     <split>_offsets.npy  int64 [N + 1], the start of each item and the end of the last item
@@ -45,16 +45,17 @@ def save_images(
 
 
 class DamagedImage(ValueError):
-    """Error for an image with a missing part. Decoders would fill the part with grey."""
+    """Error for an image with missing parts, which decoders would fill with grey."""
 
 
 class Encoded(ABC):
-    """Encoded images of one split, accessed by index. Each image is a whole file or a byte range in a file.
+    """Encoded images of one split, accessed by index. Each image occupies a whole file or a byte range.
 
     Args:
         count: Number of stored images.
-        ids_file: File with the ids of the images to read, int64 [n]. None selects all stored images.
-        open_file: Open file that contains the bytes of all images. With None, each read opens a file.
+        ids_file: File that contains the ids of the images to read, int64 [n], or None to read all stored
+            images.
+        open_file: Open file that contains the bytes of all images, or None to open a file for each read.
     """
 
     def __init__(self, count: int, ids_file: Path | None, open_file: io.FileIO | None = None):
@@ -66,11 +67,11 @@ class Encoded(ABC):
 
     @abstractmethod
     def location(self, i: int) -> tuple[str, int, int]:
-        """Return the file of image i, and its offset and length in bytes. Length -1 means the whole file."""
+        """Return the file that contains image i, the byte offset, and the length (-1 for the whole file)."""
 
     @abstractmethod
     def display_name(self, i: int) -> str:
-        """Return the name of image i for messages."""
+        """Return the name that messages show for image i."""
 
     @retried
     def size(self, i: int) -> int:
@@ -80,7 +81,7 @@ class Encoded(ABC):
 
     @retried
     def content(self, i: int) -> bytes:
-        """Return the encoded bytes of image i. An OSError names the image's file."""
+        """Return the encoded bytes of image i, or raise an OSError that contains the file name."""
         file, offset, length = self.location(i)
         try:
             if self.open_file:
@@ -91,23 +92,23 @@ class Encoded(ABC):
         except OSError as error:
             raise OSError(error.errno, error.strerror, file) from None
         if len(data) < length:
-            raise OSError(f"{file} is shorter than its index says: prepare again")
+            raise OSError(f"{file} is shorter than its index specifies. Prepare the data again")
         return data
 
     def decode(self, i: int, strict: bool = False) -> np.ndarray:
         """Decode image i.
 
         Args:
-            i: Index of the image.
+            i: Index of the image in this split.
             strict: Whether to reject JPEGs with missing parts.
 
         Returns:
             Pixels, uint8 [H, W, 3].
 
         Raises:
-            DamagedImage: A part of a JPEG is missing. This is raised only with `strict`.
-            ValueError: The image can't be decoded. The message names the image.
-            OSError: The image's file can't be read.
+            DamagedImage: If `strict` is True and a JPEG has missing parts.
+            ValueError: If the image can't be decoded. The message contains the image's name.
+            OSError: If the image's file can't be read.
         """
         data = self.content(i)
         try:
@@ -121,7 +122,7 @@ class Encoded(ABC):
 
 
 class ArrayImages(Encoded):
-    """Decoded images in a file of a cache folder, uint8 [N, H, W, 3]."""
+    """Decoded images in a cache file, uint8 [N, H, W, 3]."""
 
     def __init__(self, file: str, rows: np.ndarray | None):
         self.images = np.load(file, mmap_mode="r")
@@ -139,7 +140,7 @@ class ArrayImages(Encoded):
 
 
 class CachedImages(Encoded):
-    """Images written by `save_images`. Messages identify images by file path or table row."""
+    """Images that `save_images` wrote. Messages identify an image by its file path or table row."""
 
     def __init__(self, folder: Path, split: str, ids_file: Path | None = None):
         self.offsets = np.asarray(np.load(folder / f"{split}_offsets.npy", mmap_mode="r"))
@@ -149,7 +150,7 @@ class CachedImages(Encoded):
         super().__init__(len(self.offsets) - 1, ids_file, self.items if self.root is None else None)
 
     def location(self, i: int) -> tuple[str, int, int]:
-        start, end = self.offsets[self.ids[i] :][:2].tolist()  # range that contains the image's bytes or path
+        start, end = self.offsets[self.ids[i] :][:2].tolist()  # range of the image's bytes or path
         if self.root is None:
             return self.items.name, start, end - start
         path = os.pread(self.items.fileno(), end - start, start)
@@ -163,4 +164,4 @@ class CachedImages(Encoded):
             if row < rows:
                 return f"row {row} of {table}"
             row -= rows
-        raise AssertionError(f"image {i} is in no table")
+        raise AssertionError(f"image {i} does not belong to any table")

@@ -1,4 +1,4 @@
-"""Detection of duplicate images (equal bytes) that occur in two splits or have two labels."""
+"""Detection of duplicate images (identical bytes) that occur in two splits or have two labels."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from onecurve.system.text import printable
 
 
 class EqualImages:
-    """Groups of images with equal bytes. Only images that share their size with another image are hashed.
+    """Groups of images with identical bytes. Only images whose size is not unique are hashed.
 
     Args:
-        parts: The training images, followed by the images of each evaluated split.
+        parts: Training images, followed by the images of each evaluated split.
 
     Attributes:
-        numbers: Numbers of the hashed images, counted through all parts, int64 [n], ascending.
-        groups: Group number of each hashed image, int64 [n]. Images with equal bytes have the same group
+        numbers: Ascending positions of the hashed images in the concatenation of all parts, int64 [n].
+        groups: Group number of each hashed image, int64 [n]. Images with identical bytes have the same group
             number.
     """
 
@@ -30,29 +30,29 @@ class EqualImages:
         _, self.groups = np.unique(np.array(digests, "S32"), return_inverse=True)
 
     def in_two_splits(self, names: Sequence[str | None]) -> list[str]:
-        """Return a warning for each evaluated split that shares images with the training split.
+        """Return a warning for each evaluated split that contains training images.
 
         Args:
-            names: Names of the evaluated splits.
+            names: Names of the evaluated splits, in the order of `parts`.
         """
-        lines, is_trained = [], self.numbers < self.starts[1]
+        messages, is_trained = [], self.numbers < self.starts[1]
         for split, start, end in zip(names, self.starts[1:], self.starts[2:], strict=False):
             is_in_split = (start <= self.numbers) & (self.numbers < end)
             shared = np.flatnonzero(is_in_split & np.isin(self.groups, self.groups[is_trained]))
             if len(shared):
                 trained = np.flatnonzero(is_trained & (self.groups == self.groups[shared[0]]))
-                lines.append(
+                messages.append(
                     f"{len(shared):,} of the {end - start:,} {split} images are also training images, for"
-                    f" example {self._display_name(shared[0])} and {self._display_name(trained[0])}."
-                    " Accuracies are too high. Remove these images from one split"
+                    f" example {self._display_name(shared[0])} and {self._display_name(trained[0])}. The"
+                    " measured accuracy will be too high. Remove these images from one of the two splits"
                 )
-        return lines
+        return messages
 
     def in_two_classes(self, labels: np.ndarray, classes: Sequence[str]) -> list[str]:
-        """Return a warning if images with equal bytes have different labels.
+        """Return a warning if images with identical bytes have different labels.
 
         Args:
-            labels: Labels of all parts, int64 [N].
+            labels: Labels of the images in all parts, int64 [N].
             classes: Class names in label order.
         """
         labels = labels[self.numbers]
@@ -62,22 +62,24 @@ class EqualImages:
             return []
         count = np.isin(self.groups, self.groups[order[differ]]).sum()
         pair = order[differ[0] : differ[0] + 2]
-        example = " and ".join(f"{self._display_name(k)} ({printable(classes[labels[k]])})" for k in pair)
+        example = " and ".join(
+            f"{self._display_name(index)} ({printable(classes[labels[index]])})" for index in pair
+        )
         return [
-            f"{count:,} images have contradictory labels: the same bytes appear in several classes, for"
-            f" example {example}. Correct the labels, or remove the images"
+            f"{count:,} images have contradictory labels, because identical files belong to different"
+            f" classes, for example {example}. Correct the labels or remove these images"
         ]
 
     def _content(self, number: int) -> bytes:
-        images, i = self._part(number)
+        images, i = self._locate(number)
         return images.content(i)
 
-    def _display_name(self, k: int) -> str:
-        """Return the name of the image whose number is `numbers[k]`."""
-        images, i = self._part(self.numbers[k])
+    def _display_name(self, index: int) -> str:
+        """Return the display name of the image at position `numbers[index]`."""
+        images, i = self._locate(self.numbers[index])
         return images.display_name(i)
 
-    def _part(self, number: int) -> tuple[Encoded, int]:
-        """Return the part that contains an image, and the image's index in that part."""
+    def _locate(self, number: int) -> tuple[Encoded, int]:
+        """Return the part that contains the image at a position, and the image's index in that part."""
         part = int(np.searchsorted(self.starts, number, side="right")) - 1
         return self.parts[part], int(number - self.starts[part])

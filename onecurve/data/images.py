@@ -1,9 +1,9 @@
-"""Loading of the --data images from tables, class folders, file lists, shards or a generator.
+"""Loading of images from tables, class folders, file lists, shards or a generator (--data).
 
-`prepare_cache` runs in one process per host and creates a folder in the cache. `open_images` runs in all
-processes and maps this folder into memory. If all images have one size and fit into memory, they are decoded
-once, to uint8 arrays in the cache. Otherwise, DataLoader workers decode the images for each batch. Batches
-are uint8. Augmentation and normalisation run on the device.
+`prepare_cache` runs in one process per host and creates a cache folder. `open_images` runs in all processes
+and maps the cache folder into memory. If all images have the same size and fit into memory, the images are
+decoded once and stored as uint8 arrays in the cache. Otherwise, DataLoader workers decode the images for each
+batch. Batches contain uint8 pixels, which are augmented and normalised on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,23 +26,23 @@ from onecurve.system.files import read_json
 from onecurve.system.phase import DATA, MODEL, now
 from onecurve.system.text import printable, some_of
 
-IMBALANCE = 10  # ratio of the largest to the smallest class size that causes a warning
+IMBALANCE = 10  # minimum ratio of the largest to the smallest class size for a warning
 
 
 @dataclass(frozen=True)
 class Images:
-    """Data set with its splits and class names.
+    """Data set that consists of splits and class names.
 
     Attributes:
-        source: Name of the data and key of its content. Hosts with the same data have the same source.
+        source: Data set name and content key, which are the same on all hosts with the same data.
         classes: Class names in label order.
         train: Training split.
         val: Split used for evaluation during training.
-        val_name: Name of `val`: "val", "test", "holdout" or "train".
-        test: Split used for evaluation at the end: "test" if the data also has a "val" split or, with
-            --holdout, the evaluation split that the data itself provides. None without such a split.
-        test_name: Name of `test`.
-        flaws: Warnings about the images, for example about broken images or images in two splits.
+        val_name: Name of the `val` split, which is "val", "test", "holdout" or "train".
+        test: Split used for the final evaluation, which is the "test" split of data with a "val" split or,
+            with --holdout, the evaluation split in the data. None if there is no such split.
+        test_name: Name of the `test` split.
+        flaws: Warnings about the images, for example that images are broken or occur in two splits.
     """
 
     source: str
@@ -56,25 +56,26 @@ class Images:
 
     @property
     def identity(self) -> tuple[str, tuple[str, ...], bool]:
-        """Source, class names, and a flag that is true if evaluations crop the images (encoded images only).
+        """Source, class names, and whether evaluations crop the images (true only for encoded images).
 
-        Checkpoints record these values, and a resumed run compares its own values with the recorded values.
+        Checkpoints store the identity, and a resumed run compares the current data with the stored identity.
         """
         return self.source, self.classes, self.val.cropped
 
     def class_weights(self, method: str, device: torch.device) -> Tensor | None:
-        """Return class weights for the loss. The mean weight over the training images is 1.
+        """Return class weights for the loss, scaled to a mean weight of 1 over the training images.
 
-        The caller must average the weighted losses over images. The mean reduction of torch's loss would
-        instead divide by the sum of the weights in a micro-batch.
+        The caller must divide the sum of the weighted losses by the number of images. In contrast, the mean
+        reduction in torch divides by the sum of the weights in the micro-batch.
 
         Args:
-            method: "balanced" uses the inverse of a class's share, like scikit-learn. "sqrt" uses the inverse
-                square root of the share (Mahajan et al. 2018, arXiv 1805.00932). "none" disables weights.
+            method: "balanced" weights each class by the inverse of its share, like scikit-learn. "sqrt"
+                weights each class by the inverse square root of its share (Mahajan et al. 2018, arXiv
+                1805.00932). "none" disables class weights.
             device: Device of the returned tensor.
 
         Returns:
-            Weights, float32 [classes], or None for "none".
+            Class weights, float32 [classes], or None if the method is "none".
         """
         if method == "none":
             return None
@@ -88,7 +89,7 @@ class Images:
 
     @property
     def evaluated(self) -> dict[str, Split]:
-        """Evaluated splits by name."""
+        """Evaluated splits, by split name."""
         splits = {self.val_name: self.val} if self.val is not self.train else {}
         return splits | ({self.test_name: self.test} if self.test else {})
 
@@ -96,29 +97,32 @@ class Images:
 def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = False) -> Images:
     """Load recipe.data on all processes, and check that all processes have the same data.
 
-    One process per host prepares the data.
+    Only one process per host prepares the data.
 
     Args:
         accelerator: Accelerator of this process.
-        recipe: Recipe with the flags of the data.
-        is_evaluated: Whether the data is only evaluated. If True, one split and one class are enough, and a
-            single split becomes both `train` and `val`.
+        recipe: Recipe that contains the data flags.
+        is_evaluated: Whether the data is used only for evaluation. If True, the data may contain a single
+            class, and a single split becomes both `train` and `val`.
 
     Raises:
-        ValueError: The data can't be used.
+        ValueError: If the data can't be used.
     """
     now.enter(DATA)
-    make = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
-    prepared = once(accelerator, "data", make, recipe.timeout_s, per_host=True)
-    folder, left_out = prepared  # a list instead of a Prepared if it came from another process as JSON
+    prepare = partial(prepare_cache, recipe, is_evaluated=is_evaluated)
+    prepared = once(accelerator, "data", prepare, recipe.timeout_s, per_host=True)
+    folder, left_out = prepared  # a list, not a Prepared, if received as JSON from a different process
     images = open_images(Path(folder), recipe)
     if len(images.classes) < 2 and not is_evaluated:
-        raise ValueError(f"{recipe.data} has one class, {images.classes[0]}. A classifier needs at least two")
+        name = images.classes[0]
+        raise ValueError(
+            f"{recipe.data} contains only one class, {name}. A classifier needs at least two classes"
+        )
     train, evaluated = images.train.labels, {name: s.labels for name, s in images.evaluated.items()}
     counts = {f"{name} images": len(labels) for name, labels in {"training": train, **evaluated}.items()}
     source_and_type = [images.source, type(images.train).__name__]
     facts = {"data": source_and_type, "classes": images.classes, **counts}
-    if not isinstance(images.train, ArraySplit):  # pixels of different decoders may differ in the last bit
+    if not isinstance(images.train, ArraySplit):  # decoders may differ in the last bits of pixels
         facts["the decoder of JPEGs"] = "torchcodec" if torchcodec_decoder() else "PIL"
     agree(accelerator, facts)
     splits = {"training" if images.val is not images.train else "": train, **evaluated}
@@ -130,26 +134,26 @@ def load(accelerator: Accelerator, recipe: ImageRecipe, is_evaluated: bool = Fal
 
 
 def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
-    """Map a folder returned by `prepare_cache` into memory.
+    """Map a cache folder that `prepare_cache` created into memory.
 
     Args:
-        folder: Folder in the cache.
-        recipe: Recipe with the settings for shards and broken images. None uses the defaults.
+        folder: Cache folder of the data set.
+        recipe: Recipe that contains the flags for shards and broken images, or None to use the defaults.
 
     Raises:
-        ValueError: The folder is damaged.
+        ValueError: If the cache folder is damaged.
     """
     recipe = recipe or ImageRecipe()
     try:
         meta = read_json(folder / "meta.json")
-        parts, is_array = _parts(folder), meta["kind"] == "array"
-        # Mode "c" (copy-on-write) shares pages between processes, and avoids torch's warning about read-only
-        # arrays.
+        parts, is_array = _split_parts(folder), meta["kind"] == "array"
+        # Mode "c" (copy-on-write) shares memory pages between processes and avoids torch's warning about
+        # read-only arrays.
         pixels = [np.load(folder / f"{part.split}_images.npy", mmap_mode="c") for part in parts if is_array]
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(
-            f"the prepared data in {folder} is damaged ({error}). Remove that folder, and run the same"
-            " command to prepare the data again"
+            f"the prepared data in {folder} is damaged ({error}). Remove this folder, and run the same"
+            " command again to prepare the data again"
         ) from error
     splits: Sequence[Split]
     if is_array:
@@ -160,22 +164,22 @@ def open_images(folder: Path, recipe: ImageRecipe | None = None) -> Images:
         splits = _open_shards(folder, meta["shards"], parts, recipe)
     for split, part in zip(splits, parts, strict=True):
         split.part = part
-        split.mirror = meta["mirror"]  # False if a mirrored image changes its class, for example a digit
+        split.mirror = meta["mirror"]  # False if mirroring may change an image's class, as for digits
     return Images(
         source=meta["source"],
-        classes=tuple(map(printable, meta["classes"])),  # folder names may contain any bytes
+        classes=tuple(map(printable, meta["classes"])),  # folder names may contain arbitrary bytes
         train=splits[0],
         val=splits[1] if len(splits) > 1 else splits[0],
         val_name=meta["val_name"] or "train",
         test=splits[2] if len(splits) > 2 else None,
-        # The digits in a cache of an older version have neither a test_name nor flaws.
+        # A digits cache from an older version contains neither test_name nor flaws.
         test_name=meta.get("test_name") or "",
         flaws=tuple(meta.get("flaws", ())),
     )
 
 
-def _parts(folder: Path) -> list[SplitPart]:
-    """Return the parts for training, evaluation and, with --holdout, the data's own evaluation split."""
+def _split_parts(folder: Path) -> list[SplitPart]:
+    """Return the training part, the evaluation part and, with --holdout, the evaluation split in the data."""
     whole = [
         SplitPart(split, np.load(folder / f"{split}_labels.npy"), folder=folder)
         for split in STORED
@@ -190,13 +194,13 @@ def _parts(folder: Path) -> list[SplitPart]:
 def _open_shards(
     folder: Path, location: str, parts: list[SplitPart], recipe: ImageRecipe
 ) -> list[ShardSplit]:
-    """Open all splits of shards.
+    """Open all splits of a data set in shards.
 
     Args:
-        folder: Folder in the cache.
-        location: Folder of the manifest, or s3://bucket/prefix.
-        parts: Result of `_parts`.
-        recipe: Recipe with the settings for shards.
+        folder: Cache folder of the data set.
+        location: Folder that contains the manifest, or s3://bucket/prefix.
+        parts: Parts of the data set, from `_parts`.
+        recipe: Recipe that contains the shard flags.
     """
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import MANIFEST, parse_manifest
@@ -215,17 +219,17 @@ def _open_shards(
 
 # Summary and warnings at startup
 
-Labels = Mapping[str, np.ndarray]  # labels by split name, int64 [N]
+Labels = Mapping[str, np.ndarray]  # labels of each split, int64 [N], by split name
 
 
 def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
-    """Return a one-line description of the data.
+    """Return a one-line summary of a data set.
 
     Args:
-        name: Name of the data.
-        splits: Labels of each split by split name. The name is "" for data without splits.
+        name: Name of the data set.
+        splits: Labels of each split, by split name. For data without splits, the name is "".
         classes: Number of classes.
-        left_out: Files that were not read, with the reasons.
+        left_out: Description of the ignored files, including the reasons.
     """
     counts = [f"{len(labels):,} {split} images".replace("  ", " ") for split, labels in splits.items()]
     counts.append(f"{classes:,} {'class' if classes == 1 else 'classes'}")
@@ -233,18 +237,19 @@ def summary(name: str, splits: Labels, classes: int, left_out: str) -> str:
 
 
 def warnings(train: np.ndarray, evaluated: Labels, classes: Sequence[str]) -> list[str]:
-    """Return a warning for each property of the labels that makes accuracy misleading."""
-    lines = []
+    """Return a warning for each property of the labels that makes the accuracy misleading."""
+    messages = []
     counts = np.bincount(train, minlength=len(classes))
-    least, most = int(counts.argmin()), int(counts.argmax())
-    if counts[most] >= IMBALANCE * counts[least]:
-        lines.append(
-            f"the classes are imbalanced: {counts[least]:,} training images of {printable(classes[least])},"
-            f" {counts[most]:,} of {printable(classes[most])}. Check the recall of each class. To weight"
-            " classes equally, use --class_weights balanced and --best_by macro_f1"
+    smallest, largest = int(counts.argmin()), int(counts.argmax())
+    if counts[largest] >= IMBALANCE * counts[smallest]:
+        messages.append(
+            f"the classes are imbalanced: the training split contains {counts[smallest]:,} images of"
+            f" {printable(classes[smallest])}, but {counts[largest]:,} images of"
+            f" {printable(classes[largest])}. Check the recall of each class. To weight classes equally, use"
+            " --class_weights balanced and --best_by macro_f1"
         )
     for split, labels in evaluated.items():
         counts = np.bincount(labels, minlength=len(classes))
         if absent := [name for name, count in zip(classes, counts, strict=True) if count == 0]:
-            lines.append(f"the {split} split has no image of {some_of(absent)}")
-    return lines
+            messages.append(f"the {split} split contains no images of {some_of(absent)}")
+    return messages

@@ -1,4 +1,4 @@
-"""Lists of image files and labels, in CSV, TSV or JSON Lines files such as the hub's metadata.jsonl."""
+"""Readers for lists of image files and labels in CSV, TSV and JSON Lines files, such as metadata.jsonl."""
 
 import csv
 import json
@@ -20,33 +20,33 @@ DELIMITERS = ",;\t"
 
 
 class Listed(NamedTuple):
-    """Row of a list."""
+    """Row of an image list."""
 
-    where: str  # name of the row for messages
+    where: str  # description of the row's position in messages
     split: str
     label: str
-    file: str  # path relative to the list's folder, or an absolute path
+    file: str  # absolute path, or path relative to the list's folder
 
 
 def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed]:
-    """Read the rows of a list, in file order.
+    """Read the rows of an image list, in file order.
 
-    The function tries each path as written, with backslashes replaced by slashes, and in both Unicode normal
-    forms (NFC and NFD).
+    For each listed path, the function tries the path as written, then with slashes instead of backslashes in
+    the Unicode normal forms NFC and NFD.
 
     Args:
-        path: Path of the list.
-        columns: Columns chosen by flags.
-        split: Split of all rows that don't name a split. For "test", a list without a label column has no
-            rows.
+        path: Path of the list file.
+        columns: Columns that the flags specify.
+        split: Split of the rows that do not specify a split. For "test", a list without a label column yields
+            no rows.
 
     Raises:
-        ValueError: The list can't be used. The message names the first invalid line.
+        ValueError: If the list can't be used. The message specifies the first invalid line.
     """
     try:
-        rows = list(_parse(path, columns, split))
+        rows = list(_parse_rows(path, columns, split))
     except UnicodeDecodeError:
-        raise ValueError(f"--data {path} is not encoded in UTF-8") from None
+        raise ValueError(f"--data {path} is not encoded in UTF-8. Save the list in UTF-8") from None
     except csv.Error as error:
         raise ValueError(f"--data {path} is not a valid CSV file: {error}") from None
     if not rows and split == "test":
@@ -57,9 +57,9 @@ def read_list(path: Path, columns: Columns, split: str = "train") -> list[Listed
     rows = [row._replace(file=_stored_path(path.parent, f"{prefix}{row.file}{suffix}")) for row in rows]
     if missing := [row for row in rows if not (path.parent / row.file).is_file()]:
         raise ValueError(
-            f"{missing[0].where}: {path.parent / missing[0].file} does not exist ({len(missing):,} such"
-            " rows). Paths are relative to the list's folder. To add a folder and an extension, use"
-            " --image_column 'train/{id}.jpg'"
+            f"{missing[0].where}: {path.parent / missing[0].file} does not exist (rows with missing files:"
+            f" {len(missing):,}). Paths in the list are relative to the list's folder. To add a folder and an"
+            " extension to each path, use --image_column 'train/{id}.jpg'"
         )
     _refuse_several_labels(rows)
     return rows
@@ -72,15 +72,15 @@ def _refuse_several_labels(rows: list[Listed]) -> None:
         earlier = first_rows.setdefault(os.path.normpath(row.file), row)
         if earlier.label != row.label:
             raise ValueError(
-                f"{row.where}: {printable(row.file)} is {printable(row.label)} here and"
-                f" {printable(earlier.label)} in{earlier.where.rpartition(',')[2]}. {MULTI_LABEL}"
+                f"{row.where}: {printable(row.file)} has the label {printable(row.label)}, but"
+                f"{earlier.where.rpartition(',')[2]} specifies {printable(earlier.label)}. {MULTI_LABEL}"
             )
 
 
-def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
-    match = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
-    prefix, column, suffix = match.groups() if match else ("", columns.image or "", "")
-    first_line = f"--data {path}: its first line"
+def _parse_rows(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
+    placeholder = re.fullmatch(r"(.*)\{(.+)\}(.*)", columns.image or "")
+    prefix, column, suffix = placeholder.groups() if placeholder else ("", columns.image or "", "")
+    first_line = f"--data {path}: the first line"
     with open(path, newline="", encoding="utf-8-sig") as file:
         is_json = path.suffix.lower() == ".jsonl"
         names, lines = _json_lines(path, file) if is_json else _csv_lines(file)
@@ -89,23 +89,26 @@ def _parse(path: Path, columns: Columns, split: str) -> Iterator[Listed]:
         image_column = chosen_column(names, "image", column.lower(), FILE_COLUMNS, [], first_line)
         chosen_label = (columns.label or "").lower()
         label_column = chosen_column(names, "label", chosen_label, LABEL_COLUMNS, [], first_line)
-        for number, row in lines:
-            where = f"--data {path}, line {number}"
+        for line_number, row in lines:
+            where = f"--data {path}, line {line_number}"
             image, label = row.get(image_column), row.get(label_column)
             if not image or not label:
-                raise ValueError(f"{where} has no {label_column if image else image_column}")
+                raise ValueError(
+                    f"{where} contains no value for column {label_column if image else image_column}"
+                )
             if is_json and label.startswith("["):
-                raise ValueError(f"{where}: {label_column} is a list. {MULTI_LABEL}")
+                raise ValueError(f"{where}: the value of column {label_column} is a list. {MULTI_LABEL}")
             row_split = (row.get("split", split) or "").strip().lower()
             if row_split not in ("train", *VAL_NAMES):
                 raise ValueError(
-                    f"{where}: the split is {printable(row_split) or 'empty'}. Choose among train,"
+                    f"{where}: the split is {printable(row_split) or 'empty'}. Valid splits are train,"
                     f" {', '.join(VAL_NAMES)}"
                 )
             yield Listed(where, row_split, label.strip(), f"{prefix}{image.strip()}{suffix}")
 
 
-Lines = Iterator[tuple[int, dict[str, str]]]  # pairs of a line number and the line's values by column
+# Pairs of a line number and a mapping from column names to values
+Lines = Iterator[tuple[int, dict[str, str]]]
 
 
 def _csv_lines(file: TextIO) -> tuple[list[str], Lines]:
@@ -117,39 +120,45 @@ def _csv_lines(file: TextIO) -> tuple[list[str], Lines]:
 
 
 def _json_lines(path: Path, file: TextIO) -> tuple[list[str], Lines]:
-    """Parse JSON lines. Return the column names and the rows. Non-string values become JSON text."""
+    """Parse a JSON Lines file into column names and rows. Values other than strings become JSON text."""
     rows = []
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
         try:
-            row = {k.lower(): v for k, v in json.loads(line).items() if v is not None}
-            values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
+            row = {name.lower(): value for name, value in json.loads(line).items() if value is not None}
+            texts = {
+                name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()
+            }
         except (ValueError, AttributeError):
             raise ValueError(f"--data {path}, line {number} is not a JSON object") from None
-        rows.append((number, values))
-    return list(dict.fromkeys(name for _, values in rows for name in values)), iter(rows)
+        rows.append((number, texts))
+    return list(dict.fromkeys(name for _, texts in rows for name in texts)), iter(rows)
 
 
 def _prefix_and_suffix(root: Path, file: str) -> tuple[str, str]:
-    """Return the folder prefix and the extension that complete a listed path, or empty strings.
+    """Return the folder prefix and the extension that turn a listed path into the path of an existing file.
 
-    Both strings are empty if the path exists as written, or if not exactly one completed path exists. `root`
-    is the folder of the list.
+    Both strings are empty if the path exists as written, or if zero or several completed paths exist. `root`
+    is the list's folder.
     """
     if (root / _stored_path(root, file)).is_file():
         return "", ""
     prefixes = ["", *(f"{name}/" for name in folder_names(root))]
     pairs = ((prefix, suffix) for prefix in prefixes for suffix in ("", *EXTENSIONS))
-    matches = [(p, s) for p, s in pairs if (root / _stored_path(root, f"{p}{file}{s}")).is_file()]
+    matches = [
+        (prefix, suffix)
+        for prefix, suffix in pairs
+        if (root / _stored_path(root, f"{prefix}{file}{suffix}")).is_file()
+    ]
     return matches[0] if len(matches) == 1 else ("", "")
 
 
 def _stored_path(root: Path, file: str) -> str:
-    """Return the spelling of a path that exists on disk, or the unchanged path if no spelling exists.
+    """Return the spelling of a path that exists on disk, or the unchanged path if no such file exists.
 
-    Paths from Windows contain backslashes, and macOS stores accents separately from their letters.
+    Spellings differ because Windows paths contain backslashes and macOS stores accents apart from letters.
     """
     slashes = file.replace("\\", "/")
-    forms = (file, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
-    return next((path for path in forms if (root / path).is_file()), file)
+    spellings = (file, *(unicodedata.normalize(form, slashes) for form in ("NFC", "NFD")))
+    return next((path for path in spellings if (root / path).is_file()), file)

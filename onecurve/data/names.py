@@ -1,7 +1,7 @@
-"""Files with the image names of a split, one line of printable text per stored image.
+"""Files that contain a split's image names, one line of printable text per stored image.
 
-The file is stored next to the split's labels or index. Its line is empty for an image without a name. A split
-whose images have no names has no such file.
+A names file is stored next to the split's labels or index. The line of an image without a name is empty. If
+no image in a split has a name, there is no names file.
 """
 
 from array import array
@@ -15,8 +15,8 @@ from onecurve.system.files import write_bytes
 from onecurve.system.output import log
 from onecurve.system.text import printable
 
-NAMES_LIMIT = 2**32  # maximum size of a file of names in bytes
-NameOf = Callable[[int], str]  # maps an image's number in the stored split to the image's name, or to ""
+NAMES_LIMIT = 2**32  # maximum size of a names file in bytes
+NameOf = Callable[[int], str]  # maps an image's index in the stored split to its name, or to ""
 
 
 def names_file(split: str) -> str:
@@ -25,47 +25,49 @@ def names_file(split: str) -> str:
 
 def save_names(folder: Path, split: str, names: Iterable[str]) -> None:
     with open(folder / names_file(split), "wb") as out:
-        out.writelines(map(_line, names))
+        out.writelines(map(_encoded_line, names))
 
 
 def save_names_of(images: Iterable[tuple[bytes, str]], folder: Path, split: str) -> Iterator[bytes]:
-    """Yield the content of each (content, name) pair, and write the name to the split's file of names."""
+    """Yield the content of each (content, name) pair, and write the name to the split's names file."""
     with open(folder / names_file(split), "wb") as out:
         for content, name in images:
-            out.write(_line(name))
+            out.write(_encoded_line(name))
             yield content
 
 
 class CollectedNames:
-    """Image names in the order in which the images are read. Memory use is the text plus 8 bytes per name."""
+    """Image names, collected in reading order. A name occupies its length plus 8 bytes of memory."""
 
     def __init__(self) -> None:
         self.lines, self.ends = bytearray(), array("q", [0])
 
     def add(self, name: str) -> None:
-        self.lines += _line(name)
+        self.lines += _encoded_line(name)
         self.ends.append(len(self.lines))
 
     def write(self, folder: Path, split: str, order: np.ndarray) -> None:
-        """Write the names in index order. `order` lists their positions in reading order, int64 [N]."""
+        """Write the names in index order. `order[i]` is the reading position of image i, int64 [N]."""
         content = BytesIO()
-        for k in order.tolist():
-            content.write(self.lines[self.ends[k] : self.ends[k + 1]])
+        for position in order.tolist():
+            content.write(self.lines[self.ends[position] : self.ends[position + 1]])
         write_bytes(folder / names_file(split), content.getvalue())
 
 
 def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
-    """Return a function that maps image numbers to names. The function keeps 8 bytes per name in memory.
+    """Return a function that maps image indices to names and keeps 8 bytes per name in memory.
 
     Args:
-        lines: Content of a file of names, which may be memory-mapped.
-        count: Number of images. A file with another number of lines is ignored with a warning.
-        where: Name of the file for the warning.
+        lines: Content of a names file, which may be memory-mapped.
+        count: Number of images. A file with a different number of lines is ignored with a warning.
+        where: File name shown in the warning.
     """
     lines = np.frombuffer(lines, np.uint8) if isinstance(lines, bytes) else lines
     ends = np.flatnonzero(lines == ord("\n"))
     if len(ends) != count:
-        log.warning(f"warning: {where} has {len(ends):,} names for {count:,} images. No names are shown")
+        log.warning(
+            f"warning: {where} contains {len(ends):,} names for {count:,} images. Image names are not shown"
+        )
         return nameless
 
     def name_of(number: int) -> str:
@@ -76,7 +78,7 @@ def read_names(lines: np.ndarray | bytes, count: int, where: str) -> NameOf:
 
 
 def open_names(file: Path, count: int) -> NameOf:
-    """Return a function that maps image numbers to names. If the file is missing, all names are empty."""
+    """Return a function that maps image indices to names. For a missing file, all names are empty."""
     if not file.exists() or not file.stat().st_size:
         return nameless
     return read_names(np.memmap(file, np.uint8, "r"), count, str(file))
@@ -86,5 +88,5 @@ def nameless(_: int) -> str:
     return ""
 
 
-def _line(name: str) -> bytes:
+def _encoded_line(name: str) -> bytes:
     return f"{printable(name)}\n".encode()

@@ -1,7 +1,7 @@
-"""Sources of `--data`, with functions that find the files and read them into a cache folder.
+"""Data sources for `--data`, with functions that find source files and read the files into a cache folder.
 
-`find_source` only lists files. `Source.write` reads the files. `onecurve/data/cache.py` decodes and caches
-the images.
+`find_source` only lists the files, and `Source.write` reads the files. `onecurve/data/cache.py` then decodes
+and caches the images.
 """
 
 import os
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
     from onecurve.data.shards import ShardManifest
 
 KNOWN = ("digits", "cifar10", "synthetic")
-EARLY_S = 1.0  # seconds to wait for the listing before torch is imported
-_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # listings that check_inputs() has started
+EARLY_S = 1.0  # maximum seconds to wait for the file listing before torch is imported
+_listings: "dict[tuple[str, Columns], Future[Source]]" = {}  # file listings that check_inputs() has started
 
 
 @dataclass(frozen=True)
 class Source:
-    """Data that `--data` refers to.
+    """Source of the data that `--data` specifies.
 
     Attributes:
-        name: Name of the data.
-        files: Sorted pairs of a name and a file path. The names are part of the cache key. () for generated
-            data.
-        write: Function with the arguments cache folder and heartbeat. It stores each split in the folder and
+        name: Name of the data set.
+        files: Sorted pairs of a name, which is part of the cache key, and a file path. The tuple is empty for
+            generated data.
+        write: Function that accepts a cache folder and a heartbeat, stores each split in the folder, and
             returns the class names. A split consists of labels (`<split>_labels.npy`, int64 [N]), images
             (decoded in `<split>_images.npy`, or encoded by `save_images`), and optional names (`save_names`).
-        val_name: Split that selects the best checkpoint, or None without such a split.
-        test_name: Split that is evaluated once, at the end.
-        holdout: Share or number of the training images to hold out, or a fold. None disables the hold-out.
-        mirror: Whether mirrored images keep their class.
-        root: Folder that the image paths are relative to, if images are stored as paths.
-        shards: Location of the shards' manifest, which is a folder or s3://bucket/prefix.
-        fold: Part of the cache key that differs between folds. All folds share one name.
-        hashes: Hashes of content that `files` does not include.
-        is_table: Whether the data has columns that flags can choose.
-        left_out: Files that were not read, with the reasons.
+        val_name: Name of the split that selects the best checkpoint, or None if there is no such split.
+        test_name: Name of the split that is evaluated once, at the end, or None if there is no such split.
+        holdout: Share or number of training images to hold out, or a fold, or None to hold out no images.
+        mirror: Whether images keep their class when mirrored.
+        root: Base folder of the relative image paths, or None if images are not stored as paths.
+        shards: Location of the shards' manifest (a folder or s3://bucket/prefix), or None for other data.
+        fold: Part of the cache key that distinguishes folds, because all folds have the same name.
+        hashes: Hashes of content that `files` does not contain.
+        is_table: Whether the data has columns that can be chosen with flags.
+        left_out: Description of the ignored files, including the reasons.
         why_not_trained_on: Reason why the data can only be evaluated, or "".
     """
 
@@ -83,44 +83,48 @@ class Source:
 
 
 def find_source(recipe: ImageRecipe, beat: Heartbeat, is_evaluated: bool = False) -> Source:
-    """Find the data that `--data` refers to, and list the data's files.
+    """Find the data that `--data` specifies, and list its files.
 
     Args:
-        recipe: Recipe with the flags of the data.
-        beat: Function that is called about once a second.
-        is_evaluated: Whether the data is only evaluated, so that one split is enough.
+        recipe: Recipe that contains the data flags.
+        beat: Heartbeat function, called about once per second.
+        is_evaluated: Whether the data is used only for evaluation, which requires only one split.
 
     Raises:
-        ValueError: The data can't be used. The error is raised before large files are read.
+        ValueError: If the data can't be used. The error is raised before large files are read.
     """
     data, holdout, columns = recipe.data, recipe.holdout, Columns(recipe.image_column, recipe.label_column)
-    source = _find(data, beat, columns)
+    source = _locate_source(data, beat, columns)
     if source.why_not_trained_on and not is_evaluated:
         raise ValueError(source.why_not_trained_on)
     if any(columns) and not source.is_table:
-        raise ValueError(f"--image_column and --label_column require a table. --data {data} has no columns")
+        raise ValueError(
+            "--image_column and --label_column apply only to tables and lists. Remove these flags, because"
+            f" --data {data} is neither a table nor a list"
+        )
     if holdout is not None:
-        text = holdout if isinstance(holdout, str) else f"{holdout:.12g}"
+        holdout_text = holdout if isinstance(holdout, str) else f"{holdout:.12g}"
         if source.test_name:
             raise ValueError(
-                f"--holdout {text} is not needed: --data {data} has {source.val_name} to select the best"
-                f" checkpoint and {source.test_name} for the final evaluation. Remove --holdout"
+                f"--holdout {holdout_text} is not needed, because --data {data} contains a {source.val_name}"
+                f" split to select the best checkpoint and a {source.test_name} split for the final"
+                " evaluation. Remove --holdout"
             )
         source = replace(source, holdout=holdout, val_name="holdout", test_name=source.val_name)
-        if text == holdout:
-            return replace(source, fold=f" fold {text}")
-        return replace(source, hashes=(*source.hashes, f"holdout {text}"))
+        if holdout_text == holdout:
+            return replace(source, fold=f" fold {holdout_text}")
+        return replace(source, hashes=(*source.hashes, f"holdout {holdout_text}"))
     if source.val_name is None and not is_evaluated:
         raise ValueError(
-            f"--data {data} has no val, validation, valid or test to evaluate on. Add one, or hold out a"
-            " tenth of the training images with --holdout 0.1"
+            f"--data {data} contains no evaluation split (val, validation, valid or test). Add an evaluation"
+            " split, or hold out a tenth of the training images with --holdout 0.1"
         )
     return source
 
 
-def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
+def _locate_source(data: str, beat: Heartbeat, columns: Columns) -> Source:
     if data == "digits":
-        return Source(data, (), _write_digits, mirror=False)  # a mirrored 2 is not a 2
+        return Source(data, (), _write_digits, mirror=False)  # because a mirrored 2 is not a 2
     if data == "synthetic":
         return Source(data, (), _write_synthetic)
     if data == "cifar10" or data.startswith("hub:"):
@@ -130,15 +134,15 @@ def _find(data: str, beat: Heartbeat, columns: Columns) -> Source:
 
 
 def check_inputs(recipe: ImageRecipe) -> int:
-    """Check data and weights early, for up to EARLY_S seconds.
+    """Check the data and weights before torch is imported, for at most EARLY_S seconds.
 
-    A thread lists the files of the data. A later call of find_source() uses the thread's result.
+    A background thread lists the data's files, and the next call of find_source() uses this listing.
 
     Returns:
         Always 0.
 
     Raises:
-        ValueError: The weights do not exist, or the listing has already shown that the data can't be used.
+        ValueError: If the weights do not exist, or if the finished listing shows that the data can't be used.
     """
     if recipe.weights and not Path(recipe.weights).expanduser().exists():
         raise ValueError(f"--weights {recipe.weights}: there is no such folder or file")
@@ -146,7 +150,7 @@ def check_inputs(recipe: ImageRecipe) -> int:
     if data not in KNOWN and not data.startswith(("hub:", "s3:")):
         _listings[data, columns] = listing = start_daemon(partial(_find_files, data, columns))
         if wait([listing], EARLY_S).done:
-            with suppress(OSError):  # the next call of find_source() reports the error
+            with suppress(OSError):  # the next call of find_source() will report this error
                 find_source(recipe, lambda: None)
             _listings[data, columns] = listing
     return 0
@@ -158,15 +162,17 @@ def _find_files(data: str, columns: Columns) -> Source:
 
     if data.startswith("s3://"):
         return _find_stored_shards(data)
-    # Links are not resolved, so that the data has the same name on hosts where links point to different
-    # paths.
+    # Symbolic links are not resolved, so that the data has the same name on hosts where links point to
+    # different paths.
     root = Path(os.path.abspath(os.path.expanduser(data)))
     if root.is_file() and root.suffix.lower() in class_folders.TABLES:
         return _lone_table_source(root, columns)
     if not root.is_dir():
-        problem = "is not a folder, CSV list or parquet file" if root.exists() else "does not exist"
-        advice = did_you_mean(data, KNOWN) or f"give a folder, or choose among {', '.join(KNOWN)}"
-        raise ValueError(f"--data {data} {problem}: {advice}")
+        problem = "is not a folder, list or parquet file" if root.exists() else "does not exist"
+        advice = f". Pass a folder, list or parquet file, or choose one of {', '.join(KNOWN)}"
+        if suggestion := did_you_mean(data, KNOWN):
+            advice = f": {suggestion}"
+        raise ValueError(f"--data {data} {problem}{advice}")
     if manifest := shards.find_local(root):
         return _shard_source(manifest, str(root), lambda name: read_regular(root / name))
     if (files := saved_files(root)) is not None:
@@ -185,10 +191,10 @@ def _find_files(data: str, columns: Columns) -> Source:
 
 
 def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Write scikit-learn's 1,797 digits (8x8, values 0 to 16) as uint8 32x32. Hold out 36 of each class.
+    """Write scikit-learn's 1,797 digits (8x8, 0 to 16) as 32x32 uint8 images. Hold out 36 images per class.
 
-    numpy guarantees that RandomState's stream does not change (NEP 19), so the held-out images are the same
-    on every machine.
+    The held-out images are the same on every machine, because NumPy guarantees that the random stream of
+    RandomState never changes (NEP 19).
     """
 
     def load():
@@ -197,12 +203,15 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
         digits = load_digits()
         small = np.round(digits.images * (255 / 16)).astype(np.uint8)
-        large = [np.asarray(Image.fromarray(x).resize((32, 32), Image.Resampling.BILINEAR)) for x in small]
+        large = [
+            np.asarray(Image.fromarray(pixels).resize((32, 32), Image.Resampling.BILINEAR))
+            for pixels in small
+        ]
         return np.repeat(np.stack(large)[..., None], 3, axis=3), digits.target
 
     images, labels = run_with_heartbeat(load, beat)
     shuffled = np.random.RandomState(0).permutation(len(labels))
-    val = np.sort(np.concatenate([shuffled[labels[shuffled] == c][:36] for c in range(10)]))
+    val = np.sort(np.concatenate([shuffled[labels[shuffled] == digit][:36] for digit in range(10)]))
     train = np.setdiff1d(np.arange(len(labels)), val)
     for split, ids in zip(SPLITS, (train, val), strict=True):
         np.save(folder / f"{split}_images.npy", images[ids])
@@ -211,7 +220,7 @@ def _write_digits(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
 
 
 def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
-    """Write 4,096 + 1,024 noisy 32x32 images. Each class is a fixed pattern of 4x4 coloured squares."""
+    """Write 4,096 training and 1,024 val images, each 32x32 with noise and its class's 4x4 colour pattern."""
     generator = np.random.RandomState(0)
     patterns = generator.randint(64, 192, (10, 4, 4, 3)).repeat(8, axis=1).repeat(8, axis=2)
     for split, count in zip(SPLITS, (4096, 1024), strict=True):
@@ -221,14 +230,14 @@ def _write_synthetic(folder: Path, beat: Heartbeat) -> tuple[str, ...]:
         np.save(folder / f"{split}_images.npy", images)
         save_labels(folder, split, labels)
         beat()
-    return tuple(f"pattern {c}" for c in range(10))
+    return tuple(f"pattern {label}" for label in range(10))
 
 
 # Shards
 
 
 def _find_stored_shards(data: str) -> Source:
-    """Find prepared or indexed shards below an S3 prefix. Each shard is downloaded when it is needed."""
+    """Find prepared or indexed shards below an S3 prefix. Shards are downloaded when needed."""
     from onecurve.data import shards
     from onecurve.system.s3 import ObjectStore
 
@@ -238,19 +247,19 @@ def _find_stored_shards(data: str) -> Source:
     def read(name: str) -> bytes:
         file_content = content if name == shards.MANIFEST else store.read(name, shards.INDEX_LIMIT)
         if file_content is None:
-            raise ValueError(f"{store.url}/{name} is missing: prepare again")
+            raise ValueError(f"{store.url}/{name} is missing. Prepare the data again")
         return file_content
 
     return _shard_source(manifest, store.url, read)
 
 
 def _shard_source(manifest: "ShardManifest", location: str, read: Callable[[str], bytes]) -> Source:
-    """Return the source of prepared or indexed shards.
+    """Return the source for prepared or indexed shards.
 
     Args:
         manifest: Manifest of the shards.
-        location: Folder of the manifest, or s3://bucket/prefix.
-        read: Function that maps the name of a file next to the manifest to the file's content.
+        location: Folder that contains the manifest, or s3://bucket/prefix.
+        read: Function that returns the content of a file next to the manifest, by file name.
     """
     from onecurve.data import shards
 
@@ -302,18 +311,21 @@ def _table_source(
     name_format: str,
     columns: Columns,
 ) -> Source:
-    """Return the source of tables.
+    """Return the source for tables.
 
     Args:
-        data: Value of `--data` for messages.
-        name: Name of the data.
-        tables: Tables of each split.
-        files: Files of the tables of each split.
-        name_format: Format of a file's name in the cache key. The name must not change if the data is moved.
-        columns: Columns chosen by flags.
+        data: Value of `--data` shown in error messages.
+        name: Name of the data set.
+        tables: Tables of each split, by split name.
+        files: Table files of each split, by split name.
+        name_format: Format string for a file's name in the cache key, which must not change if the data is
+            moved.
+        columns: Columns that the flags specify.
     """
     if "train" not in tables:
-        raise ValueError(f"--data {data} has no split train, only {some_of(list(tables)) or 'none'}")
+        raise ValueError(
+            f"--data {data} contains no train split. Available splits: {some_of(list(tables)) or 'none'}"
+        )
     used = used_splits(tables)
     splits = {key: tables[split] for key, split in used.items()}
     return Source(
@@ -336,8 +348,8 @@ def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
     """Return a note about each unused split.
 
     Args:
-        names: Name of each split in messages.
-        used: Result of `used_splits`.
+        names: Displayed name of each split, by split name.
+        used: Splits that are read, from `used_splits`.
     """
     reason = f" ({names[used['val']]} is used instead)" if "val" in used else ""
     return [name + reason for split, name in names.items() if split not in used.values()]
@@ -347,21 +359,25 @@ def _left_out(names: dict[str, str], used: dict[str, str]) -> list[str]:
 
 
 def find_class_folders(root: Path) -> Source:
-    """Find the images of class folders, with or without split folders."""
+    """Find the images in class folders, with or without split folders."""
     left_out = LeftOut()
     folders, images = class_folders.list_splits(root, left_out)
     used = used_splits(images)
     splits = {
-        key: [(c, os.path.join(folders[split], c, path)) for c, ps in images[split].items() for path in ps]
+        key: [
+            (name, os.path.join(folders[split], name, path))
+            for name, paths in images[split].items()
+            for path in paths
+        ]
         for key, split in used.items()
     }
     unused = _left_out({split: f"{name}/" for split, name in folders.items()}, used)
     if folders["train"] and (other_folders := class_folders.beside_splits(root)):
         names = some_of([f"{name}/" for name in other_folders], 3)
         unused.append(f"{names} ({folders['train']}/ is a split)")
-    text = ", ".join(filter(None, (str(left_out), *unused)))
+    ignored = ", ".join(filter(None, (str(left_out), *unused)))
     classes = sorted(images["train"])
-    source = _file_source(root.name, root, classes, splits, used, text)
+    source = _file_source(root.name, root, classes, splits, used, ignored)
     if len(classes) > 1 or folders["train"]:
         return source
     (name,) = classes
@@ -370,7 +386,7 @@ def find_class_folders(root: Path) -> Source:
 
 
 def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Source:
-    """Find the images that the list in each split folder names."""
+    """Find the images in the lists that the split folders contain."""
     from onecurve.data.lists import read_list
 
     rows = [
@@ -385,27 +401,27 @@ def _find_metadata(root: Path, files: dict[str, Path], columns: Columns) -> Sour
 
 
 def _list_source(name: str, root: Path, data: Path, rows: "list[Listed]") -> Source:
-    """Return the source of listed image files.
+    """Return the source for listed image files.
 
     Args:
-        name: Name of the data.
-        root: Folder that relative paths in the rows are relative to.
-        data: Path of the data for messages.
-        rows: Rows of all lists.
+        name: Name of the data set.
+        root: Base folder of the relative paths in the rows.
+        data: Data path shown in error messages.
+        rows: Rows of all image lists.
     """
     listed = {row.split for row in rows}
     used = used_splits(listed)
     if "train" not in listed:
-        raise ValueError(f"--data {data}: none of the {len(rows):,} rows belongs to the split train")
+        raise ValueError(f"--data {data}: none of the {len(rows):,} rows belongs to the train split")
     splits = {
         key: [(row.label, row.file) for row in rows if row.split == split] for key, split in used.items()
     }
     train = {label for label, _ in splits["train"]}
     for key, split in used.items():
         check_known(f"--data {data}", split, {label for label, _ in splits[key]}, train)
-    text = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in listed}, used))
+    ignored = ", ".join(_left_out({split: split for split in ("train", *VAL_NAMES) if split in listed}, used))
     classes = sorted(train, key=int if all(map(str.isdecimal, train)) else str)
-    source = _file_source(name, root, classes, splits, used, text)
+    source = _file_source(name, root, classes, splits, used, ignored)
     return replace(source, hashes=(repr(splits),), is_table=True)
 
 
@@ -417,15 +433,15 @@ def _file_source(
     used: dict[str, str],
     left_out: str,
 ) -> Source:
-    """Return the source of image files.
+    """Return the source for image files.
 
     Args:
-        name: Name of the data.
-        root: Folder that the image paths are relative to.
+        name: Name of the data set.
+        root: Base folder of the image paths.
         classes: Class names in label order.
-        splits: Pairs of class and path, one per image, for each split.
-        used: Result of `used_splits`.
-        left_out: Files that were not read, with the reasons.
+        splits: Class name and path of each image, for each split.
+        used: Splits that are read, from `used_splits`.
+        left_out: Description of the ignored files, including the reasons.
     """
 
     def write(folder: Path, beat: Heartbeat) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
-"""Splits of a data set, which are stored as an array, as files, or as shards.
+"""Data set splits that are stored as an array, as files, or as shards.
 
-All splits yield micro-batches in the order of a plan. Images are uint8 tensors on the device. An array
-contains decoded images, and DataLoader workers decode images from files and shards
-(onecurve/data/workers.py).
+Every split yields micro-batches of uint8 images on the device, in the order of a plan. An array contains
+decoded images. Images in files and shards are decoded by DataLoader workers (onecurve/data/workers.py).
 """
 
 import math
@@ -28,21 +27,22 @@ from onecurve.numerics.augment import FLIP, gather, moved_pixels, moves, send
 from onecurve.numerics.order import Plan, Shuffled, Streamed, hashes, uniforms
 from onecurve.system.env import processes_per_host
 
-if TYPE_CHECKING:  # imported at run time only for shards
+if TYPE_CHECKING:  # these modules are imported at run time only for shards
     from onecurve.data.shard_cache import ShardCache
     from onecurve.data.shards import ShardManifest
 
-AHEAD = 64  # number of micro-batches whose labels and pixel positions are sent to the device in one copy
+AHEAD = 64  # number of micro-batches whose labels and pixel positions are copied to the device at once
 
 
 class SplitPart(NamedTuple):
-    """Images of a split, which are some or all of the images that a cache folder stores under one name.
+    """Images of a split, which may be a subset of a stored split in a cache folder.
 
     Attributes:
-        split: Name under which the images are stored, for example "train".
+        split: Name of the stored split that contains the images, for example "train".
         labels: Labels of the images, int64 [N].
-        file: File with the ids of the images in the stored split, int64 [N]. None selects all images.
-        folder: Folder in the cache.
+        file: File that contains the images' ids in the stored split, int64 [N], or None for all stored
+            images.
+        folder: Cache folder of the data set.
     """
 
     split: str
@@ -51,11 +51,11 @@ class SplitPart(NamedTuple):
     folder: Path | None = None
 
     def stored(self, ids: np.ndarray) -> np.ndarray:
-        """Convert sample ids in this part to ids in the stored split."""
+        """Convert sample ids in this part to image ids in the stored split."""
         return ids if self.file is None else np.load(self.file)[ids]
 
     def names(self) -> NameOf:
-        """Return a function that maps ids in the stored split to file names."""
+        """Return a function that maps image ids in the stored split to image names."""
         if self.folder is None:
             return nameless
         count = len(np.load(self.folder / f"{self.split}_labels.npy", mmap_mode="r"))
@@ -63,11 +63,11 @@ class SplitPart(NamedTuple):
 
 
 def hold_out(folder: Path, holdout: float | str) -> None:
-    """Divide the training split of a cache folder into two parts, and write the sorted ids of each part.
+    """Divide a cache folder's training split into two parts, and write the sorted image ids of each part.
 
     Args:
-        folder: Folder in the cache.
-        holdout: Share below 1, number of images, or fold to hold out.
+        folder: Cache folder of the data set.
+        holdout: Share (below 1), number of images, or fold to hold out.
     """
     is_held_out = held_out(np.load(folder / "train_labels.npy"), holdout)
     np.save(part_file(folder, "train"), np.flatnonzero(~is_held_out))
@@ -75,46 +75,50 @@ def hold_out(folder: Path, holdout: float | str) -> None:
 
 
 def part_file(folder: Path, part: str) -> Path:
-    """Return the file with the ids of the training images ("train") or held-out images ("val"), int64 [n]."""
+    """Return the path of a part's image ids ("train" for training, "val" for held-out images), int64 [n]."""
     return folder / f"{part}_part.npy"
 
 
 def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
-    """Choose the same share of each class to hold out, by a fixed hash of the image ids.
+    """Choose images to hold out by a fixed hash of the image ids, with the same share from each class.
 
     The choice does not depend on the seed. Each class keeps at least one training image.
 
     Args:
         labels: Labels of the training images, int64 [N].
-        holdout: Share below 1, number of images, or fold to hold out.
+        holdout: Share (below 1), number of images, or fold to hold out.
 
     Returns:
         Mask that is True for held-out images, bool [N].
 
     Raises:
-        ValueError: There are too few images to divide.
+        ValueError: If there are too few images to divide.
     """
     count, sizes, is_held_out = len(labels), np.bincount(labels), np.zeros(len(labels), bool)
-    if isinstance(holdout, str):  # folds differ in size by at most one image, in total and per class
+    if isinstance(holdout, str):  # fold sizes differ by at most one image, in total and per class
         number, folds = parse_fold(holdout)
         if folds > count or 1 in sizes:
             raise ValueError(
-                f"--fold {holdout}: {count:,} images, {sizes.min()} in the smallest class, are too few"
+                f"--fold {holdout} needs at least as many training images as folds, and more than one image"
+                f" in each class. The training split contains {count:,} images, with {sizes.min()} in the"
+                " smallest class"
             )
         is_held_out[np.lexsort((hashes(count), labels))[number - 1 :: folds]] = True
         return is_held_out
     target = round(holdout * count) if holdout < 1 else int(holdout)
-    spare = np.maximum(sizes - 1, 0)
-    if not 0 < target <= spare.sum():
+    spare_images = np.maximum(sizes - 1, 0)
+    if not 0 < target <= spare_images.sum():
         raise ValueError(
-            f"--holdout {holdout:g} is {target:,} of {count:,} training images. Choose 1 to {spare.sum():,},"
-            " because each class keeps one"
+            f"--holdout {holdout:g} holds out {target:,} of {count:,} training images. Choose a value that"
+            f" holds out 1 to {spare_images.sum():,} images, because each class must keep at least one"
+            " training image"
         )
-    exact = sizes * target / count
-    shares = np.minimum(exact.astype(np.int64), spare)
-    while (missing := target - shares.sum()) > 0:  # add images of the classes furthest below their share
-        open_classes = np.flatnonzero(shares < spare)
-        order = np.argsort(shares[open_classes] - exact[open_classes], kind="stable")
+    exact_shares = sizes * target / count
+    shares = np.minimum(exact_shares.astype(np.int64), spare_images)
+    # Add images to the classes that are furthest below their share
+    while (missing := target - shares.sum()) > 0:
+        open_classes = np.flatnonzero(shares < spare_images)
+        order = np.argsort(shares[open_classes] - exact_shares[open_classes], kind="stable")
         shares[open_classes[order[:missing]]] += 1
     order = hashes(count)
     for label in np.flatnonzero(shares):
@@ -124,7 +128,7 @@ def held_out(labels: np.ndarray, holdout: float | str) -> np.ndarray:
 
 
 class ArraySplit(Shuffled):
-    """Split stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
+    """Split that is stored as a memory-mapped array of decoded images, uint8 [stored images, H, W, 3]."""
 
     cropped = False
     part: SplitPart
@@ -133,15 +137,16 @@ class ArraySplit(Shuffled):
     def __init__(self, images: np.ndarray, part: SplitPart):
         super().__init__(len(part.labels))
         self.images, self.labels = images, part.labels
-        self.rows = None if part.file is None else np.load(part.file)  # rows of the split; None means all
-        self._resident: dict[torch.device, Tensor | None] = {}
+        # Array rows of the split; None means all rows
+        self.rows = None if part.file is None else np.load(part.file)
+        self._on_device: dict[torch.device, Tensor | None] = {}
 
     def names(self) -> NameOf:
         return self.part.names()
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
+        """Height and width of each image in pixels."""
         return self.images.shape[1:3]
 
     def batches(
@@ -159,31 +164,32 @@ class ArraySplit(Shuffled):
         """Yield micro-batches of whole images in the order of the plan.
 
         In training, each image is shifted by up to an eighth of its height. The shift depends only on (seed,
-        epoch, sample). This method ignores `size`, `workers`, `crop` and `crop_scale`, which only FileSplit
-        uses.
+        epoch, sample). The arguments `size`, `workers`, `crop` and `crop_scale` are ignored, because they
+        apply only to encoded images.
         """
         device = torch.device(device)
-        if device not in self._resident:
-            self._resident[device] = self._move(device)
-        resident = self._resident[device]
-        for epoch, ids, labels, indices in self._sent_ahead(plan, device, train, seed):
-            images = self._read(ids, device) if resident is None else resident
+        if device not in self._on_device:
+            self._on_device[device] = self._copy_to_device(device)
+        resident = self._on_device[device]
+        for epoch, ids, labels, indices in self._send_ahead(plan, device, train, seed):
+            images = self._read_images(ids, device) if resident is None else resident
             if train:
                 images = gather(images, *indices)
             elif resident is not None:
                 images = images.index_select(0, *indices)
             yield MicroBatch(epoch, ids, images, labels)
 
-    def _sent_ahead(
+    def _send_ahead(
         self, plan: Plan, device: torch.device, train: bool, seed: int
     ) -> Iterator[tuple[int, np.ndarray, Tensor, list[Tensor]]]:
         """Yield the epoch, ids, labels and pixel indices of each micro-batch.
 
-        In evaluation, the indices are the rows of the images. In training, they are the result of
-        moved_pixels(). The labels and positions for up to AHEAD micro-batches are sent to the device in one
-        copy of 40 bytes per image. On the device, they occupy 40 + 4 * (H + W) bytes per image.
+        In evaluation, the indices are array rows. In training, the indices are the result of moved_pixels().
+        The labels and positions of up to AHEAD micro-batches are sent to the device in one copy of 40 bytes
+        per image. On the device, labels, positions and indices occupy 40 + 4 * (H + W) bytes per image.
         """
-        resident, pad = self._resident[device], min(self.size[0] // 8, self.size[1] - 1)  # 4 pixels of 32
+        # 4 pixels for a 32-pixel image
+        resident, pad = self._on_device[device], min(self.size[0] // 8, self.size[1] - 1)
         for epoch, items in groupby(plan, itemgetter(0)):
             while group := [ids for _, ids in islice(items, AHEAD)]:
                 ids, sizes = np.concatenate(group), [len(batch_ids) for batch_ids in group]
@@ -198,20 +204,20 @@ class ArraySplit(Shuffled):
                 for ids, labels, *batch_indices in zip(group, *tensors, strict=True):
                     yield epoch, ids, labels, batch_indices
 
-    def _read(self, ids: np.ndarray, device: torch.device) -> Tensor:
+    def _read_images(self, ids: np.ndarray, device: torch.device) -> Tensor:
         """Copy images from the memory-mapped array to the device, uint8 [b, H, W, 3]."""
-        # Pinned memory is safe here, because torch's caching allocator reuses it only after the copy has
-        # ended.
+        # The pinned memory may be released at once, because torch's caching allocator reuses such memory only
+        # after the copy ends.
         pinned = device.type == "cuda"
         images = torch.empty(len(ids), *self.images.shape[1:], dtype=torch.uint8, pin_memory=pinned)
         # mode="clip" avoids the second copy that the default mode makes.
         np.take(self.images, ids if self.rows is None else self.rows[ids], 0, images.numpy(), mode="clip")
         return send(images, device)
 
-    def _move(self, device: torch.device) -> Tensor | None:
-        """Return the images on a CUDA device, or None if they exceed a quarter of its free memory."""
-        size = len(self) * self.images.strides[0]
-        if device.type == "cuda" and size <= torch.cuda.mem_get_info(device)[0] // 4:
+    def _copy_to_device(self, device: torch.device) -> Tensor | None:
+        """Return the images on a CUDA device, or None if the images exceed a quarter of the free memory."""
+        size_bytes = len(self) * self.images.strides[0]
+        if device.type == "cuda" and size_bytes <= torch.cuda.mem_get_info(device)[0] // 4:
             return torch.from_numpy(self.images if self.rows is None else self.images[self.rows]).to(device)
         return None
 
@@ -223,7 +229,7 @@ class EncodedSplit(Shuffled):
     part: SplitPart
     mirror = False  # whether training flips crops
     open: Callable[[], Encoded]
-    labels: np.ndarray  # int64 [N]
+    labels: np.ndarray  # labels of the images, int64 [N]
     skip: bool  # whether training skips broken images
 
     def names(self) -> NameOf:
@@ -244,19 +250,19 @@ class EncodedSplit(Shuffled):
         """Yield micro-batches of size x size crops in the order of the plan.
 
         Args:
-            plan: Epochs and sample ids of the micro-batches.
-            device: Device of the results.
-            train: Whether to use random resized crops instead of the evaluation crop. Random crops depend
-                only on (seed, epoch, sample).
+            plan: Epoch and sample ids of each micro-batch.
+            device: Device of the micro-batches.
+            train: Whether to use random resized crops, which depend only on (seed, epoch, sample), instead of
+                the evaluation crop.
             size: Height and width of the crops in pixels.
             seed: Seed of the random crops and flips.
-            workers: Number of processes that decode. 0 decodes in this process.
-            crop: Crop for evaluation. Random crops use the same interpolation.
-            crop_scale: Minimum and maximum area of a random crop, as fractions of the image's area.
+            workers: Number of decoding processes. With 0 processes, the current process decodes.
+            crop: Evaluation crop. Random crops use only the interpolation.
+            crop_scale: Minimum and maximum area of a random crop, as fractions of the image area.
 
         Raises:
-            ValueError: An image is broken, or a shard can't be fetched from S3. The message names the image
-                or shard.
+            ValueError: If an image is broken, or a shard can't be fetched from S3. The message contains the
+                name of the image or shard.
         """
         with self._fetched(plan, train, workers) as plan:
             yield from decoded(
@@ -276,12 +282,12 @@ class EncodedSplit(Shuffled):
 
     @contextmanager
     def _fetched(self, plan: Plan, train: bool, workers: int) -> Iterator[Plan]:
-        """Yield an iterator over the plan that yields each item once the item's images are on this host."""
+        """Provide an iterator over the plan that yields each item once the item's images are on this host."""
         yield plan
 
 
 class FileSplit(EncodedSplit):
-    """Split of encoded images (in a cache folder or files) that differ in size or do not fit into memory."""
+    """Split of encoded images (cached bytes, or files) that differ in size or do not fit into memory."""
 
     def __init__(self, folder: Path, part: SplitPart, skip: bool = False):
         super().__init__(len(part.labels))
@@ -290,7 +296,7 @@ class FileSplit(EncodedSplit):
 
 
 class CroppedSplit(EncodedSplit):
-    """Split that crops an array's images like image files, for models that were evaluated on crops."""
+    """Split that crops the images of an array, for models that were evaluated on crops."""
 
     def __init__(self, split: ArraySplit):
         super().__init__(len(split))
@@ -300,17 +306,17 @@ class CroppedSplit(EncodedSplit):
 
 
 class ShardSplit(EncodedSplit):
-    """Split of images in tar files, which are stored on this host or in S3 with a local cache.
+    """Split of images in tar files on this host, or in S3 with a local cache.
 
     Args:
-        folder: Folder in the cache that contains the index.
+        folder: Cache folder that contains the index.
         manifest: Manifest of the shards.
-        location: Folder or S3 prefix of the manifest. Without a cache, this folder also contains the shards.
+        location: Folder or S3 prefix that contains the manifest and, if `cache` is None, the shards.
         part: Images of the split.
-        recipe: Recipe with the settings for shards.
-        cache: Local cache of the shards in S3, or None for shards on this host.
-        evaluated_split: For the training split, the split that the same number of workers reads for
-            evaluation while training pauses. None for an evaluated split.
+        recipe: Recipe that contains the shard flags.
+        cache: Local cache for shards in S3, or None for shards on this host.
+        evaluated_split: Split that is evaluated during training with the same number of workers, or None if
+            this split is itself evaluated.
     """
 
     def __init__(
@@ -331,22 +337,23 @@ class ShardSplit(EncodedSplit):
         self.shards, self.cache = manifest.shards_in(part.split), cache
         self.evaluated_split = evaluated_split
         self.skip, self.workers = recipe.on_bad_image == "skip", recipe.workers
-        self.samples: Shuffled | Streamed = Shuffled(len(self))  # order of the samples in training
+        self.samples: Shuffled | Streamed = Shuffled(len(self))  # sample order in training
         if evaluated_split and manifest.kind != "index":
             assert recipe.streams is not None
             counts = [shard.images for shard in self.shards]
             if part.file is not None:
                 counts = np.bincount(self.rows[:, 0], minlength=len(counts)).tolist()
             self.samples = Streamed(counts, recipe.streams, recipe.shuffle_window)
-        # Share of this split that remains with --max_val_images
+        # Share of this split that is used for evaluation, which --max_val_images may reduce
         share = min(1.0, (recipe.max_val_images or math.inf) / len(self))
         self.evaluated_share = 1.0 if evaluated_split else share
         files = (cache.path(shard.file) if cache else Path(location) / shard.file for shard in self.shards)
-        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))  # takes an ids_file
+        # Function that opens the images in an ids file, or all images if the argument is None
+        self.open_images = partial(ShardImages, self.index, tuple(map(str, files)))
         self.open = partial(self.open_images, part.file)
 
     def check(self, batch: Batch) -> None:
-        """Raise ValueError if the streams do not fit the batch, or the shards do not fit into the cache."""
+        """Raise ValueError if the batch doesn't match the streams, or if the cache can't hold the shards."""
         self.samples.check(batch)
         if self.cache is None or not isinstance(self.samples, Streamed):
             return
@@ -354,31 +361,31 @@ class ShardSplit(EncodedSplit):
         if needed_bytes > self.cache.limit_bytes:
             enough_gib = math.ceil(needed_bytes / 2**30 * 1000) / 1000
             raise ValueError(
-                f"--cache_gib {self.cache.limit_bytes / 2**30:g} can't hold the shards that a host reads at"
-                f" once for the windows of its streams and an evaluation. Give {enough_gib:g},"
-                " a smaller --shuffle_window or fewer --streams, or prepare smaller shards"
+                f"--cache_gib {self.cache.limit_bytes / 2**30:g} is too small for the shards that a host"
+                " reads at once for its streams' windows and an evaluation. Use --cache_gib"
+                f" {enough_gib:g}, reduce --shuffle_window or --streams, or prepare smaller shards"
             )
 
     def needed_bytes(self, batch: Batch) -> int:
-        """Return the maximum size of all shards that a host reads at once in training and evaluation."""
+        """Return the maximum number of bytes in shards that a host reads at once."""
         assert isinstance(self.samples, Streamed)
-        streams = self.samples.streams * processes_per_host() // batch.processes
-        steps = math.ceil(in_flight(self.workers) / batch.accumulations)
-        images_in_flight = steps * batch.total // self.samples.streams  # per stream
-        # The span covers one window for the first and one for the last image in flight, and all images
-        # between them.
-        span = 2 * self.samples.window + images_in_flight
-        training = min(streams * self._span_bytes(span), self._span_bytes(len(self)))
-        return math.ceil(training + processes_per_host() * self._evaluation_bytes(batch.per_device))
+        streams_per_host = self.samples.streams * processes_per_host() // batch.processes
+        steps_in_flight = math.ceil(in_flight(self.workers) / batch.accumulations)
+        images_in_flight = steps_in_flight * batch.total // self.samples.streams  # images per stream
+        # The span covers the windows of the first and the last image in flight, and all images between these
+        # windows.
+        span_images = 2 * self.samples.window + images_in_flight
+        training_bytes = min(streams_per_host * self._span_bytes(span_images), self._span_bytes(len(self)))
+        return math.ceil(training_bytes + processes_per_host() * self._evaluation_bytes(batch.per_device))
 
     def _span_bytes(self, images: float) -> float:
-        """Return the size of the shards of `images` consecutive images, plus one whole shard at each end."""
-        total = sum(shard.bytes for shard in self.shards)
-        ends = 2 * max(shard.bytes for shard in self.shards)
-        return min(images / len(self) * total + ends, total)
+        """Return the bytes in shards that contain `images` consecutive images, plus one shard at each end."""
+        total_bytes = sum(shard.bytes for shard in self.shards)
+        edge_bytes = 2 * max(shard.bytes for shard in self.shards)
+        return min(images / len(self) * total_bytes + edge_bytes, total_bytes)
 
     def _evaluation_bytes(self, per_device: int) -> float:
-        """Return the size of the shards that one process reads at once in an evaluation during training."""
+        """Return the bytes in shards that a process reads at once in an evaluation during training."""
         split = self.evaluated_split
         if split is None:
             return 0
@@ -405,10 +412,10 @@ class ShardSplit(EncodedSplit):
             yield available
 
     def names(self) -> NameOf:
-        """Return a function that maps ids in the stored split to image names.
+        """Return a function that maps image ids in the stored split to image names.
 
-        The file of names is next to the index. Data from earlier versions has no such file. In that case,
-        names are read from the tar headers if the shards are on a local disk.
+        The names file is next to the index. Data from earlier versions has no names file, so names are then
+        read from the tar headers if the shards are on a local disk.
         """
         file, count = names_file(self.part.split), sum(shard.images for shard in self.shards)
         if self.location.startswith("s3://"):
@@ -421,11 +428,11 @@ class ShardSplit(EncodedSplit):
         return nameless if self.cache else self.open_images(None).name
 
     def _files_of(self, ids: np.ndarray) -> set[str]:
-        return {self.shards[k].file for k in set(self.rows[ids, 0].tolist())}
+        return {self.shards[shard].file for shard in set(self.rows[ids, 0].tolist())}
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """Rows of the index that describe this split's images, int64 [N, 4]."""
+        """Index rows of this split's images, int64 [N, 4]."""
         rows = np.load(self.index)
         return rows if self.ids is None else rows[np.load(self.ids)]
 

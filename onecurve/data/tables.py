@@ -1,7 +1,8 @@
-"""Tables of images: parquet files, folders saved by `datasets`, and data sets on the Hugging Face hub.
+"""Readers for image tables in parquet files, in folders that `datasets` saved, and on the Hugging Face hub.
 
-pyarrow reads local files in place. `datasets` is used only for the hub, because `datasets` copies files into
-another cache, interprets `[`, `*` and `::` in folder names as patterns and URLs, and takes 3 s to import.
+Local files are read in place with pyarrow. `datasets` is used only for the hub, because this library copies
+files to a separate cache, interprets `[`, `*` and `::` in folder names as patterns and URLs, and takes 3 s to
+import.
 """
 
 import json
@@ -26,18 +27,19 @@ if TYPE_CHECKING:
     import pyarrow
 
 HUB = re.compile(r"hub:(\w[\w.-]*/\w[\w.-]*)(?::([\w.-]+))?", re.ASCII)
-# Usual names of image and label columns, in order of preference. Other columns are used only without them.
+# Usual names of image and label columns, in order of preference. A column with a different name is used only
+# if no column has a usual name.
 IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "fine_label")
 OTHER_LABEL_COLUMNS = ("labels", "class", "category", "target")
-IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # number of rows per chunk
+IMAGE_ROWS, LABEL_ROWS = 256, 1_000_000  # rows that are read per chunk
 MULTI_LABEL = (
-    "This is multi-label data, but the scripts train classifiers with one class per image. Keep one label for"
-    " each image"
+    "Multi-label data is not supported, because the scripts train classifiers with one class per image. Keep"
+    " only one label for each image"
 )
 
 
 class Columns(NamedTuple):
-    """Columns chosen by --image_column and --label_column. None detects the column by type and name."""
+    """Columns that --image_column and --label_column specify. None detects a column by type and name."""
 
     image: str | None = None
     label: str | None = None
@@ -47,64 +49,72 @@ BY_TYPE = Columns()
 
 
 class Table(NamedTuple):
-    """Parquet file, arrow stream (.arrow), or rows loaded by `datasets`."""
+    """Image table in a parquet file, in an Arrow stream (.arrow), or loaded by `datasets`."""
 
-    where: str  # name of the table for messages
+    where: str  # table name shown in error messages
     content: "Path | pyarrow.Table"
 
     @contextmanager
     def open(self) -> "Iterator[tuple[pyarrow.Schema, Callable[..., Iterator[pyarrow.Array]]]]":
-        """Yield the schema, and a function `read(column, n)` that yields a column in chunks of n values.
+        """Provide the schema, and a function `read(column, n)` that yields a column in chunks of n values.
 
         Raises:
-            ValueError: pyarrow can't read the table. The message names the table.
+            ValueError: If pyarrow can't read the table. The message contains the table's name.
         """
         import pyarrow as pa
         import pyarrow.parquet
 
         try:
             if isinstance(self.content, Path) and self.content.suffix != ".arrow":
-                with open(self.content, "rb") as stream:  # pyarrow rejects file names that are not UTF-8
+                # The file is opened here, because pyarrow rejects file names that are not UTF-8
+                with open(self.content, "rb") as stream:
                     file = pa.parquet.ParquetFile(stream)
-                    batches = file.iter_batches
-                    yield file.schema_arrow, lambda name, n: (b.column(0) for b in batches(n, columns=[name]))
+
+                    def read_file(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
+                        return (batch.column(0) for batch in file.iter_batches(chunk_rows, columns=[name]))
+
+                    yield file.schema_arrow, read_file
                 return
             rows = self.content
             if isinstance(rows, Path):
                 with open(rows, "rb") as stream:
                     rows = pa.ipc.open_stream(stream).read_all()
-            yield rows.schema, lambda name, n: (b.column(0) for b in rows.select([name]).to_batches(n))
+
+            def read_rows(name: str, chunk_rows: int) -> "Iterator[pyarrow.Array]":
+                return (batch.column(0) for batch in rows.select([name]).to_batches(chunk_rows))
+
+            yield rows.schema, read_rows
         except (pa.ArrowException, OSError) as error:
             reason = (
-                f"{str(error).splitlines()[0].rstrip('.')}. The file may be incomplete. Download it again"
+                f"{str(error).splitlines()[0].rstrip('.')}. The file may be incomplete. Download the file"
+                " again"
             )
             if isinstance(self.content, Path):
                 reason = unfetched(self.content) or reason
             raise ValueError(f"{self.where} cannot be read: {reason}") from None
         except UnicodeDecodeError:
-            raise ValueError(f"{self.where} has a name or label that is not UTF-8") from None
+            raise ValueError(f"{self.where} contains a name or label that is not encoded in UTF-8") from None
 
 
 # Finding tables
 
 
 def parquet_files(root: Path) -> dict[str, list[Path]] | None:
-    """List the parquet files of each split, in `root` or in one subfolder.
+    """Return the parquet files of each split, in `root` or in one subfolder, or None without training files.
 
-    A file's name (train-*.parquet, and val-*, validation-*, valid-* or test-*.parquet) or folder
-    (train/*.parquet and so on) determines its split. The function returns None if there are no training
-    files.
+    A file's split is determined by its name (train-*.parquet, val-*.parquet, validation-*.parquet,
+    valid-*.parquet or test-*.parquet) or by its folder (for example train/*.parquet).
     """
     candidates = [root, *(root / name for name in folder_names(root))]
     for files_of in (_named_files, _files_in_folders):
-        if folders := [f for f in candidates if files_of(f, "train")]:
+        if folders := [folder for folder in candidates if files_of(folder, "train")]:
             break
     else:
         return None
     if len(folders) > 1 and folders[0] != root:
-        names = [f.name for f in folders]
+        names = [folder.name for folder in folders]
         raise ValueError(
-            f"--data {root} contains several data sets ({some_of(names)}). Give the folder of one"
+            f"--data {root} contains several data sets ({some_of(names)}). Pass the folder of one data set"
         )
     return {split: files for split in ("train", *VAL_NAMES) if (files := files_of(folders[0], split))}
 
@@ -118,16 +128,17 @@ def _named_files(folder: Path, split: str) -> list[Path]:
 
 
 def _files_in_folders(folder: Path, split: str) -> list[Path]:
-    """Return the parquet files in a split folder, or [] if the split folder contains folders.
+    """Return the parquet files in a split's folder, or [] if the split's folder contains subfolders.
 
-    A split folder with class folders may also contain an unrelated parquet file.
+    A folder with subfolders is ignored, because it may consist of class folders and an unrelated parquet
+    file.
     """
     name = split_folders(folder).get(split)
     return sorted((folder / name).glob("[!.]*.parquet")) if name and not folder_names(folder / name) else []
 
 
 def saved_files(root: Path) -> dict[str, list[Path]] | None:
-    """Return each split's data files written by `datasets`' `save_to_disk`, or None for other folders."""
+    """Return each split's data files if `save_to_disk` from `datasets` wrote the folder, otherwise None."""
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():
         folders = {"train": root}
     elif (root / "dataset_dict.json").is_file():
@@ -141,39 +152,41 @@ def saved_files(root: Path) -> dict[str, list[Path]] | None:
                 entries = json.loads(state.read_bytes())["_data_files"]
                 files[split] = [folder / Path(entry["filename"]).name for entry in entries]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{state} does not list data files in the format of `datasets`") from None
+                raise ValueError(
+                    f"{state} does not list data files in the format that `datasets` writes"
+                ) from None
     return files
 
 
 def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
-    """Load `cifar10` or `hub:OWNER/NAME[:CONFIG]`, and return the `datasets.Dataset` of each split.
+    """Load `cifar10` or `hub:OWNER/NAME[:CONFIG]`, and return a `datasets.Dataset` for each split.
 
-    `datasets` downloads the data once and keeps the data in its own cache.
+    The data is downloaded only once, because `datasets` keeps a copy in its own cache.
 
     Raises:
-        ValueError: The name is invalid, or the data can't be loaded.
+        ValueError: If the name is invalid, or the data can't be loaded.
     """
     match = HUB.fullmatch("hub:uoft-cs/cifar10" if data == "cifar10" else data)
     if not match:
-        raise ValueError(f"--data {data}: expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
+        raise ValueError(f"--data {data} is invalid. Use hub:OWNER/NAME or hub:OWNER/NAME:CONFIG")
 
-    problem = list[str]()
+    problems = list[str]()
 
     def load():
-        problem.append(hub_problem())  # may enable offline mode, which `datasets` reads on import
+        problems.append(hub_problem())  # may enable the offline mode, which `datasets` checks on import
         import datasets
 
         return datasets.load_dataset(*match.groups())
 
     try:
         return run_with_heartbeat(load, beat)
-    except Exception as error:  # too many types to list, for example no network or no disk space
-        reason = " ".join(next(filter(None, (*problem, str(error), type(error).__name__))).split())
-        more = " ..." if len(reason) > 300 else ""
+    except Exception as error:  # `datasets` raises many exception types, for example for a full disk
+        reason = " ".join(next(filter(None, (*problems, str(error), type(error).__name__))).split())
+        ellipsis = " ..." if len(reason) > 300 else ""
         raise ValueError(
-            f"--data {data}: {match[1]} could not be loaded from the hub ({printable(reason[:300])}{more})."
-            " Without network access, use local files: --data FOLDER with the hub's train-*.parquet and"
-            " test-*.parquet, or --data digits"
+            f"--data {data}: {match[1]} could not be loaded from the hub"
+            f" ({printable(reason[:300])}{ellipsis}). Without network access, use --data digits, or --data"
+            " FOLDER with the hub's train-*.parquet and test-*.parquet files in FOLDER"
         ) from error
 
 
@@ -183,10 +196,10 @@ def load_from_hub(data: str, beat: Heartbeat) -> dict[str, Any]:
 def write_tables(
     splits: dict[str, list[Table]], columns: Columns, folder: Path, beat: Heartbeat
 ) -> tuple[str, ...]:
-    """Store the labels and encoded images of the splits in a cache folder. Return the class names.
+    """Store the labels and encoded images of all splits in a cache folder, and return the class names.
 
-    All labels are checked before any image is read. A test split without labels is not stored. The function
-    holds one row group and all labels in memory.
+    All labels are checked before any image is read. A test split without labels is not stored. Memory use is
+    limited to all labels and one row group of images.
     """
     classes, labels = read_labels(splits, columns, beat)
     for split, (numbers, rows) in labels.items():
@@ -197,26 +210,26 @@ def write_tables(
 
 
 class Labels(NamedTuple):
-    """Labels of one split."""
+    """Labels of one split, with the row counts of its tables."""
 
-    numbers: np.ndarray  # int64 [N]
-    rows: list[tuple[str, int]]  # name and number of rows of each table
+    numbers: np.ndarray  # labels as numbers, int64 [N]
+    rows: list[tuple[str, int]]  # name and row count of each table
 
 
 def read_labels(
     splits: dict[str, list[Table]], chosen: Columns, beat: Heartbeat
 ) -> tuple[tuple[str, ...], dict[str, Labels]]:
-    """Read the class names and the labels of each split.
+    """Read the class names and, for each split, the labels.
 
-    If the files contain no class names, the classes are the sorted distinct labels of the training split. A
-    test split whose labels are all -1 or null is ignored, because data sets on the hub hide labels in this
-    way.
+    If the files contain no class names, the classes are the sorted distinct labels in the training split. A
+    test split is ignored if all of its labels are -1 or null, because data sets on the hub hide test labels
+    in this way.
 
     Raises:
-        ValueError: A label does not belong to any class, or label types or class names differ between splits.
+        ValueError: If a label belongs to no class, or if label types or class names differ between splits.
     """
     columns, names, rows = dict[str, _Column](), {}, {}
-    with (first := splits["train"][0]).open() as (schema, _):  # all files use the same label column
+    with (first := splits["train"][0]).open() as (schema, _):  # all tables must use the same label column
         chosen = chosen._replace(label=label_column(schema, chosen, first.where))
     for split, tables in splits.items():
         column, split_classes, counts = _read_split(split, tables, chosen, beat)
@@ -226,16 +239,17 @@ def read_labels(
     if len(types) > 1 or (names["train"] and str in types):
         where = some_of([table.where for split in splits.values() for table in split], 3)
         raise ValueError(
-            f"the labels of {where} must all be numbers, or all be names in columns without ClassLabel"
+            f"the labels in {where} must be either all numbers, or all names in columns without the"
+            " ClassLabel feature"
         )
     classes = {split: names[split] or tuple(sorted(column.values)) for split, column in columns.items()}
     train = classes["train"]
-    number = {name: k for k, name in enumerate(train)}
+    label_of = {name: k for k, name in enumerate(train)}
     labels = {}
     for split, column in columns.items():
         where, split_classes = splits[split][0].where, classes[split]
         if bool(names[split]) != bool(names["train"]):
-            raise ValueError(f"{where}: only one of the splits train and {split} has class names")
+            raise ValueError(f"{where}: only one of the splits train and {split} contains class names")
         name_of = (
             dict(enumerate(split_classes)) if names[split] else {label: label for label in split_classes}
         )
@@ -244,91 +258,94 @@ def read_labels(
             row = int(is_unknown.argmax())
             raise ValueError(
                 f"label {column.values[column.codes[row]]} in row {row} of the {split} split ({where}) is out"
-                f" of range for {len(split_classes)} classes ({is_unknown.sum():,} such rows)"
+                f" of range for {len(split_classes)} classes (rows with such labels: {is_unknown.sum():,})"
             )
-        check_known(where, f"the split {split}", {str(name_of[v]) for v in column.values}, map(str, train))
-        # If the lists of names are identical, labels are used without a lookup by name, because a name may
-        # occur twice.
+        check_known(where, f"the {split} split", {str(name_of[v]) for v in column.values}, map(str, train))
+        # If the splits' class names are identical, labels are not looked up by name, because a name may occur
+        # twice.
         is_same = bool(names[split]) and split_classes == train
-        numbers = np.array([value if is_same else number[name_of[value]] for value in column.values])
+        numbers = np.array([value if is_same else label_of[name_of[value]] for value in column.values])
         labels[split] = Labels(numbers[column.codes], rows[split])
     return tuple(map(str, train)), labels
 
 
 class _Column(NamedTuple):
-    """Column of labels, stored as codes of its distinct values."""
+    """Label column, stored as its distinct values and a code for each row."""
 
-    values: list[Any]  # distinct values
+    values: list[Any]  # distinct labels
     codes: np.ndarray  # index of each row's value in `values`, int32 [N]
 
 
 def _read_split(
     split: str, tables: list[Table], chosen: Columns, beat: Heartbeat
 ) -> tuple[_Column, tuple[str, ...], list[tuple[str, int]]]:
-    """Read the labels of a split.
+    """Read the labels of one split.
 
     Returns:
-        The column of labels (int or str), the class names (empty if the files contain no names), and the name
-        and number of rows of each table.
+        The label column (int or str), the class names (empty if the files contain no class names), and the
+        name and row count of each table.
 
     Raises:
-        ValueError: A label is missing, label types differ, or class names differ between tables.
+        ValueError: If a label is missing, labels have unsuitable types, or class names differ between tables.
     """
     codes, names, rows, code_of = list[np.ndarray](), [], [], dict[Any, int]()
     for table in tables:
         with table.open() as (schema, read):
             column_name = label_column(schema, chosen, table.where)
-            names.append(tuple(_features(schema, table.where).get(column_name, {}).get("names") or ()))
-            chunks = [_codes(column, code_of, table.where) for column in read(column_name, LABEL_ROWS)]
+            names.append(tuple(_column_features(schema, table.where).get(column_name, {}).get("names") or ()))
+            chunks = [_value_codes(column, code_of, table.where) for column in read(column_name, LABEL_ROWS)]
         table_codes = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
         if split == "test" and (table_codes < 0).all():
             table_codes[:] = code_of.setdefault(-1, len(code_of))
         if (table_codes < 0).any():
             raise ValueError(f"row {int((table_codes < 0).argmax())} of {table.where} has no label")
         if names[-1] != names[0]:
-            raise ValueError(f"{table.where} has other class names than {tables[0].where}")
+            raise ValueError(f"{table.where} and {tables[0].where} contain different class names")
         codes.append(table_codes)
         rows.append((table.where, len(table_codes)))
         beat()
     if not sum(map(len, codes)):
-        raise ValueError(f"no images in the {split} split: {some_of([table.where for table in tables])}")
+        names_of_tables = some_of([table.where for table in tables])
+        raise ValueError(f"the {split} split contains no images ({names_of_tables})")
     return _Column(list(code_of), np.concatenate(codes)), names[0], rows
 
 
-def _codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
-    """Return the code of each row's value, int32 [n], or -1 for null. Add new values to `code_of`.
+def _value_codes(column: "pyarrow.Array", code_of: dict[Any, int], where: str) -> np.ndarray:
+    """Return the code of each row's value, int32 [n], or -1 for null, and add new values to `code_of`.
 
-    Python code runs only once per distinct value, so 30 million rows take one second.
+    Python code runs only once per distinct value, so that 30 million rows take one second.
 
     Raises:
-        ValueError: The column's values are not labels.
+        ValueError: If the column's type is unsuitable for labels.
     """
     import pyarrow as pa
 
     if column.null_count == len(column):
         return np.full(len(column), -1, np.int32)
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        raise ValueError(f"the labels of {where} are lists. {MULTI_LABEL}")
+        raise ValueError(f"the labels in {where} are lists. {MULTI_LABEL}")
     if pa.types.is_nested(column.type):
-        raise ValueError(f"the labels of {where} are {column.type}, not numbers or names")
+        raise ValueError(f"the labels in {where} have type {column.type} instead of numbers or names")
     encoded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     values = [str(value) if isinstance(value, bool) else value for value in encoded.dictionary.to_pylist()]
     if other_types := {type(value) for value in values} - {int, str, type(None)}:
-        raise ValueError(f"the labels of {where} are {other_types.pop().__name__}, not numbers or names")
+        raise ValueError(
+            f"the labels in {where} have type {other_types.pop().__name__} instead of numbers or names"
+        )
     codes = [-1 if value is None else code_of.setdefault(value, len(code_of)) for value in values]
     indices = encoded.indices.fill_null(len(codes)).to_numpy(zero_copy_only=False)
     return np.array([*codes, -1], np.int32)[indices]
 
 
 class TableImage(NamedTuple):
-    """Image in a table."""
+    """Encoded image from a table row."""
 
     content: bytes
-    name: str  # path in the hub's Image struct, or ""
+    name: str  # path from the hub's Image struct, or ""
 
 
 def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterator[TableImage]:
-    """Yield the images of a column that contains the hub's Image structs or binary values."""
+    """Yield the images in a column of binary values or of the hub's Image structs."""
     for table in tables:
         with table.open() as (schema, read):
             row = 0
@@ -339,32 +356,32 @@ def read_images(tables: list[Table], chosen: Columns, beat: Heartbeat) -> Iterat
 
 
 def _image_bytes(column: "pyarrow.Array", table: Table, row: int) -> list[TableImage]:
-    """Return the bytes and names of consecutive images. Rows from `datasets` may refer to cached files.
+    """Return the bytes and names of consecutive images. Rows from `datasets` may refer to files in its cache.
 
     Args:
-        column: Column of the images.
+        column: Consecutive values of the image column.
         table: Table that contains the column.
-        row: Row number of the first image, for messages.
+        row: Row number of the first image, shown in error messages.
     """
     import pyarrow as pa
 
     if not _holds_bytes(column.type):
-        raise ValueError(f"{table.where}: the image column contains {column.type}, not image bytes")
+        raise ValueError(f"{table.where}: the image column has type {column.type} instead of image bytes")
     images = []
-    for k, value in enumerate(column.to_pylist()):
+    for offset, value in enumerate(column.to_pylist()):
         file = None
         if pa.types.is_struct(column.type):
             value, file = (value or {}).get("bytes"), (value or {}).get("path")
         if value is None and file and not isinstance(table.content, Path) and os.path.isfile(file):
             value = Path(file).read_bytes()
         if value is None:
-            raise ValueError(f"row {row + k} of {table.where} has no image bytes")
+            raise ValueError(f"row {row + offset} of {table.where} has no image bytes")
         images.append(TableImage(value, file or ""))
     return images
 
 
 def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
-    """Check whether a type is binary or the hub's Image struct."""
+    """Return True if a type is binary or the hub's Image struct."""
     import pyarrow as pa
 
     if pa.types.is_struct(dtype) and dtype.get_field_index("bytes") >= 0:
@@ -376,13 +393,14 @@ def _holds_bytes(dtype: "pyarrow.DataType") -> bool:
 
 
 def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
-    """Return the image column, which is the chosen column, img or image, or the only column with images."""
-    features = _features(schema, where)
+    """Return the chosen image column, or else a column named img or image, or else the only image column."""
+    features = _column_features(schema, where)
     candidates = [
         field.name
         for field in schema
         if _holds_bytes(field.type)
-        and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")  # excludes audio
+        # Audio columns also contain bytes
+        and features.get(field.name, {}).get("_type", "Image") in ("Image", "Value")
     ]
     return chosen_column(schema.names, "image", chosen.image, IMAGE_COLUMNS, candidates, where)
 
@@ -390,24 +408,26 @@ def image_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
 def label_column(schema: "pyarrow.Schema", chosen: Columns, where: str) -> str:
     """Return the label column.
 
-    In order of preference, this is the chosen column, a column named label or fine_label, the only column
-    with class names, the only column named in OTHER_LABEL_COLUMNS, or the only column of integers, strings
-    (including dictionary-encoded strings) or booleans.
+    In order of preference, the label column is the chosen column, a column named label or fine_label, the
+    only column with class names, the only column whose name is in OTHER_LABEL_COLUMNS, or the only column of
+    integers, strings (including dictionary-encoded strings) or booleans.
     """
     import pyarrow as pa
 
     types = pa.types
-    is_label = (
+    label_tests = (
         types.is_integer,
         types.is_string,
         types.is_large_string,
         types.is_dictionary,
         types.is_boolean,
     )
-    features = _features(schema, where)
+    features = _column_features(schema, where)
     candidates = [name for name in schema.names if features.get(name, {}).get("_type") == "ClassLabel"]
     candidates = candidates or [name for name in schema.names if name.lower() in OTHER_LABEL_COLUMNS]
-    candidates = candidates or [field.name for field in schema if any(test(field.type) for test in is_label)]
+    candidates = candidates or [
+        field.name for field in schema if any(test(field.type) for test in label_tests)
+    ]
     return chosen_column(schema.names, "label", chosen.label, LABEL_COLUMNS, candidates, where)
 
 
@@ -419,32 +439,33 @@ def chosen_column(
     candidates: list[str],
     where: str,
 ) -> str:
-    """Return the chosen column, the first column with a usual name, or the only candidate.
+    """Return the chosen column, or else the first column with a usual name, or else the only candidate.
 
     Args:
-        names: All columns of the table.
-        content: Content of the column, which is "image" or "label".
-        chosen: Column chosen by a flag. None or "" means that no column was chosen.
+        names: Names of all columns in the table.
+        content: Content of the column to find, "image" or "label".
+        chosen: Column specified by a flag, or None or "" if no flag specifies a column.
         usual: Usual column names, in order of preference.
-        candidates: Columns with suitable content.
-        where: Name of the table for messages.
+        candidates: Names of all columns with suitable content.
+        where: Table name shown in error messages.
 
     Raises:
-        ValueError: The table lacks the chosen column, or not exactly one column is a candidate.
+        ValueError: If the chosen column is missing, or if the column can't be determined.
     """
     if chosen and chosen not in names:
-        raise ValueError(f"--{content}_column {chosen}: {where} has only {some_of(names)}")
+        raise ValueError(f"--{content}_column {chosen}: {where} contains only the columns {some_of(names)}")
     if known := chosen or next((name for name in usual if name in names), None):
         return known
     if len(candidates) == 1:
         return candidates[0]
-    problem = f"no column of {content}s ({', '.join(usual)}), only {some_of(names)}"
-    problem = f"several columns of {content}s, {some_of(candidates)}" if candidates else problem
-    raise ValueError(f"{where} has {problem}. Choose one with --{content}_column")
+    problem = f"no {content} column ({', '.join(usual)}), only {some_of(names)}"
+    if candidates:
+        problem = f"several {content} columns ({some_of(candidates)})"
+    raise ValueError(f"{where} contains {problem}. Choose a column with --{content}_column")
 
 
-def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
-    """Return the features in the schema's metadata (from `datasets`) by column, or {} if there are none."""
+def _column_features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]:
+    """Return each column's feature in the schema's metadata from `datasets`, or {} without such metadata."""
     try:
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = (metadata.get("info") or {}).get("features") or {}
@@ -455,6 +476,6 @@ def _features(schema: "pyarrow.Schema", where: str) -> dict[str, dict[str, Any]]
     if all(isinstance(column, list) and all(isinstance(name, str) for name in column) for column in names):
         return features
     raise ValueError(
-        f"{where}: the class names in the huggingface metadata are not in the format of `datasets`, a list of"
-        " strings at info.features.<column>.names"
+        f"{where}: the class names in the huggingface metadata are not in the format that `datasets` writes,"
+        " a list of strings at info.features.<column>.names"
     )

@@ -1,4 +1,4 @@
-"""DataLoader workers that decode and crop images in the background, including their start and shutdown."""
+"""DataLoader workers that decode and crop images, with functions that start the workers and stop them."""
 
 import atexit
 import functools
@@ -33,24 +33,25 @@ from onecurve.system.text import printable
 from onecurve.upstream.python_ import on_unsent
 
 PREFETCHED = 4  # number of micro-batches that each worker prefetches
-ADVICE = {  # advice about a broken image in training (True) or evaluation (False)
-    True: ". To train without it, add --on_bad_image skip",
-    False: ". Evaluations include every image and skip none. Repair it at its source",
+ADVICE = {  # advice about a broken image, for training (True) and evaluation (False)
+    True: ". To train without this image, add --on_bad_image skip",
+    False: ". Evaluations include every image. Repair the image at its source",
 }
-MORE_ROOM = "Make /dev/shm larger (docker run --shm-size), or give fewer --workers"
+MORE_ROOM = "Increase the size of /dev/shm (docker run --shm-size), or reduce --workers"
 
 
 class MicroBatch(NamedTuple):
-    """Images and labels of one forward pass, on the device."""
+    """Images and labels for one forward pass, on the device."""
 
     epoch: int
     ids: np.ndarray  # sample ids, int64 [b]
-    images: Tensor  # uint8 [b, H, W, 3]
-    labels: Tensor  # int64 [b]
+    images: Tensor  # pixels, uint8 [b, H, W, 3]
+    labels: Tensor  # class labels, int64 [b]
 
 
 Item = TypeVar("Item")
-# Crops uint8 [b, size, size, 3], errors by sample id, error of the batch, cause of the worker's first retry
+# Crops (uint8 [b, size, size, 3]), errors by sample id, error of the micro-batch, and cause of the worker's
+# first retry
 Crops = tuple[Tensor, dict[int, str], str, str]
 
 
@@ -72,30 +73,30 @@ def decoded(
     """Yield micro-batches of decoded images, cropped to size x size, in the order of the plan.
 
     Args:
-        open_images: Function that opens the images. Each worker receives a pickle of the function, which must
-            be small.
+        open_images: Function that opens the images. The function's pickle must be small, because each worker
+            receives a copy.
         labels: Labels of all samples, int64 [N].
         plan: Epoch and sample ids of each micro-batch.
         device: Device of the micro-batches.
         train: Whether to use random resized crops instead of the evaluation crop.
         size: Height and width of the crops in pixels.
         seed: Seed of the random crops and flips.
-        workers: Number of processes that decode. 0 decodes in this process.
-        skip: Whether to replace a broken image with the next intact image of the micro-batch.
-        flip: Whether to mirror half of the images, chosen at random.
-        crop: Crop for evaluation. Random crops use the same interpolation.
-        crop_scale: Minimum and maximum area of a random crop, as fractions of the image's area.
+        workers: Number of decoding processes. With 0 processes, the current process decodes.
+        skip: Whether to replace a broken image with the next intact image in the micro-batch.
+        flip: Whether to mirror images at random, with a probability of 1/2.
+        crop: Evaluation crop. Random crops use only the interpolation.
+        crop_scale: Minimum and maximum area of a random crop, as fractions of the image area.
 
     Raises:
-        ValueError: An image is broken and `skip` is False, or no image of a micro-batch can be decoded.
+        ValueError: If an image is broken and `skip` is False, or if no image in a micro-batch can be decoded.
     """
-    # The loader reads ahead in one copy of the plan to supply its workers. The loop below reads the other
-    # copy, one item per finished micro-batch.
+    # The loader reads ahead in the first copy of the plan to supply the workers. The loop below reads one
+    # item of the second copy per finished micro-batch.
     ahead, items = itertools.tee(plan)
     loader = DataLoader(
         _Crops(open_images, train, size, seed, skip, crop, crop_scale),
         sampler=ahead,
-        batch_size=None,  # each item of the plan is already a batch
+        batch_size=None,  # because each item of the plan is already a batch
         num_workers=workers,
         prefetch_factor=PREFETCHED if workers else None,
         multiprocessing_context=_forkserver() if workers else None,
@@ -108,10 +109,10 @@ def decoded(
                 note_retry(retry)
             if error:
                 raise ValueError(error)
-            for i in sorted(broken.keys() - _skipped):  # log each image only once
-                log.warning(f"skipped: {printable(broken[i])}")
+            for sample in sorted(broken.keys() - _skipped):  # logs each broken image only once
+                log.warning(f"skipped: {printable(broken[sample])}")
             _skipped.update(broken)
-            images, batch_labels = send(images, device), labels[ids[_shown(ids, broken)]]
+            images, batch_labels = send(images, device), labels[ids[_source_positions(ids, broken)]]
             if flip:
                 draws = uniforms(seed, epoch, ids, FLIP.stop)[:, FLIP.start]
                 sent_labels, flipped = send_arrays((batch_labels, draws < 0.5), device)
@@ -121,26 +122,26 @@ def decoded(
             yield MicroBatch(epoch, ids, images, sent_labels)
 
 
-_skipped: set[int] = set()  # sample ids
+_skipped: set[int] = set()  # sample ids of the images that training skipped
 
 
 def skipped() -> list[int]:
-    """Return the sample ids of all images that this process skipped."""
+    """Return the sorted sample ids of all images that this process skipped."""
     return sorted(_skipped)
 
 
 def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
-    """Yield the loader's batches. Closing the generator ends the worker processes.
+    """Yield the loader's batches. Closing this generator ends the worker processes.
 
     Raises:
-        ValueError: A worker was killed.
+        ValueError: If a worker was killed.
     """
     try:
         yield from loader
     except (RuntimeError, EOFError, ConnectionError) as error:
         is_exit = "exited unexpectedly" in str(error)
-        # The batch is lost if a worker announced the batch and died, and torch requested the batch before
-        # detecting the death. Errors that begin with "Caught" come from workers that are alive.
+        # A batch is lost if a worker dies after announcing the batch, and torch requests the batch before
+        # noticing that the worker is dead. Errors that begin with "Caught" come from workers that are alive.
         is_lost_batch = not isinstance(error, RuntimeError) and not str(error).startswith("Caught")
         if not (is_exit or is_lost_batch):
             raise
@@ -149,12 +150,12 @@ def _while_workers_live(loader: Iterable[Item]) -> Generator[Item, None, None]:
 
 
 def in_flight(workers: int) -> int:
-    """Return the number of plan items that a DataLoader processes at once."""
+    """Return the number of plan items that a DataLoader processes at the same time."""
     return max(1, PREFETCHED * workers)
 
 
 class _Crops(Dataset):
-    """Data set with one item per micro-batch. Its pickle is small, because the images stay on disk."""
+    """Data set with one item per micro-batch and a small pickle, because the images stay on disk."""
 
     def __init__(
         self,
@@ -171,29 +172,29 @@ class _Crops(Dataset):
         self.images: Encoded | None = None
 
     def __getitem__(self, item: tuple[int, np.ndarray]) -> Crops:
-        """Return the crops of an item, or an error.
+        """Return the crops of one micro-batch, or an error.
 
-        Errors are returned as strings, because torch would wrap an exception in a worker's traceback. Crops
-        are sent through shared memory, so the rest of the answer is small. A pipe transfers up to 4 KiB
-        atomically, so a killed worker never leaves a partial answer for which the trainer would wait.
+        Errors are returned as strings, because torch would add a worker's traceback to an exception. Crops
+        are sent through shared memory, so that the rest of the result is small. A pipe transfers up to 4 KiB
+        atomically, so a killed worker never leaves a partial result for which the trainer would wait.
 
         Args:
             item: Epoch and sample ids, int64 [b].
 
         Returns:
-            The crops, uint8 [b, size, size, 3]; the errors of broken images by sample id; the error of the
-            whole item, or ""; and the cause of the worker's first retried read.
+            The crops (uint8 [b, size, size, 3]), the errors of broken images by sample id, the error of the
+            whole micro-batch or "", and the cause of the worker's first retried read.
         """
         epoch, ids = item
         self.images = self.images or self.open_images()
         draws = uniforms(self.seed, epoch, ids, CROP.stop)[:, CROP] if self.train else None
         crops = torch.empty(len(ids), self.size, self.size, 3, dtype=torch.uint8)
         broken, error = {}, ""
-        for k, i in enumerate(ids.tolist()):
+        for position, sample in enumerate(ids.tolist()):
             try:
-                image = self.images.decode(i)
+                image = self.images.decode(sample)
             except ValueError as problem:
-                broken[i] = str(problem)
+                broken[sample] = str(problem)
                 if self.skip:
                     continue
                 error = f"{problem}{ADVICE[self.train]}"
@@ -204,83 +205,94 @@ class _Crops(Dataset):
             if draws is None:
                 pixels = evaluation_crop(image, self.size, self.crop)
             else:
-                pixels = random_resized_crop(image, self.size, draws[k], self.crop.filter, self.crop_scale)
-            crops[k] = torch.from_numpy(pixels)
+                pixels = random_resized_crop(
+                    image, self.size, draws[position], self.crop.filter, self.crop_scale
+                )
+            crops[position] = torch.from_numpy(pixels)
         if broken and not error:
             if broken.keys() >= set(ids.tolist()):
-                error = f"no image of a micro-batch of {len(ids)} can be decoded: {broken[int(ids[0])]}"
+                error = (
+                    f"none of the {len(ids)} images in a micro-batch can be decoded: {broken[int(ids[0])]}"
+                )
             else:
-                crops = crops[_shown(ids, broken)]
+                crops = crops[_source_positions(ids, broken)]
         if not error and (worker := torch.utils.data.get_worker_info()):
             error = _share(crops, PREFETCHED * worker.num_workers)
         return torch.empty(0) if error else crops, broken, error, first_retry()
 
 
-def _shown(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
-    """Return the index of the image to use at each position of the micro-batch, int64 [b].
+def _source_positions(ids: np.ndarray, broken: dict[int, str]) -> np.ndarray:
+    """Return the index of the image that is used at each position in the micro-batch, int64 [b].
 
-    A broken image is replaced with the next intact image. The search wraps around at the end.
+    A broken image is replaced with the next intact image, or with the first intact image at the end.
     """
     intact = np.flatnonzero(~np.isin(ids, list(broken)))
     return intact[np.searchsorted(intact, np.arange(len(ids))) % len(intact)]
 
 
 def _share(crops: Tensor, ahead: int) -> str:
-    """Move crops to shared memory. Return the error message, or "" if there is no error.
+    """Move crops to shared memory, and return an error message, or "" on success.
 
-    Without this function, the queue's thread would only print the error, and the trainer would wait forever.
+    Without this explicit move, the queue's thread would only print the error, and the trainer would wait
+    forever.
 
     Args:
         crops: Crops of one micro-batch.
-        ahead: Total number of micro-batches that a process's workers prefetch, for the message.
+        ahead: Number of micro-batches that all workers of a process prefetch, shown in the error message.
     """
     try:
         crops.share_memory_()
     except RuntimeError as error:
-        # Error messages of torch 2.15 and torch 2.11
+        # Error messages of torch 2.15 and torch 2.11, respectively
         if "No space left" not in str(error) and "allocate shared memory" not in str(error):
             raise
         return (
             f"/dev/shm is full. Each process prefetches up to {ahead} micro-batches of"
-            f" {crops.nbytes / 2**20:.1f} MiB into it. {MORE_ROOM}"
+            f" {crops.nbytes / 2**20:.1f} MiB into /dev/shm. {MORE_ROOM}"
         )
     return ""
 
 
-# Workers ignore these signals, because the trainer handles them.
+# Signals that workers ignore, because the trainer handles these signals
 FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
-    """Return the multiprocessing context of a fork server that starts the workers.
+    """Return a multiprocessing context whose fork server starts the workers.
 
-    Forking this process would copy its sockets, and also locks that threads of the process group, CUDA or
-    telemetry may hold at that moment. Spawning would import the script and torch once per worker and epoch.
-    The fork server imports modules once, runs none of our threads, and forks each worker.
+    Forking this process directly would copy its sockets, and also locks that threads of the process group,
+    CUDA or telemetry may hold at that moment. Spawning workers would import the script and torch once per
+    worker and epoch. In contrast, the fork server imports modules only once, runs none of our threads, and
+    forks each worker.
     """
     atexit.register(_kill_workers)
-    # Each worker runs the script's top-level code again, because Python 3.11's server does not preload
-    # "__main__". This is fast if the server has already imported the modules that the script uses.
+    # Each worker runs the script's top-level code again, because Python 3.11's fork server does not preload
+    # "__main__". The code runs fast if the server has already imported the script's modules.
     values = list(vars(sys.modules["__main__"]).values())
-    names = [v.__name__ if isinstance(v, ModuleType) else getattr(v, "__module__", None) for v in values]
-    modules = sorted({name for name in names if isinstance(name, str) and name in sys.modules} - {"__main__"})
+    module_names = [
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        for value in values
+    ]
+    modules = sorted(
+        {name for name in module_names if isinstance(name, str) and name in sys.modules} - {"__main__"}
+    )
     context = multiprocessing.get_context("forkserver")
-    # The server would exit if it preloaded a library that can't be loaded.
+    # Preloading a library that can't be loaded would end the server.
     codec = ["torchcodec.decoders"] if torchcodec_decoder() else []
     context.set_forkserver_preload(["onecurve.data.workers", *codec, *modules])
-    # Python 3.11 does not pass sys.path to the server. Without PYTHONPATH, the server can't import a script
-    # that was started from another folder.
+    # Python 3.11 does not pass sys.path to the fork server. Without PYTHONPATH, the server can't import a
+    # script that was started from a different folder.
     python_path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    # The server and its workers inherit the signal mask, so that a signal to the process group can't end a
-    # worker that is still starting.
-    multiprocessing.resource_tracker.ensure_running()  # unblocks signals, so it must precede the mask
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
+    # The fork server and the workers inherit the signal mask, so that a signal to the process group can't end
+    # a worker during its start.
+    multiprocessing.resource_tracker.ensure_running()  # unblocks signals, so this call must precede the mask
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_TRAINER)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         if python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
@@ -289,9 +301,9 @@ def _forkserver() -> multiprocessing.context.BaseContext:
 
 
 def _kill_workers() -> None:
-    """Kill workers that are still running at exit because an error's traceback still refers to the batches.
+    """Kill workers that still run at exit because the traceback of an error refers to the batches.
 
-    Otherwise, multiprocessing would send SIGTERM, which workers ignore, and wait for them forever.
+    Without this function, multiprocessing would send SIGTERM, which workers ignore, and wait forever.
     """
     for process in multiprocessing.active_children():
         if process.daemon:
@@ -299,10 +311,10 @@ def _kill_workers() -> None:
 
 
 def _start_worker(_: int) -> None:
-    """Make a worker ignore signals to the process group, and exit after the trainer exits or is killed.
+    """Make a worker ignore signals to the process group, and end the worker when the trainer ends.
 
-    torch's watchdog does not help, because it only checks the worker's parent, the fork server, which stays
-    alive.
+    torch's watchdog does not end the worker, because the watchdog only checks the worker's parent, which is
+    the fork server and stays alive.
     """
     trainer = multiprocessing.parent_process()
     assert trainer is not None
@@ -311,34 +323,34 @@ def _start_worker(_: int) -> None:
         trainer.join()
         os._exit(1)
 
-    # Sending fails if too many files are open or /tmp is full. The worker then exits, and the trainer detects
-    # the exit.
-    on_unsent(_end_unsent)
-    for number in FOR_THE_TRAINER:
-        signal.signal(number, signal.SIG_IGN)
+    # Sending images fails if too many files are open or /tmp is full. The worker then exits, and the trainer
+    # detects the exit.
+    on_unsent(_exit_unsent)
+    for signal_number in FOR_THE_TRAINER:
+        signal.signal(signal_number, signal.SIG_IGN)
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _end_unsent(error: Exception, _) -> None:
+def _exit_unsent(error: Exception, _) -> None:
     log.warning(f"a decoding process can't send its images: {error}")
     os._exit(1)
 
 
-# Pictures to predict
+# Images to predict
 
 
 class Preprocessing(NamedTuple):
-    """Settings for converting a picture to the model's input."""
+    """Settings that determine how an image is converted to the model's input."""
 
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    is_cropped: bool  # True applies `crop`; False resizes the whole picture
+    is_cropped: bool  # True applies `crop`; False resizes the whole image
     crop: Crop = IMAGENET_CROP
 
 
 class Pictures(Dataset[tuple[int, Tensor | str]]):
-    """Data set of model inputs, float32 [3, S, S]. The item of an unreadable picture is an error message."""
+    """Data set of model inputs, float32 [3, S, S]. The item for an unreadable image is an error message."""
 
     def __init__(self, files: Sequence[str], preprocessing: Preprocessing):
         self.files, self.preprocessing = files, preprocessing
@@ -359,7 +371,7 @@ class Pictures(Dataset[tuple[int, Tensor | str]]):
 
 
 class PictureBatch(NamedTuple):
-    """Model inputs of the readable pictures in a batch, and error messages for the unreadable pictures."""
+    """Model inputs for a batch's readable images, with error messages for the unreadable images."""
 
     ids: np.ndarray  # int64 [b]
     inputs: Tensor  # float32 [b, 3, S, S]
@@ -369,15 +381,15 @@ class PictureBatch(NamedTuple):
 def picture_batches(
     pictures: Pictures, ids: Sequence[int], size: int, workers: int
 ) -> Iterator[PictureBatch]:
-    """Yield batches of up to `size` pictures in the order of `ids`, decoded in `workers` processes."""
-    batches = [list(ids[k : k + size]) for k in range(0, len(ids), size)]
+    """Yield batches of up to `size` images in the order of `ids`, decoded in `workers` processes."""
+    batches = [list(ids[start : start + size]) for start in range(0, len(ids), size)]
     options: dict[str, Any] = {"worker_init_fn": _start_worker} if workers else {}
     loader = DataLoader(pictures, batch_sampler=batches, num_workers=workers, collate_fn=_collate, **options)
     yield from _while_workers_live(loader)
 
 
-def _collate(rows: list[tuple[int, Tensor | str]]) -> PictureBatch:
-    intact = [(i, content) for i, content in rows if isinstance(content, Tensor)]
-    broken = [(i, content) for i, content in rows if isinstance(content, str)]
+def _collate(items: list[tuple[int, Tensor | str]]) -> PictureBatch:
+    intact = [(index, content) for index, content in items if isinstance(content, Tensor)]
+    broken = [(index, content) for index, content in items if isinstance(content, str)]
     inputs = torch.stack([content for _, content in intact]) if intact else torch.empty(0)
-    return PictureBatch(np.array([i for i, _ in intact], np.int64), inputs, broken)
+    return PictureBatch(np.array([index for index, _ in intact], np.int64), inputs, broken)

@@ -1,9 +1,8 @@
 """Replaces timm's attention with faster layers, and chooses between our kernel and torch's attention.
 
 The kernel (onecurve/models/attention_kernels.py) supports layers with up to 256 tokens and a head size of up
-to 64, in bf16 and fp16, on GPUs of compute capability 8.0 and later. All other cases use torch's
-scaled_dot_product_attention: layers with masks, dropout, or query and key norms, and also fp32, CPUs,
-evaluation and export.
+to 64, in bf16 and fp16, on GPUs of compute capability 8.0 and later. torch's scaled_dot_product_attention
+handles layers with masks, dropout, or query and key norms, as well as fp32, CPUs, evaluation and export.
 """
 
 import importlib.util
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MOST_TOKENS, MOST_HEAD_SIZE = 256, 64
-MOST_ERROR = 0.02  # relative to the norm of the result; rounding to bf16 causes an error of about 0.003
+MOST_ERROR = 0.02  # maximum error relative to the result's norm; rounding to bf16 causes about 0.003
 HALF = (torch.bfloat16, torch.float16)
-CUDNN_FROM = 129  # tokens; with 197 tokens on an H200, cuDNN took 0.456 ms and flash attention took 0.615 ms
+# Minimum tokens for cuDNN; with 197 tokens on an H200, cuDNN took 0.456 ms, flash attention 0.615 ms
+CUDNN_FROM = 129
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 CUDNN_FIRST += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -34,18 +34,18 @@ def plain_attention(qkv: Tensor) -> Tensor:
 
 
 class Attention:
-    """Mixin for timm's self-attention, [B, N, C] -> [B, N, C]: the same function with fewer copies.
+    """Mixin that makes timm's self-attention, [B, N, C] -> [B, N, C], use fewer copies.
 
-    timm moves the dimension of query, key and value to the front before it splits the tensor. The backward
-    pass then stacks the three gradients in that order, and copies the stack into the order of the projection
-    `qkv`. This class splits the tensor in the order of the projection. The results are bitwise identical, the
-    stack operation reads whole rows, and no second copy is needed. In training, layers chosen by use_kernel()
-    call the kernel, which needs no stack.
+    timm moves the dimension of query, key and value to the front before splitting the tensor. The backward
+    pass then stacks the three gradients in that order, and copies the stack into the memory order of the
+    projection `qkv`. This class splits the tensor in the projection's order instead. The results are bitwise
+    identical, but the stack operation reads whole rows, and no second copy is needed. In training, layers
+    chosen by use_kernel() call the kernel, which needs no stack operation.
     """
 
     PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "proj", "proj_drop")
-    tokens = 0  # number of tokens per image in training; 0 if unknown
-    kernel_tokens = 0  # largest number of tokens for which training uses the kernel
+    tokens = 0  # number of tokens per image in training, or 0 if unknown
+    kernel_tokens = 0  # maximum number of tokens for which training uses the kernel
     prefers_cudnn = False
 
     def forward(self: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -63,7 +63,7 @@ class Attention:
         return self.proj_drop(self.proj(x.flatten(2)))
 
     def backends(self: Any, tokens: int) -> AbstractContextManager[Any]:
-        """Return a context that sets the order in which torch tries its attention kernels."""
+        """Return a context manager that sets the order in which torch tries its attention kernels."""
         if self.training and self.prefers_cudnn and tokens >= CUDNN_FROM:
             return sdpa_kernel(CUDNN_FIRST, set_priority=True)
         return nullcontext()
@@ -72,17 +72,19 @@ class Attention:
         return self.qkv.out_features // 3 // self.num_heads
 
     def fits_kernel(self: Any) -> bool:
-        size = self.head_size()
+        head_size = self.head_size()
         is_plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
-        fits = 0 < self.tokens <= MOST_TOKENS and size <= MOST_HEAD_SIZE and size % 8 == 0
-        return fits and is_plain and not self.attn_drop.p
+        has_suitable_size = (
+            0 < self.tokens <= MOST_TOKENS and head_size <= MOST_HEAD_SIZE and head_size % 8 == 0
+        )
+        return has_suitable_size and is_plain and not self.attn_drop.p
 
 
 def has_kernel(device: torch.device, mixed_precision: str) -> bool:
-    """Return True if the kernel can run on the device.
+    """Return True if the attention kernel can run on the device.
 
-    For tests, TRITON_INTERPRET=1 makes the kernel run on a CPU. Triton's interpreter is slow and multiplies
-    bf16 incorrectly, so only fp16 is supported.
+    In tests, TRITON_INTERPRET=1 runs the kernel on a CPU, but only in fp16, because Triton's slow interpreter
+    multiplies bf16 values incorrectly.
     """
     if mixed_precision == "no" or importlib.util.find_spec("triton") is None:
         return False
@@ -92,7 +94,7 @@ def has_kernel(device: torch.device, mixed_precision: str) -> bool:
 
 
 def use_kernel(model: nn.Module) -> bool:
-    """Make suitable attention layers use the kernel in training. Return False if no layer is suitable."""
+    """Make suitable attention layers use the kernel in training, and return False if there are none."""
     layers = _suitable_layers(model)
     if layers:
         import onecurve.models.attention_kernels  # noqa: F401  # registers the operator and imports Triton
@@ -102,15 +104,15 @@ def use_kernel(model: nn.Module) -> bool:
 
 
 def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernel can't compute the model's attention on this device.
+    """Return the reason why the kernel can't compute the model's attention on this device.
 
-    The kernel runs once, forward and backward, for each shape, and the result is compared with
-    plain_attention(). This check is needed because a failure of the driver or compiler must not end training.
-    No random numbers are drawn.
+    The kernel runs forward and backward once for each shape, and its results are compared with those of
+    plain_attention(). Without this check, a failure of the driver or compiler would end training. The check
+    draws no random numbers.
 
     Returns:
-        The reason, an empty string if the kernel works, or None if there is nothing to try. The latter is the
-        case if no layer is suitable, or if the tensors come from plan.py and contain no data.
+        The reason, or an empty string if the kernel works. None means that no layer is suitable, or that the
+        tensors come from plan.py and contain no data.
     """
     shapes = {(layer.tokens, layer.num_heads, layer.head_size()) for layer in _suitable_layers(model)}
     if not shapes or type(torch.empty(0)) is not Tensor:
@@ -121,13 +123,13 @@ def kernel_failure(model: nn.Module, device: torch.device, dtype: torch.dtype) -
         values = torch.arange(2 * tokens * 3 * heads * size, device=device).sin().to(dtype)
         qkv = values.view(2, tokens, 3, heads, size)
         try:
-            results, references = (_with_gradient(f, qkv) for f in (_kernel, plain_attention))
-        except Exception as error:  # the error may come from Triton, the compiler or the driver
+            results, references = (_with_gradient(attention, qkv) for attention in (_kernel, plain_attention))
+        except Exception as error:  # Triton, the compiler or the driver may raise any exception
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         for result, reference in zip(results, references, strict=True):
-            error_share = ((result.float() - reference.float()).norm() / reference.float().norm()).item()
-            if not error_share < MOST_ERROR:
-                return f"its relative error for {tokens} tokens is {error_share:.1e}"
+            relative_error = ((result.float() - reference.float()).norm() / reference.float().norm()).item()
+            if not relative_error < MOST_ERROR:
+                return f"the relative error for {tokens} tokens is {relative_error:.1e}"
     return ""
 
 
@@ -140,7 +142,7 @@ def _kernel(qkv: Tensor) -> Tensor:
 
 
 def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of a function, and the gradient of half of the output's sum of squares."""
+    """Return a function's output, and the gradient of half the sum of the squared outputs."""
     qkv = qkv.clone().requires_grad_()
     out = attention(qkv)
     out.backward(out.detach())
@@ -149,10 +151,10 @@ def _with_gradient(attention: Callable[[Tensor], Tensor], qkv: Tensor) -> tuple[
 
 
 def prefer_cudnn(model: nn.Module, device: torch.device) -> None:
-    """Make torch try cuDNN's attention first in training, for layers with at least CUDNN_FROM tokens.
+    """Make torch prefer cuDNN's attention in training, for layers with at least CUDNN_FROM tokens.
 
-    This function affects only GPUs of compute capability 9.0 and later. Do not call it for deterministic
-    training, because torch then refuses cuDNN's attention.
+    The preference affects only GPUs of compute capability 9.0 and later. Do not call this function for
+    deterministic training, because torch refuses cuDNN's attention in deterministic mode.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return

@@ -1,27 +1,27 @@
-"""Defines Triton kernels for attention with few tokens: `torch.ops.onecurve.short_attention`.
+"""Defines `torch.ops.onecurve.short_attention`, Triton kernels for attention with few tokens.
 
 onecurve/models/attention.py decides when to use the kernels, and computes the same function in plain torch.
-This file imports Triton, so only runs that use the kernels import it.
+This file imports Triton, so only runs that use the kernels import this file.
 
-A Triton program computes one head of one sample, or some of the head's tokens. It reads query, key and value
-directly from the projection's output, [B, N, 3, H, D], and writes their gradients to the same positions of
-one packed tensor. No program reads or changes memory that another program writes. Therefore, the kernels need
-no atomics, and the bits of the results do not depend on the order in which programs run.
+A Triton program computes one head of one sample, or some of the head's tokens. Each program reads query, key
+and value directly from the projection's output, [B, N, 3, H, D], and writes the gradients to the same
+positions in one packed tensor. No program accesses memory that a different program writes. Therefore, the
+kernels need no atomics, and the results are bitwise identical for any execution order of the programs.
 
-- With up to 64 tokens, a program keeps its head in registers, and the backward kernel recomputes the softmax.
+- With up to 64 tokens, a program keeps one head in registers, and the backward kernel recomputes the softmax.
 - With 65 to 256 tokens, a program loops over tiles of keys (FlashAttention-2, arXiv 2307.08691). The forward
-  kernel divides the queries among programs, and stores the logarithm of each softmax's sum. A program of the
-  backward kernel processes all queries of its head, so it writes the gradients of a tile's keys and values in
-  one pass.
+  kernel divides the queries among programs, and stores the logarithm of each softmax denominator. A program
+  of the backward kernel processes all queries of one head, so each program writes the gradients of a tile's
+  keys and values in one pass.
 
 The kernels receive only pointers as arguments. All numbers are compile-time constants (tl.constexpr), because
-Inductor passed a Python float to a Triton kernel as fp64, whereas Triton passes fp32 (since pytorch #170289
-of December 2025; fixed by #190340, which torch 2.15 includes). When the scale was an argument, the softmax of
-a compiled step was therefore computed in fp64. The prototype, compiled for an H200, contained 966 fp64
-instructions in the forward kernel and 1,112 in the backward kernel, instead of none. It used 112 and 220
-registers instead of 80 and 149. This is the likely reason why the two kernels took 0.32 ms in a compiled step
-but 0.127 ms outside of a compiled step (torch 2.11). Inductor preserves warps, strides and alignment. The
-code that it generates for ViT-B/32 on a CPU uses the same values as an eager launch.
+some versions of Inductor passed a Python float to a Triton kernel as fp64, whereas Triton passes fp32 (since
+pytorch #170289 of December 2025; fixed by #190340, which torch 2.15 includes). A scale passed as an argument
+therefore made compiled steps compute the softmax in fp64. Compiled for an H200, the forward and backward
+kernels of the prototype contained 966 and 1,112 fp64 instructions instead of none, and used 112 and 220
+registers instead of 80 and 149. These instructions are the likely reason why the two kernels took 0.32 ms in
+a compiled step but 0.127 ms outside of a compiled step (torch 2.11). Inductor preserves warps, strides and
+alignment. The code that Inductor generates for ViT-B/32 on a CPU uses the same values as an eager launch.
 """
 
 from typing import Any, NamedTuple
@@ -35,31 +35,31 @@ from torch.utils.flop_counter import register_flop_formula
 
 
 class Tiles(NamedTuple):
-    """Tile sizes of a program for more than WHOLE tokens."""
+    """Tile sizes for programs that process more than WHOLE tokens."""
 
-    rows: int  # queries per program; 0 for all queries
+    rows: int  # queries per program, or 0 for all queries
     keys: int  # keys per tile
     warps: int
 
 
-WHOLE = 64  # largest number of tokens for which a program keeps a whole head in registers
-WHOLE_WARPS = 4  # warps per program; on an H200, 4 was the fastest of 1, 2, 4 and 8 for 50 tokens
-# The tile sizes were chosen by the register and shared-memory use of the compiled kernels. Their speed has
-# not been measured on a GPU yet.
+WHOLE = 64  # maximum number of tokens for which a program keeps a whole head in registers
+WHOLE_WARPS = 4  # warps per program; 4 was the fastest of 1, 2, 4 and 8 on an H200 with 50 tokens
+# These tile sizes were chosen by the register and shared-memory use of the compiled kernels. The kernels'
+# speed with these sizes has not been measured on a GPU yet.
 FORWARD, BACKWARD = Tiles(64, 32, 4), Tiles(0, 32, 8)
 LOG2_E = tl.constexpr(1.4426950408889634)  # converts exponents to base 2, because GPUs compute powers of 2
 
 
 @triton.jit
 def _rows(first, stride: tl.constexpr, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """Return offsets and mask, both [R, P], of R tokens starting at `first` with this row stride."""
+    """Return memory offsets and a validity mask, both [R, P], for R tokens starting at token `first`."""
     n, d = first + tl.arange(0, R), tl.arange(0, P)
     return n[:, None] * stride + d[None, :], (n[:, None] < N) & (d[None, :] < D)
 
 
 @triton.jit
 def _scores(q, k, first, N: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr):
-    """Return the base-2 logarithms of the softmax numerators for T keys starting at `first`: [R, T]."""
+    """Return base-2 logarithms of the softmax numerators for T keys starting at key `first`: [R, T]."""
     scores = tl.dot(q, tl.trans(k)) * (SCALE * LOG2_E)
     return tl.where((first + tl.arange(0, T))[None, :] < N, scores, float("-inf"))
 
@@ -69,7 +69,7 @@ def _forward(
     qkv, out, logs, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output for R tokens of a head per program, in tiles of T keys."""
+    """Compute the attention output for R tokens of a head per program, in tiles of T keys."""
     BLOCKS: tl.constexpr = (N + R - 1) // R
     number, first = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * R
     sample, head = (number // H).to(tl.int64), number % H
@@ -106,7 +106,7 @@ def _backward(
     qkv, out, logs, gradient, packed, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     R: tl.constexpr, T: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one head per program (R >= N). Padding rows and their gradients are 0."""
+    """Compute the gradients of one head per program (R >= N). The gradients of padding rows are 0."""
     sample, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     rows, mask = _rows(0, H * D, N, D, R, P)
     rows += sample * (N * H * D) + head * D
@@ -145,7 +145,7 @@ def _backward(
 def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
     """Compute attention, [B, N, 3, H, D] -> [B, N, H, D], and the logarithms of the softmax sums.
 
-    The logarithms are fp32 [B, H, N]. With up to WHOLE tokens, the tensor is empty.
+    The logarithms are an fp32 tensor [B, H, N], which is empty for up to WHOLE tokens.
     """
     qkv = qkv.contiguous()
     out, logs = _results(qkv)
@@ -156,7 +156,7 @@ def short_attention(qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton_op("onecurve::short_attention_backward", mutates_args=())
 def short_attention_backward(qkv: Tensor, out: Tensor, logs: Tensor, gradient: Tensor) -> Tensor:
-    """Compute the gradient of qkv, [B, N, 3, H, D], from the gradient of out."""
+    """Compute the gradient of qkv, [B, N, 3, H, D], from the gradient of the output."""
     qkv, gradient = qkv.contiguous(), gradient.contiguous()
     packed = qkv.new_empty(qkv.shape)
     programs, settings = _launch(qkv, BACKWARD)
@@ -171,7 +171,7 @@ def _results(qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the number of programs, the kernel's constants and the number of warps."""
+    """Return the launch grid (number of programs), and the kernel's constants and number of warps."""
     samples, tokens, _, heads, size = qkv.shape
     edge = _padded(tokens)
     rows, keys, warps = (edge, edge, WHOLE_WARPS) if tokens <= WHOLE else tiles
@@ -182,11 +182,11 @@ def _launch(qkv: Tensor, tiles: Tiles) -> tuple[tuple[int], dict[str, Any]]:
 
 
 def _padded(count: int) -> int:
-    """Return a block's edge: a power of 2 that is at least 16, as Triton's matrix products require."""
+    """Round up to a power of 2 of at least 16, which Triton requires for the edges of matrix products."""
     return max(16, triton.next_power_of_2(count))
 
 
-# The fake implementations compute only shapes, so they work on any device. plan.py uses them.
+# The fake implementations, which plan.py uses, compute only shapes and work on any device.
 register_fake(short_attention, _results)
 register_fake(short_attention_backward, lambda qkv, *_: qkv.new_empty(qkv.shape))
 
@@ -211,5 +211,5 @@ def _forward_flops(qkv: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.onecurve.short_attention_backward)
 def _backward_flops(qkv: Any, *_: Any, **__: Any) -> int:
-    # Same formula as for torch's attention, which also recomputes the scores
+    # The formula of torch's attention, whose backward pass also recomputes the scores
     return 5 * _forward_flops(qkv) // 2

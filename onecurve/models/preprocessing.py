@@ -1,18 +1,19 @@
-"""Describes the preprocessing of images: interpolation, crop, mean and standard deviation."""
+"""Describes how images are preprocessed with interpolation, crop, mean and standard deviation."""
 
 import math
 from typing import Any, NamedTuple
 
 INTERPOLATIONS = ("bilinear", "bicubic")
-LEGACY = "legacy"  # bilinear in crops, bicubic on the device; used by versions without a choice per model
+LEGACY = "legacy"  # bilinear in crops and bicubic on the device, as in versions without a choice per model
 CROP_MODES = ("center", "squash", "border")
 
 
 class Crop(NamedTuple):
-    """Resizing and cropping of images, in timm's terms.
+    """Resizing and cropping of images, with timm's parameters.
 
     crop_mode: `center` scales the shorter side to size / crop_pct and crops the center. `squash` scales both
-    sides to this length. `border` scales the longer side to this length and pads the other side with `fill`.
+        sides to size / crop_pct. `border` scales the longer side to size / crop_pct and pads the shorter side
+        with `fill`.
     """
 
     interpolation: str = LEGACY
@@ -22,16 +23,16 @@ class Crop(NamedTuple):
 
     @property
     def filter(self) -> str:
-        """Interpolation of crops."""
+        """Interpolation used for crops."""
         return "bilinear" if self.interpolation == LEGACY else self.interpolation
 
     @property
     def enlargement(self) -> str | None:
-        """Interpolation of whole images on the device, used by to_float()."""
+        """Interpolation that to_float() uses for whole images on the device."""
         return None if self.interpolation == LEGACY else self.interpolation
 
     def scaled(self, size: int) -> int:
-        """Return the length to which an image side is scaled before the crop, rounded down as in timm."""
+        """Return the length to which an image side is scaled before cropping, rounded down like in timm."""
         length = size / self.crop_pct
         return round(length) if self.interpolation == LEGACY else math.floor(length)
 
@@ -42,14 +43,14 @@ IMAGENET = {name: getattr(IMAGENET_CROP, name) for name in FLAGS}
 
 
 class DataConfig(NamedTuple):
-    """Preprocessing of a model's inputs."""
+    """Preprocessing that a model's inputs require."""
 
-    mean: tuple[float, ...]  # per channel, for pixels in [0, 1]; used for normalisation
+    mean: tuple[float, ...]  # mean of each channel for pixels in [0, 1], used for normalisation
     std: tuple[float, ...]
     crop: Crop = IMAGENET_CROP
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record that is stored in recipe.json and manifests."""
+        """Return the record that recipe.json and checkpoint manifests store."""
         crop = {name: getattr(self.crop, name) for name in FLAGS}
         return crop | {"mean": list(self.mean), "std": list(self.std)}
 
@@ -58,10 +59,11 @@ class DataConfig(NamedTuple):
 
 
 def data_config(record: dict[str, Any], recipe: Any = None) -> DataConfig:
-    """Return the configuration that a record describes, as changed by a recipe's flags.
+    """Return the configuration in a record, modified by a recipe's flags.
 
     Args:
-        record: DataConfig.to_json(), or timm's data configuration.
+        record: Result of DataConfig.to_json(), or timm's data configuration.
+        recipe: Recipe whose flags take precedence over the record, or None.
 
     Raises:
         ValueError: If the interpolation or crop mode is unknown.
@@ -72,8 +74,8 @@ def data_config(record: dict[str, Any], recipe: Any = None) -> DataConfig:
     interpolation, crop_pct, crop_mode = ((base | flags)[name] for name in FLAGS)
     if interpolation not in (*INTERPOLATIONS, LEGACY) or crop_mode not in CROP_MODES:
         raise ValueError(
-            f"the model uses {interpolation} interpolation and crop mode {crop_mode}, which are not"
-            " available. Use --interpolation bicubic and --crop_mode center."
+            f"the model uses {interpolation} interpolation and crop mode {crop_mode}, and at least one of"
+            " them is not supported. Use --interpolation bicubic and --crop_mode center."
         )
     mean, std = (tuple(map(float, record[name])) for name in ("mean", "std"))
     fill = tuple(round(255 * value) for value in mean)

@@ -1,7 +1,7 @@
-"""Loads a train script as a module to read its recipe and build its model, without training.
+"""Loads a train script as a module to read the script's recipe and build the model without training.
 
-`python -m onecurve.models.script train_vit.py [FLAGS]` prints JSON for doctor.py: the number of parameters,
-the number of images, the data and the batch size. The command neither trains nor downloads.
+`python -m onecurve.models.script train_vit.py [FLAGS]` prints the number of parameters, the number of images,
+the data and the batch size as JSON for doctor.py. The command neither trains nor downloads.
 """
 
 import builtins
@@ -23,36 +23,38 @@ from onecurve.flags.recipe import Recipe, parse, recipe_part, untrained
 from onecurve.models.timm_models import data_config_of
 from onecurve.system.paths import ROOT
 
-IMAGES = {"digits": 1437, "cifar10": 50_000}  # numbers of training images
-TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")  # files that contain or list images
-# Names that an exported model.py imports at its beginning, for use in the Model section
+IMAGES = {"digits": 1437, "cifar10": 50_000}  # number of training images in each data set
+# Extensions of files that contain tables or lists of images
+TABLES = (".arrow", ".csv", ".json", ".jsonl", ".parquet")
+# Names that an exported model.py imports for use in the Model section
 MODEL_NAMES = ("json", "math", "Path", "SimpleNamespace", "torch", "F", "Tensor", "nn")
 MOVE = (
-    "Move its import or definition into that section. The exported model.py can use torch, but not our code"
+    "Move imports and definitions that the model needs into the Model section. The exported model.py can use"
+    " torch, but no code from this project"
 )
-CLASSES = 10  # the number of classes changes the size of a model only slightly
+CLASSES = 10  # arbitrary, because the number of classes changes a model's size only slightly
 
 
 def own_script(name: str | None) -> Path:
-    """Return the path of the train script that a checkpoint's manifest names.
+    """Return the path of the train script whose name a checkpoint's manifest contains.
 
-    The script must belong to the project. A checkpoint can't name a path, because loading a script runs its
+    The script must belong to this project. A manifest can't specify a path, because loading a script runs its
     code.
 
     Raises:
-        ValueError: If the project has no train script of this name.
+        ValueError: If the project contains no train script with this name.
     """
     scripts = {path.stem: path for path in sorted(ROOT.glob("train_*.py"))}
     if name not in scripts:
         raise ValueError(
-            f"it was trained by {name!r}, which is none of {', '.join(scripts)}. If you trust this script,"
-            " pass its file as --script."
+            f"the model was trained by {name!r}, which is not a script of this project"
+            f" ({', '.join(scripts)}). If you trust that script, pass its path with --script."
         )
     return scripts[name]
 
 
 def load_script(path: Path) -> ModuleType:
-    """Import a train script without running its main()."""
+    """Import a train script as a module without running its main()."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -63,15 +65,16 @@ def load_script(path: Path) -> ModuleType:
 
 
 def model_section(text: str) -> str | None:
-    """Return the code of the section `# --- Model` in a script. export.py creates model.py from this code."""
+    """Return the code in a script's section `# --- Model`, from which export.py creates model.py."""
     section = re.search(r"^# --- Model\b[^\n]*\n(.*?)^# --- ", text, re.MULTILINE | re.DOTALL)
     return section[1].strip() if section else None
 
 
 def names_from_above(section: str) -> list[str]:
-    """Return the names that a Model section uses, but that neither it nor model.py's imports define.
+    """Return the names that a Model section uses but that neither the section nor model.py defines.
 
-    The section is compiled but not run. Annotations are ignored, because model.py does not evaluate them.
+    The section is compiled but not run. Annotations are ignored, because model.py does not evaluate
+    annotations.
     """
     used, defined = set[str](), {*dir(builtins), *MODEL_NAMES}
     codes: list[Any] = [compile(f"from __future__ import annotations\n{section}", "model.py", "exec")]
@@ -83,13 +86,15 @@ def names_from_above(section: str) -> list[str]:
                 used.add(instruction.argval)
             elif instruction.opname in ("STORE_GLOBAL", "STORE_NAME"):
                 defined.add(instruction.argval)
-    # Names with two leading underscores are defined in every module
+    # Every module defines names with two leading underscores
     return sorted(name for name in used - defined if not name.startswith("__"))
 
 
 def recipe_class(script: ModuleType) -> type[Recipe]:
-    """Return the recipe class that the script declares. Raise ValueError if the script declares none."""
-    declared = (v for v in vars(script).values() if getattr(v, "__module__", None) == script.__name__)
+    """Return the recipe class that the script declares, or raise ValueError if there is no recipe class."""
+    declared = (
+        value for value in vars(script).values() if getattr(value, "__module__", None) == script.__name__
+    )
     recipes = [value for value in declared if isinstance(value, type) and issubclass(value, Recipe)]
     if not recipes:
         raise ValueError(f"{script.__file__} declares no recipe, so it is not a train script")
@@ -97,49 +102,49 @@ def recipe_class(script: ModuleType) -> type[Recipe]:
 
 
 def recipe_of(script: ModuleType, words: list[str]) -> Any:
-    """Return the script's recipe for these flags. Values that depend on the model are resolved."""
+    """Return the script's recipe for these flags, with model-dependent values resolved."""
     return parse(recipe_class(script), words).resolved()
 
 
 def as_flags(recipe: dict[str, Any], cls: type[Recipe]) -> list[str]:
-    """Convert a manifest's recipe to flags of the script, which are then checked like a user's flags.
+    """Convert a manifest's recipe to script flags, which are then checked like a user's flags.
 
-    Flags that affect only training are omitted. Flags that the project has removed are also omitted, because
-    none of them changed a weight's name or shape.
+    Flags that affect only training are omitted. Flags that this project has removed are also omitted, because
+    no removed flag changed a weight's name or shape.
 
     Raises:
         ValueError: If the recipe contains an unknown key.
     """
     recipe = {name: value for name, value in recipe.items() if name not in LEFT}
     if unknown := recipe.keys() - recipe_part(cls()).keys():
-        raise ValueError(f"its recipe has {unknown.pop()!r}, which is unknown to this code's {cls.__name__}")
-    words, omitted = [], flags_where(cls, "training_only")
+        raise ValueError(f"the recipe contains {unknown.pop()!r}, which {cls.__name__} does not define")
+    flags, omitted = [], flags_where(cls, "training_only")
     for name, value in recipe.items():
-        if name in omitted or value is None or value == []:  # an empty list is the default
+        if name in omitted or value is None or value == []:  # an empty list is always the default
             continue
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no_{name}")
+            flags.append(f"--{name}" if value else f"--no_{name}")
         else:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            words.append(f"--{name}={text}")
-    return words
+            value_text = ",".join(map(str, value)) if isinstance(value, list) else value
+            flags.append(f"--{name}={value_text}")
+    return flags
 
 
 def normalisation(script: ModuleType, model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the per-channel mean and standard deviation that the script uses for pixels in [0, 1]."""
+    """Return the mean and standard deviation of each channel that the script uses for pixels in [0, 1]."""
     if hasattr(script, "MEAN"):
         return script.MEAN, script.STD
     return data_config_of(model)[:2]
 
 
 def main() -> None:
-    del sys.argv[0]  # makes error messages name the script
+    del sys.argv[0]  # so that error messages show the script's name
     script = load_script(Path(sys.argv[0]))
     recipe = untrained(recipe_of(script, sys.argv[1:]))
     with torch.device("meta"):
         model = script.build_model(recipe, CLASSES) if hasattr(script, "build_model") else nn.Identity()
     size = {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "data": recipe.data,
         "images": training_images(recipe.data),
         "batch_size": recipe.batch_size,
@@ -148,7 +153,7 @@ def main() -> None:
 
 
 def training_images(data: str) -> int | None:
-    """Return the number of training images, or None if it can't be determined quickly."""
+    """Return the number of training images, or None if counting the images would take long."""
     folder = Path(data)
     if tables := sorted(folder.rglob("train-*.parquet")):
         import pyarrow.parquet

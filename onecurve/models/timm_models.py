@@ -1,7 +1,7 @@
 """Finds options, blocks and heads of timm models, and replaces some layers with faster ones.
 
-This file contains no list of models. The code inspects the structure of each timm model, so future models are
-also supported.
+This file contains no list of models. The code inspects the structure of any timm model, so that future models
+are also supported.
 """
 
 import functools
@@ -21,62 +21,68 @@ from onecurve.system.output import log
 from onecurve.upstream.accelerate_ import block_names
 from onecurve.upstream.timm_ import replace_attention, replace_patch_convolution
 
-TRIED = 8  # number of nearest sizes to try if a model does not accept a size
+TRIED = 8  # number of nearby sizes to try if a model does not accept an image size
 
 
 def data_config_of(model: nn.Module, recipe: Any = None) -> DataConfig:
-    """Return the data configuration from the model's authors, as changed by the recipe's flags."""
+    """Return the data configuration that the model's authors specify, modified by the recipe's flags."""
     from timm.data import resolve_model_data_config
 
     return data_config(resolve_model_data_config(model), recipe)
 
 
 def registered(name: str) -> Any:
-    """Return timm's configuration of the named weights. Raise ValueError for an unknown name or tag."""
+    """Return timm's configuration for named weights, or raise ValueError for an unknown name or tag."""
     import timm
 
     if not timm.is_model(name):
         raise ValueError(f"--model {name} is not in timm. timm.list_models('vit_*') lists the models.")
     try:
         return timm.get_pretrained_cfg(name)
-    except RuntimeError:  # unknown tag
+    except RuntimeError:  # the tag is unknown
         architecture, _, tag = name.partition(".")
         tags = [full_name.partition(".")[2] for full_name in timm.list_pretrained(f"{architecture}.*")]
         raise ValueError(
-            f"--model {name}: {architecture} has no weights {tag}. Choose among {', '.join(tags)}"
+            f"--model {name}: {architecture} has no weights named {tag}. Choose one of {', '.join(tags)}"
         ) from None
 
 
-@functools.cache  # cached, because telemetry builds the model a second time
+@functools.cache  # cached because telemetry builds the model a second time
 def fitting(name: str, size: int, **options: Any) -> dict[str, Any]:
-    """Return the options with which timm can build the model for square images of this size.
+    """Return the options that timm accepts to build the model for square images of this size.
 
-    Logs a message if the model does not support drop path or dropout.
+    The function logs a message if the model does not support drop path or dropout.
 
     Raises:
-        ValueError: If the model has no option for a given patch size or depth, or does not accept the image
-            size. For an image size, the message lists the nearest accepted sizes.
+        ValueError: If the model does not support a specified patch size or depth, or does not accept the
+            image size. For an image size, the message lists the nearest accepted sizes.
     """
 
     accepted, is_possible = _try_options(name, size, options)
     for option in options.keys() - accepted.keys():
         if option in ("patch_size", "depth"):
-            raise ValueError(f"--{option} does not apply to --model {name}. Remove it.")
+            raise ValueError(f"--{option} does not apply to --model {name}. Remove --{option}.")
         if options[option] and rank() == 0:
-            log.info(f"{name} has no {option} and trains without it")
+            log.info(f"{name} does not support {option} and is trained without {option}")
     if not is_possible:
         default_size = registered(name).input_size[-1]
-        near = sorted(range(32, 2 * max(size, default_size), 32), key=lambda n: (abs(n - size), n))[:TRIED]
-        sizes = [str(n) for n in sorted({default_size, *near}) if _try_options(name, n, options)[1]]
-        if sizes:  # otherwise, another option is the reason, and timm reports the error
-            raise ValueError(f"{name} does not accept --image_size {size}. Choose {', '.join(sizes)}.")
+
+        def distance(candidate: int) -> tuple[int, int]:
+            return abs(candidate - size), candidate
+
+        nearest = sorted(range(32, 2 * max(size, default_size), 32), key=distance)[:TRIED]
+        candidates = sorted({default_size, *nearest})
+        sizes = [str(candidate) for candidate in candidates if _try_options(name, candidate, options)[1]]
+        if sizes:  # if no size is accepted, timm reports the actual error later
+            raise ValueError(f"{name} does not accept --image_size {size}. Choose one of {', '.join(sizes)}.")
     return accepted
 
 
 def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the options that the model accepts, and True if the model can process images of this size.
+    """Return the options that the model accepts, and whether the model can process images of this size.
 
-    The trial runs on the meta device, so it needs little time and memory and draws no random numbers.
+    The model runs on the meta device, so that the trial needs little time and memory and draws no random
+    numbers.
     """
     import timm
 
@@ -86,37 +92,46 @@ def _try_options(name: str, size: int, options: dict[str, Any]) -> tuple[dict[st
             try:
                 timm.create_model(name, **options).eval()(torch.zeros(1, 3, size, size))
                 return options, True
-            except Exception as error:  # each model raises different exceptions
-                text = str(error)
-            unknown = [option for option in options if f"'{option}'" in text and "unexpected keyword" in text]
+            except Exception as error:  # the exception type depends on the model
+                message = str(error)
+            unknown = [
+                option for option in options if f"'{option}'" in message and "unexpected keyword" in message
+            ]
             if not unknown:
                 return options, False
             options.pop(unknown[0])
 
 
 def block_classes(model: Any) -> tuple[str, ...]:
-    """Return the sorted class names of the model's blocks, or () if the model does not describe blocks.
+    """Return the sorted class names of the model's blocks, or () if the blocks can't be determined.
 
     The blocks are the model's `_no_split_modules`, or else the modules to which `group_matcher` assigns
-    separate indices, or else the modules in the model's `stages` or `blocks`. A stage is replaced by its
-    `blocks`, and a torch container is replaced by its modules. Single layers and parts of blocks do not count
-    as blocks.
+    separate indices, or else the modules in the model's `stages` or `blocks`. The function replaces a stage
+    with the stage's `blocks`, and a torch container with the container's modules. Single layers and
+    submodules of blocks are not blocks.
 
     Raises:
-        ValueError: If layers of the model share parameters, because timm can't save the model.
+        ValueError: If layers of the model share parameters, because timm can't save such a model.
     """
     if len([*model.named_parameters(remove_duplicate=False)]) > len([*model.parameters()]):
-        raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose another --model.")
+        raise ValueError(f"{type(model).__name__}'s layers share parameters. Choose a different --model.")
     if names := block_names(model):
         return tuple(sorted(names))
     matcher = model.group_matcher(coarse=False) if hasattr(model, "group_matcher") else None
     if isinstance(matcher, dict):
-        parts = [part for name, part in matcher.items() if part and not name.startswith("stem")]
-        pairs = [pair for part in parts for pair in ([(part, None)] if isinstance(part, str) else part)]
-        # A suffix marks layers that join another group
-        patterns = [p for p, suffix in pairs if suffix is None]
-        modules = dict(model.named_modules())
-        candidates = [modules[n] for n in modules if any(re.fullmatch(p, n) for p in patterns)]
+        patterns: list[str] = []
+        for group_name, group in matcher.items():
+            if not group or group_name.startswith("stem"):
+                continue
+            if isinstance(group, str):
+                patterns.append(group)
+            else:  # a suffix marks layers that join a different group
+                patterns += [pattern for pattern, suffix in group if suffix is None]
+        candidates = [
+            module
+            for name, module in model.named_modules()
+            if any(re.fullmatch(pattern, name) for pattern in patterns)
+        ]
     else:
         candidates = list(getattr(model, "stages", getattr(model, "blocks", nn.Sequential())).children())
     blocks = [block for module in candidates for block in _blocks_in(module)]
@@ -127,29 +142,30 @@ def block_classes(model: Any) -> tuple[str, ...]:
 
 def _blocks_in(module: nn.Module) -> Iterator[nn.Module]:
     inner = getattr(module, "blocks", None)
-    if isinstance(inner, nn.Module) or type(module).__module__.startswith("torch."):
-        for child in (inner if isinstance(inner, nn.Module) else module).children():
+    container = inner if isinstance(inner, nn.Module) else module
+    if container is inner or type(module).__module__.startswith("torch."):
+        for child in container.children():
             yield from _blocks_in(child)
     elif next(module.children(), None):
         yield module
 
 
 def head_names(name: str) -> tuple[str, ...]:
-    """Return the names of the layers that compute the logits. Distilled DeiT models have two such layers."""
+    """Return the names of a timm model's logit layers, of which distilled DeiT models have two."""
     import timm
 
-    return _names_in(getattr(timm.get_pretrained_cfg(name), "classifier", None))
+    return _layer_names(getattr(timm.get_pretrained_cfg(name), "classifier", None))
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the layers that compute the logits. The default is the last linear layer."""
+    """Return the names of the layers that compute the logits, by default the last linear layer."""
     if config := getattr(model, "pretrained_cfg", None):
-        return _names_in(config.get("classifier"))
+        return _layer_names(config.get("classifier"))
     return tuple(name for name, layer in model.named_modules() if isinstance(layer, nn.Linear))[-1:]
 
 
-def _names_in(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the layer names in timm's description of a classifier."""
+def _layer_names(classifier: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the layer names in timm's classifier configuration."""
     names = classifier or "head"
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -159,7 +175,7 @@ class DropPath(nn.Module):
 
     In training, this layer drops a residual branch for some samples and scales the branch for the remaining
     samples. timm's DropPath stores the rate as a Python number, which torch.compile turns into a constant, so
-    each block would need a separate graph. This class stores the rate in a buffer instead.
+    that each block needs a separate graph. This class avoids these graphs by storing the rate in a buffer.
     """
 
     UNITS = 2**24  # float32 represents every integer up to this number
@@ -179,30 +195,34 @@ class DropPath(nn.Module):
 
 
 class PatchConv2d(nn.Conv2d):
-    """Convolution whose kernel size equals its stride, computed as one matrix product in training.
+    """Convolution with identical kernel size and stride, computed as one matrix product in training.
 
-    [B, C, H, W] -> [B, out, H / kernel, W / kernel], channels_last.
+    The layer maps [B, C, H, W] to [B, out, H / kernel, W / kernel], channels_last.
 
-    With cuDNN, this layer took 7.4 ms of a 60 ms step (ViT-B/32, batch 512, one H200), mostly for the
-    gradient of the weights. With the matrix product, and with query, key and value split in the projection's
-    order in attention, the step takes 48.5 ms. Evaluation and exported files use the convolution, so their
-    results are bitwise identical to timm's. Training also uses the convolution if the image size is not a
-    multiple of the kernel size.
+    With cuDNN, the convolution took 7.4 ms of a 60 ms step (ViT-B/32, batch 512, one H200), mostly for the
+    gradient of the weights. With the matrix product, and with attention that splits query, key and value in
+    the projection's order, a step takes 48.5 ms. Evaluation and exported files use the convolution, so that
+    their results are bitwise identical to timm's. Training also uses the convolution if the image size is not
+    a multiple of the kernel size.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        (batch, channels, height, width), (p, q) = x.shape, self.kernel_size
-        if not self.training or height % p or width % q:
+        batch, channels, height, width = x.shape
+        kernel_height, kernel_width = self.kernel_size
+        if not self.training or height % kernel_height or width % kernel_width:
             return super().forward(x)
-        rows, columns = height // p, width // q
-        patches = x.permute(0, 2, 3, 1).reshape(batch, rows, p, columns, q, channels).transpose(2, 3)
-        matrix = self.weight.permute(0, 2, 3, 1).flatten(1)  # [out, p * q * C]; a view if channels_last
+        rows, columns = height // kernel_height, width // kernel_width
+        pixels = x.permute(0, 2, 3, 1).reshape(batch, rows, kernel_height, columns, kernel_width, channels)
+        patches = pixels.transpose(2, 3)
+        # [out, kernel_height * kernel_width * C], which is a view if the weight is channels_last
+        matrix = self.weight.permute(0, 2, 3, 1).flatten(1)
         y = F.linear(patches.reshape(-1, matrix.shape[1]), matrix, self.bias)
         return y.view(batch, rows, columns, -1).permute(0, 3, 1, 2)
 
 
 def speed_up(model: nn.Module, size: int | None = None) -> None:
-    """Replace timm's patch embeddings, attention and DropPath with faster layers. Parameters stay the same.
+    """Replace timm's patch embeddings, attention and DropPath with faster layers. The parameters do not
+    change.
 
     size: Edge length of the training images, which determines the number of tokens in attention layers.
     """
@@ -221,24 +241,24 @@ def speed_up(model: nn.Module, size: int | None = None) -> None:
 
 
 def _is_plain(attention: nn.Module) -> bool:
-    """Return True if the layer has no additional parts, such as a gate."""
+    """Return True if the attention layer has no additional submodules, such as a gate."""
     parts = attention.named_children()
     return all(name in Attention.PARTS or isinstance(part, nn.Identity) for name, part in parts)
 
 
 def _count_tokens(model: nn.Module, size: int) -> None:
-    """Set the number of tokens of each attention layer, using a forward pass on the meta device."""
+    """Set the number of tokens in each attention layer, measured in a forward pass on the meta device."""
 
-    def count(module: Any, inputs: tuple[Tensor]) -> None:
+    def record_tokens(module: Any, inputs: tuple[Tensor]) -> None:
         module.tokens = inputs[0].shape[1]
 
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    hooks = [layer.register_forward_pre_hook(count) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(record_tokens) for layer in layers]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     is_training = model.training
     with torch.device("meta"), torch.no_grad():
-        on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
-        functional_call(model.eval(), on_meta, torch.zeros(1, 3, size, size))
+        meta_tensors = {name: tensor.to("meta") for name, tensor in tensors.items()}
+        functional_call(model.eval(), meta_tensors, torch.zeros(1, 3, size, size))
     model.train(is_training)
     for hook in hooks:
         hook.remove()

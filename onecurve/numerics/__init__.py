@@ -1,4 +1,4 @@
-"""Code that determines the results of a training step: sample order, augmentation, BatchNorm, optimizers.
+"""Sample order, augmentation, BatchNorm and optimizers, which determine a training step's results.
 
 Start with order.py, which assigns samples and random numbers to training steps.
 """

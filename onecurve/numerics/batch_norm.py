@@ -1,8 +1,8 @@
-"""Makes BatchNorm's running statistics equal under every strategy and on any number of processes.
+"""Makes BatchNorm's running statistics independent of the strategy and of the number of processes.
 
 In training, each BatchNorm layer from torch or timm writes the mean and variance of a forward pass into extra
-buffers. Only the buffers of rank 0's first micro-batch update the running statistics. Therefore, the
-statistics do not depend on the number of processes, or on recomputation due to activation checkpointing.
+buffers. Only the buffers of rank 0's first micro-batch update the running statistics. Therefore, the running
+statistics depend neither on the number of processes nor on recomputation due to activation checkpointing.
 """
 
 from functools import cache
@@ -23,15 +23,14 @@ class RunningStatistics:
     """Running statistics of a model's BatchNorm layers. Create this object before accelerator.prepare().
 
     Raises:
-        ValueError: If the statistics of a BatchNorm class can't be made independent of the number of
-            processes.
+        ValueError: If a BatchNorm class's statistics can't be made independent of the number of processes.
     """
 
     def __init__(self, model: nn.Module):
         self.layers: list[_Layer] = []
         for layer in model.modules():
             if isinstance(layer, BatchNorm) and layer.track_running_stats:
-                _check(layer)
+                _check_layer(layer)
                 layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
                 assert isinstance(layer, _Layer)
                 self.layers.append(layer)
@@ -39,34 +38,39 @@ class RunningStatistics:
         self.initial = [(layer.running_mean, layer.running_var) for layer in self.layers]
 
     def follow(self, accelerator: Accelerator, prepared: nn.Module) -> None:
-        """Update the statistics after each forward pass of micro-batch 0. `prepared`: the unwrapped model."""
+        """Update the statistics after micro-batch 0's forward pass. `prepared` is the unwrapped model."""
         for layer, (mean, var) in zip(self.layers, self.initial, strict=True):
-            # DeepSpeed casts the whole model, but running statistics must be fp32.
-            layer.running_mean, layer.running_var = (t.to(accelerator.device) for t in (mean, var))
+            # DeepSpeed casts all tensors of the model, but running statistics must be fp32.
+            layer.running_mean, layer.running_var = (
+                statistic.to(accelerator.device) for statistic in (mean, var)
+            )
             for name in ("batch_mean", "batch_var"):
                 layer.register_buffer(name, torch.zeros_like(layer.running_mean), persistent=False)
-        first = 1 % accelerator.gradient_accumulation_steps  # accelerator.step counts from 1
+        first_micro_batch = 1 % accelerator.gradient_accumulation_steps  # accelerator.step counts from 1
 
         def update(module: nn.Module, *_) -> None:
-            if module.training and accelerator.step % accelerator.gradient_accumulation_steps == first:
-                self._update()
+            if (
+                module.training
+                and accelerator.step % accelerator.gradient_accumulation_steps == first_micro_batch
+            ):
+                self._update_statistics()
 
         if self.updated:
             prepared.register_forward_hook(update)
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update_statistics(self) -> None:
         for momentum in {layer.momentum for layer in self.updated}:
             layers = [layer for layer in self.updated if layer.momentum == momentum]
-            lerp_([x.running_mean for x in layers], [x.batch_mean for x in layers], momentum)
-            lerp_([x.running_var for x in layers], [x.batch_var for x in layers], momentum)
+            lerp_([norm.running_mean for norm in layers], [norm.batch_mean for norm in layers], momentum)
+            lerp_([norm.running_var for norm in layers], [norm.batch_var for norm in layers], momentum)
         add_([layer.num_batches_tracked for layer in self.updated], 1)
 
 
 class _Layer(BatchNorm):
-    """BatchNorm layer, [B, C, ...] -> [B, C, ...], which trains with the statistics of the micro-batch.
+    """BatchNorm layer, [B, C, ...] -> [B, C, ...], that trains with the micro-batch's statistics.
 
-    The layer casts weight and bias to fp32, the dtype of the statistics, because torch refuses mixed dtypes.
+    Weight and bias are cast to fp32, the dtype of the statistics, because torch refuses mixed dtypes.
     """
 
     momentum: float
@@ -80,7 +84,7 @@ class _Layer(BatchNorm):
 
     @property
     def is_frozen(self) -> bool:
-        """True if the weights are not trained (--freeze). The layer's statistics are then frozen as well."""
+        """True if --freeze excludes the weights from training. The statistics are then frozen as well."""
         return self.affine and not self.weight.requires_grad
 
     def train(self, mode: bool = True) -> Self:
@@ -89,7 +93,9 @@ class _Layer(BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         mean, var = self.running_mean, self.running_var
-        weight, bias = (None if p is None else p.to(mean.dtype) for p in (self.weight, self.bias))
+        weight, bias = (
+            None if parameter is None else parameter.to(mean.dtype) for parameter in (self.weight, self.bias)
+        )
         if self.training:
             # The forward pass overwrites batch_mean and batch_var, because the momentum is 1
             mean, var = self.batch_mean, self.batch_var
@@ -99,19 +105,20 @@ class _Layer(BatchNorm):
 
 @cache
 def _layer_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass with the same name as the layer's class, so that isinstance() still works."""
+    """Return a subclass with the same name as the layer's class, so that isinstance() checks still work."""
     return type(cls.__name__, (_Layer, cls), {})
 
 
-def _check(layer: Any) -> None:
+def _check_layer(layer: Any) -> None:
     forward = type(layer).forward
-    # _Layer.forward replaces only these two methods.
+    # _Layer.forward can replace only these two forward methods.
     if forward is not BatchNorm.forward and not is_batch_norm_act(forward):
         raise ValueError(
-            f"the statistics of the model's {type(layer).__name__} depend on the number of processes."
-            " Use BatchNorm1d, 2d or 3d, or timm's BatchNormAct2d."
+            f"the running statistics of the model's {type(layer).__name__} layers would depend on the number"
+            " of processes. Use BatchNorm1d, BatchNorm2d, BatchNorm3d or timm's BatchNormAct2d."
         )
     if layer.momentum is None:
         raise ValueError(
-            f"the model has a {type(layer).__name__} without momentum. Set it, for example to 0.1."
+            f"the model contains a {type(layer).__name__} layer without momentum. Set the layer's momentum,"
+            " for example to 0.1."
         )

@@ -1,4 +1,4 @@
-"""Creates optimizers by name, and decides whether SGD can be fused."""
+"""Creates optimizers by name, and determines whether fused SGD can be used."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from onecurve.system.text import did_you_mean
 
 
 def can_fuse_sgd(accelerator: Accelerator) -> bool:
-    """Return True if torch.optim.SGD(fused=True) can be used: on a GPU, except under FSDP.
+    """Return True if torch.optim.SGD(fused=True) can be used, which requires a GPU and excludes FSDP.
 
-    Fused SGD runs one kernel for all tensors, and the fp16 scaler does not need to wait for the device. torch
-    2.15 does not support fused SGD for DTensors. On a CPU, fused SGD would round differently from existing
+    Fused SGD runs one kernel for all tensors, and the fp16 scaler does not have to wait for the device.
+    DTensors do not support fused SGD in torch 2.15. On a CPU, fused SGD would round differently than existing
     runs, which must remain resumable.
     """
     return accelerator.device.type == "cuda" and accelerator.distributed_type != DistributedType.FSDP
 
 
 def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
-    """Create the optimizer with this name from timm, or else from torch, with default settings.
+    """Create the named optimizer from timm, or else from torch, with default settings.
 
     Raises:
-        ValueError: If no optimizer has this name, or the optimizer can't be created.
+        ValueError: If no optimizer has this name, or if the optimizer can't be created.
     """
     from timm.optim import create_optimizer_v2, list_optimizers
 
@@ -40,4 +40,4 @@ def named_optimizer(name: str, groups: list[dict[str, Any]], lr: float) -> torch
         reason = str(error) or "a required package is not installed"
         raise ValueError(f"--optimizer {name} can't be created: {reason}") from error
     hint = did_you_mean(name, [*timm_names, *torch_classes]) or "timm.optim.list_optimizers() lists the names"
-    raise ValueError(f"--optimizer {name} is neither timm's nor torch's: {hint}")
+    raise ValueError(f"--optimizer {name} is neither in timm nor in torch: {hint}")

@@ -1,9 +1,9 @@
-"""Computes the order of samples and random numbers, with equal results on every machine.
+"""Computes the order of samples and random numbers, with identical results on every machine.
 
-All functions are pure. The order depends only on (seed, epoch, step, batch size). An epoch of N samples has
-floor(N / B) steps with batch size B. Step s uses the samples [s*B : (s+1)*B] of the epoch's order; the
-remaining samples are not used. Micro-batch k of a step contains the step's samples [k*b : (k+1)*b]. With A
-gradient accumulation steps, rank r computes the micro-batches r*A ... r*A + A-1.
+The sample order depends only on (seed, epoch, step, batch size). With N samples and batch size B, an epoch
+consists of floor(N / B) steps. Step s uses the samples [s*B : (s+1)*B] in the epoch's order, and samples
+after the last full batch are not used. Micro-batch k of a step consists of the step's samples [k*b :
+(k+1)*b]. With A gradient accumulation steps, rank r computes the micro-batches r*A ... r*A + A-1.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-if TYPE_CHECKING:  # not at runtime, which avoids importing all flags
+if TYPE_CHECKING:  # a runtime import would also import all flags
     from onecurve.flags.recipe import Batch, Recipe
 
 Plan = Iterable[tuple[int, np.ndarray]]  # (epoch, sample ids int64 [b]) of each micro-batch, in order
 
 
 class Shuffled:
-    """Samples with fast random access. The order of an epoch is a permutation of all samples."""
+    """Samples with fast random access. Each epoch's order is a random permutation of all samples."""
 
     def __init__(self, count: int):
         self.count = count
@@ -53,8 +53,10 @@ class Streamed:
     def check(self, batch: "Batch") -> None:
         total, processes, streams = batch.total, batch.processes, self.streams
         if total % streams or streams % processes:
-            possible = [s for s in range(processes, total + 1, processes) if total % s == 0]
-            nearest = sorted(sorted(possible, key=lambda s: abs(s - streams))[:2])
+            possible = [
+                candidate for candidate in range(processes, total + 1, processes) if total % candidate == 0
+            ]
+            nearest = sorted(sorted(possible, key=lambda candidate: abs(candidate - streams))[:2])
             raise ValueError(
                 f"--streams {streams} must divide --batch_size {total} and be a multiple of the number of"
                 f" processes, {processes}. Choose {' or '.join(map(str, nearest))}."
@@ -64,13 +66,13 @@ class Streamed:
         return stream_order(seed, epoch, self.counts, self.streams, self.window, batch.total)
 
 
-Samples = Shuffled | Streamed  # number and order of a data set's training samples
+Samples = Shuffled | Streamed  # determines the number and the order of training samples
 
 
 def order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the shuffled samples of one epoch: int64 [count].
+    """Return the shuffled sample ids of one epoch: int64 [count].
 
-    The function uses RandomState, because NumPy guarantees that its random stream never changes (NEP 19).
+    The random numbers come from RandomState, whose stream NumPy guarantees never to change (NEP 19).
     """
     return np.random.RandomState([seed, epoch]).permutation(count)
 
@@ -78,39 +80,41 @@ def order(seed: int, epoch: int, count: int) -> np.ndarray:
 def stream_order(
     seed: int, epoch: int, counts: np.ndarray, streams: int, window: int, batch_size: int
 ) -> np.ndarray:
-    """Return the samples of one epoch of sharded data: int64 [floor(N / B) * B].
+    """Return the sample ids of one epoch of sharded data: int64 [floor(N / B) * B].
 
-    The shards, with counts[k] samples each, are concatenated in random order and cut into equal streams.
-    Samples of a stream are shuffled within windows, so that a reader needs only the shards of one window at a
-    time. A step of B samples uses B / streams samples from each stream, one stream after the other. If the
-    number of processes divides the number of streams, no two processes read the same stream.
+    The shards, with counts[k] samples each, are concatenated in random order and cut into streams of the same
+    length. The samples in a stream are shuffled within windows, so that a reader needs only the shards of one
+    window at a time. A step of B samples uses B / streams samples from each stream, one stream after the
+    other. If the number of processes divides the number of streams, no two processes read the same stream.
     """
     generator = np.random.RandomState([seed, epoch])
-    ends = np.cumsum(counts)
-    shards = [np.arange(ends[k] - counts[k], ends[k]) for k in generator.permutation(len(counts))]
+    shard_ends = np.cumsum(counts)
+    shards = [
+        np.arange(shard_ends[shard] - counts[shard], shard_ends[shard])
+        for shard in generator.permutation(len(counts))
+    ]
     sequence = np.concatenate(shards)
-    steps, share = len(sequence) // batch_size, batch_size // streams
-    by_stream = sequence[: steps * batch_size].reshape(streams, steps * share)
+    steps, samples_per_step = len(sequence) // batch_size, batch_size // streams
+    by_stream = sequence[: steps * batch_size].reshape(streams, steps * samples_per_step)
     for number, stream in enumerate(by_stream):
-        # The first window has a different length in each stream, so that streams need new shards at different
-        # steps.
-        first = window * (number + 1) // streams
-        for samples in np.split(stream, range(first, len(stream), window)):
+        # The first window has a different length in each stream, so that the streams need new shards at
+        # different steps.
+        first_window = window * (number + 1) // streams
+        for samples in np.split(stream, range(first_window, len(stream), window)):
             generator.shuffle(samples)
-    return by_stream.reshape(streams, steps, share).swapaxes(0, 1).reshape(-1)
+    return by_stream.reshape(streams, steps, samples_per_step).swapaxes(0, 1).reshape(-1)
 
 
 def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
-    """Return floor(N / batch size).
+    """Return the number of steps per epoch, floor(N / batch size).
 
     Raises:
-        ValueError: If there are fewer samples than one batch, or the batch can't be divided among the
-            processes.
+        ValueError: If a batch is larger than the data, or if the number of streams does not match the batch.
     """
     if len(samples) < batch.total:
         raise ValueError(
-            f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}. Choose at"
-            f" most {len(samples) // batch.processes * batch.processes}."
+            f"--batch_size {batch.total} is more than the {len(samples)} training {batch.unit}. Choose"
+            f" at most {len(samples) // batch.processes * batch.processes}."
         )
     samples.check(batch)
     return len(samples) // batch.total
@@ -118,16 +122,16 @@ def steps_per_epoch(samples: Samples, batch: "Batch") -> int:
 
 @dataclass(frozen=True)
 class Steps:
-    """Optimizer steps of a run. The run trains the steps first ... last - 1."""
+    """Optimizer steps of a run, which trains the steps first ... last - 1."""
 
     per_epoch: int
-    total: int  # steps of all epochs, the length of schedules
-    last: int  # total, or --max_steps if that is smaller
+    total: int  # number of steps in all epochs, which is the length of schedules
+    last: int  # minimum of total and --max_steps
     first: int = 0  # greater than 0 in a resumed run
 
     @classmethod
     def of(cls, samples: Samples, batch: "Batch", recipe: "Recipe") -> "Steps":
-        """Compute the steps of a run. Raise ValueError for the same reasons as steps_per_epoch()."""
+        """Compute the steps of a run, or raise ValueError for the same reasons as steps_per_epoch()."""
         per_epoch = steps_per_epoch(samples, batch)
         total = recipe.epochs * per_epoch
         return cls(per_epoch, total, min(total, recipe.max_steps or total))
@@ -139,7 +143,7 @@ class Steps:
 def training_plan(
     samples: Samples, batch: "Batch", rank: int, seed: int, first_step: int, last_step: int
 ) -> Plan:
-    """Yield this rank's micro-batches of the steps first_step ... last_step - 1, in order."""
+    """Yield this rank's training micro-batches for the steps first_step ... last_step - 1, in order."""
     per_epoch = steps_per_epoch(samples, batch)
     epoch, ids = -1, np.empty(0, np.int64)
     for step in range(first_step, last_step):
@@ -154,26 +158,26 @@ def training_plan(
 def evaluation_plan(
     count: int, per_device: int, processes: int, rank: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield this rank's micro-batches. All ranks together evaluate every sample exactly once.
+    """Yield this rank's evaluation micro-batches. All ranks together evaluate each sample exactly once.
 
-    Each rank evaluates consecutive micro-batches, so that it reads only its part of the shards. Except for
-    empty micro-batches, the micro-batches are the same on any number of processes. All ranks evaluate the
-    same number of micro-batches with the same shape, because a forward pass is a collective operation under
-    FSDP and ZeRO-3. Padding repeats the rank's last sample and must not be counted.
+    Each rank evaluates consecutive micro-batches, so that the rank reads only a part of the shards. The
+    micro-batches that contain samples are the same on any number of processes. All ranks evaluate the same
+    number of micro-batches with the same shape, because a forward pass is a collective operation under FSDP
+    and ZeRO-3. Padding repeats the rank's last sample and must be excluded from metrics.
 
     Yields:
-        Sample ids, int64 [per_device], and the number of ids at the beginning that are not padding.
+        Sample ids, int64 [per_device], and the number of ids that precede the padding.
     """
-    share = -(-count // (per_device * processes)) * per_device
-    first, end = rank * share, min((rank + 1) * share, count)
-    for start in range(first, first + share, per_device):
+    samples_per_rank = -(-count // (per_device * processes)) * per_device
+    first, end = rank * samples_per_rank, min((rank + 1) * samples_per_rank, count)
+    for start in range(first, first + samples_per_rank, per_device):
         ids = np.arange(start, start + per_device)
-        valid = int(np.count_nonzero(ids < end))
-        yield np.minimum(ids, end - 1), valid
+        valid_count = int(np.count_nonzero(ids < end))
+        yield np.minimum(ids, end - 1), valid_count
 
 
 def chosen_by_hash(count: int, size: int) -> np.ndarray:
-    """Choose `size` of the ids 0 ... count - 1 by a fixed hash. Return sorted ids: int64 [size].
+    """Choose `size` of the ids 0 ... count - 1 by a fixed hash, and return them sorted: int64 [size].
 
     The choice does not depend on the seed. A smaller choice is always a subset of a larger choice.
     """
@@ -182,25 +186,25 @@ def chosen_by_hash(count: int, size: int) -> np.ndarray:
 
 def hashes(count: int) -> np.ndarray:
     """Return a fixed, unique hash for each sample id 0 ... count - 1: uint64 [count]."""
-    return _mix(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    return _scramble(np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 / golden ratio
 _MASK = 2**64 - 1  # truncates Python integers to 64 bits
 
 
-def _mix(x: Any) -> Any:
+def _scramble(x: Any) -> Any:
     """Scramble 64-bit integers with SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
 
 
-def _hash(*words: int) -> int:
-    """Return one 64-bit hash of several integers. For a few integers, Python is faster than NumPy."""
+def _hash_integers(*words: int) -> int:
+    """Return a 64-bit hash of several integers. Plain Python is faster than NumPy for a few integers."""
     state = 0
     for word in words:
-        state = _mix((state + (word + 1) * _GOLDEN) & _MASK)
+        state = _scramble((state + (word + 1) * _GOLDEN) & _MASK)
     return state
 
 
@@ -209,19 +213,19 @@ def uniforms(seed: int, epoch: int, samples: np.ndarray, count: int) -> np.ndarr
 
     COLUMNS in onecurve/numerics/augment.py assigns each column to an operation.
     """
-    key = np.uint64(_hash(seed, epoch))
-    per_sample = _mix(key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN))
+    key = np.uint64(_hash_integers(seed, epoch))
+    per_sample = _scramble(key + np.asarray(samples).astype(np.uint64) * np.uint64(_GOLDEN))
     draws = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    return (_mix(per_sample[:, None] + draws) >> np.uint64(11)) * 2.0**-53
+    return (_scramble(per_sample[:, None] + draws) >> np.uint64(11)) * 2.0**-53
 
 
 def reseed(seed: int, step: int, k: int) -> None:
-    """Seed torch's generators before micro-batch k, so that no generator state needs to be saved.
+    """Seed torch's generators before micro-batch k, so that checkpoints need no generator state.
 
-    The generators determine dropout, drop path and mixup. This function does not call torch.manual_seed(),
-    because that call takes 0.4 ms without a GPU to format a stack trace (torch 2.15).
+    The generators determine dropout, drop path and mixup. Without a GPU, torch.manual_seed() would take 0.4
+    ms to format a stack trace (torch 2.15), so this function seeds the generators directly.
     """
-    number = _hash(seed, step, k) >> 1  # 63 bits, because generators accept signed integers
+    number = _hash_integers(seed, step, k) >> 1  # 63 bits, because generators accept only signed integers
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)

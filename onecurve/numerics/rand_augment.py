@@ -1,13 +1,13 @@
 """Applies RandAugment (arXiv 1909.13719) to a batch on the device, following google-research/big_vision.
 
 Each layer applies one of 16 operations to each image, with the same strength for all images. The operations
-follow big_vision/pp/archive/autoaugment.py; most of them come from PIL. The result for an image does not
+follow big_vision/pp/archive/autoaugment.py and mostly originate in PIL. The result for an image does not
 depend on the other images in the batch. Shifts and cut-outs scale with the image size, whereas big_vision
 assumes 224 pixels.
 
-Five operations call torchvision. The remaining operations are implemented in this file, because torchvision's
-AutoContrast, Color, Contrast and Sharpness round differently, its affine transforms accept only one angle or
-shift per batch, and it lacks SolarizeAdd and Cutout.
+Five operations call torchvision. The remaining operations are implemented in this file for three reasons.
+torchvision's AutoContrast, Color, Contrast and Sharpness round differently. The affine transforms in
+torchvision accept only one angle or shift per batch. SolarizeAdd and Cutout are missing from torchvision.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from .augment import LUMA, send_arrays
 
 Factors = tuple[float | np.ndarray, ...]
 
-DRAWN = 4  # columns of draws per sample and layer
-GREY = 128  # fill value of all channels
-EDGE = 224  # image size in pixels for which the constants of shifts and cut-outs are defined
+DRAWN = 4  # number of random numbers per sample and layer
+GREY = 128  # value of all channels in filled areas
+EDGE = 224  # image size in pixels to which the constants of shifts and cut-outs refer
 
 
 def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: float) -> Tensor:
     """Apply `layers` random operations to each image in sequence.
 
     Args:
-        images: uint8 [B, H, W, 3].
-        draws: float64 [B, >= 4 * layers] in [0, 1). Each layer uses four columns: the operation, the
-            direction, and the row and column of a cut-out.
+        images: Pixels, uint8 [B, H, W, 3].
+        draws: Random numbers, float64 [B, >= 4 * layers] in [0, 1). The four columns of a layer determine the
+            operation, the direction, and the row and column of a cut-out.
         layers: Number of operations per image.
-        magnitude: Strength of the operations. 10 is strong; larger values are allowed.
+        magnitude: Strength of the operations. A magnitude of 10 is strong, and larger magnitudes are allowed.
 
     Returns:
-        uint8 [B, H, W, 3].
+        Augmented pixels, uint8 [B, H, W, 3].
     """
     strength, (h, w) = magnitude / 10, images.shape[1:3]
     parts = [draws[:, layer * DRAWN : (layer + 1) * DRAWN] for layer in range(layers)]
@@ -46,7 +46,7 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
         order, inverse, factors, centers = sent[4 * layer : 4 * layer + 4]
         pieces = images.index_select(0, order).split(counts)
         results = [
-            _applied(group, piece, strength, factors, centers) if len(piece) else piece
+            _apply_group(group, piece, strength, factors, centers) if len(piece) else piece
             for group, piece in zip(GROUPS, pieces, strict=True)
         ]
         images = torch.cat(results).index_select(0, inverse)
@@ -54,10 +54,11 @@ def rand_augment(images: Tensor, draws: np.ndarray, layers: int, magnitude: floa
 
 
 def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int], tuple[np.ndarray, ...]]:
-    """Plan one layer's operations on a batch. Return the number of images in each group, and four arrays.
+    """Plan one layer's operations, and return the number of images in each group and four arrays.
 
-    The arrays are: the order of the images by group, int64 [B]; the inverse of this order, int64 [B]; the
-    factors for _warped(), float32 [6, warped]; and the centers of the cut-out squares, int32 [cut out, 2].
+    The arrays contain the order of the images by group (int64 [B]), the inverse of this order (int64 [B]),
+    the factors for _warped() (float32 [6, warped]), and the centers of the cut-out squares (int32 [cut out,
+    2]).
     """
     operations = (draws[:, 0] * len(OPERATIONS)).astype(np.int64)
     group = _GROUP_OF[operations]
@@ -74,7 +75,7 @@ def _plan(draws: np.ndarray, h: int, w: int, strength: float) -> tuple[list[int]
     return counts, (order, np.argsort(order), factors[:, warped].astype(np.float32), centers)
 
 
-def _applied(group: str, images: Tensor, strength: float, factors: Tensor, centers: Tensor) -> Tensor:
+def _apply_group(group: str, images: Tensor, strength: float, factors: Tensor, centers: Tensor) -> Tensor:
     if group == "Warp":
         return _warped(images, factors)
     if group == "Cutout":
@@ -93,8 +94,8 @@ def _torchvision(name: str, images: Tensor, *arguments: float) -> Tensor:
 
 
 def _auto_contrast(images: Tensor, strength: float) -> Tensor:
-    """Stretch each channel, so that the darkest value becomes 0 and the brightest value becomes 255."""
-    low, high = (f(images, dim=(1, 2), keepdim=True).float() for f in (torch.amin, torch.amax))
+    """Stretch each channel so that its darkest value becomes 0 and its brightest value becomes 255."""
+    low, high = (reduce(images, dim=(1, 2), keepdim=True).float() for reduce in (torch.amin, torch.amax))
     scale = 255 / (high - low)
     return torch.where(high > low, _clip(images * scale - low * scale), images)
 
@@ -117,17 +118,17 @@ def _solarize_add(images: Tensor, strength: float) -> Tensor:
 
 
 def _color(images: Tensor, strength: float) -> Tensor:
-    return _blended(images, _luma(images), strength)
+    return _blended(images, _brightness(images), strength)
 
 
 def _contrast(images: Tensor, strength: float) -> Tensor:
     h, w = images.shape[1:3]
-    mean = _luma(images).int().sum((1, 2), keepdim=True) // (h * w)
+    mean = _brightness(images).int().sum((1, 2), keepdim=True) // (h * w)
     return _blended(images, mean, strength)
 
 
 def _sharpness(images: Tensor, strength: float) -> Tensor:
-    """Blend images with their 3 x 3 means. The center pixel has weight 5. Border pixels do not change."""
+    """Blend images with 3 x 3 means whose center pixel has weight 5. Border pixels do not change."""
     h, w = images.shape[1:3]
     values = images.short()
     rows = values[:, :-2] + values[:, 1:-1] + values[:, 2:]
@@ -138,12 +139,13 @@ def _sharpness(images: Tensor, strength: float) -> Tensor:
 
 
 def _cutout(images: Tensor, strength: float, centers: Tensor) -> Tensor:
-    """Fill a square around a random center, clipped at the image border. `centers`: int32 [b, 2]."""
+    """Fill a square around each center (int32 [b, 2]) with GREY, clipped at the image border."""
     h, w = images.shape[1:3]
     half = int(40 / EDGE * min(h, w) * strength)
-    y, x = (torch.arange(n, device=images.device, dtype=torch.int32) for n in (h, w))
+    y, x = (torch.arange(edge, device=images.device, dtype=torch.int32) for edge in (h, w))
     rows, columns = (
-        (i >= center - half) & (i < center + half) for i, center in ((y, centers[:, :1]), (x, centers[:, 1:]))
+        (positions >= center - half) & (positions < center + half)
+        for positions, center in ((y, centers[:, :1]), (x, centers[:, 1:]))
     )
     return images.masked_fill((rows[:, :, None] & columns[:, None, :])[..., None], GREY)
 
@@ -162,7 +164,7 @@ SIMPLE = {
 }
 
 # --- Warps: (height, width, strength, direction float64 [b]) -> the six factors for _warped(), each of which
-# is one number for all images or an array with one number per image
+# is one number for all images, or an array with one number per image
 
 
 def _rotate(h: int, w: int, strength: float, direction: np.ndarray) -> Factors:
@@ -180,31 +182,31 @@ WARPS: dict[str, Callable[[int, int, float, np.ndarray], Factors]] = {
     "TranslateY": lambda h, w, strength, direction: (1, 0, 0, 0, 1, 100 / EDGE * h * strength * direction),
 }
 
-# A random number selects an operation by its index in this list.
+# Operations in the order of the indices that random numbers select
 OPERATIONS = (
     "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast",
     "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",
 )  # fmt: skip
-# All images of a group are processed together. The warps form a single group, which needs fewer kernels on a
-# GPU.
+# Groups of operations whose images are processed together. The warps form a single group, which reduces the
+# number of kernels on a GPU.
 GROUPS = (*SIMPLE, "Cutout", "Warp")
 _GROUP_OF = np.array([GROUPS.index("Warp" if name in WARPS else name) for name in OPERATIONS])
 
 
-def _luma(images: Tensor) -> Tensor:
-    """Return the brightness of each pixel according to ITU-R 601-2: uint8 [b, H, W, 1]."""
+def _brightness(images: Tensor) -> Tensor:
+    """Return each pixel's brightness according to ITU-R 601-2: uint8 [b, H, W, 1]."""
     red, green, blue = images.float().unbind(3)
     return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue).round_().to(torch.uint8)[..., None]
 
 
 def _blended(images: Tensor, others: Tensor, strength: float) -> Tensor:
-    """Interpolate or extrapolate from `others` to the images by _factor(strength)."""
+    """Blend `others` (factor 0) with the images (factor 1) by _factor(strength), which may exceed 1."""
     others = others.float()
     return _clip(others + _factor(strength) * (images - others))
 
 
 def _factor(strength: float) -> float:
-    """Return the factor for PIL's ImageEnhance: 0 gives a black, grey or smooth image, 1 the original."""
+    """Return the factor for PIL's ImageEnhance. A factor of 1 keeps the image, and 0 removes the property."""
     return 1.8 * strength + 0.1
 
 
@@ -213,10 +215,10 @@ def _clip(values: Tensor) -> Tensor:
 
 
 def _warped(images: Tensor, factors: Tensor) -> Tensor:
-    """Set each pixel (x, y) to the pixel nearest to (a x + b y + c, d x + e y + f), or GREY outside the
-    image.
+    """Copy the pixel nearest to (a x + b y + c, d x + e y + f) to each position (x, y).
 
-    factors: float32 [6, b], the factors a to f of each image.
+    Positions whose source lies outside the image become GREY. `factors` contains a to f of each image,
+    float32 [6, b].
     """
     b, h, w, _ = images.shape
     factors = factors[:, :, None, None]

@@ -162,8 +162,8 @@ def test_vit_accepts_optimizers_of_timm_and_torch_by_name(name, layer_decay):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("adanw2", "is neither timm's nor torch's: did you mean adanw?"),
-        ("nothing", r"is neither timm's nor torch's: timm.optim.list_optimizers\(\) lists the names"),
+        ("adanw2", "is neither in timm nor in torch: did you mean adanw?"),
+        ("nothing", r"is neither in timm nor in torch: timm.optim.list_optimizers\(\) lists the names"),
         ("lbfgs", "can't be created: LBFGS doesn't support per-parameter options"),
         ("fusedadam", "can't be created: "),
     ],

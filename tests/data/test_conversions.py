@@ -34,7 +34,7 @@ def labels(colours: list[int]) -> Image.Image:
 COLOURS = noise(255, np.uint8, 32, 32, 3)
 SPRITE = np.zeros((32, 32), np.uint8)
 SPRITE[8:24, 8:24] = 255
-TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits. The files have 16 bits, with values from "
+TWELVE = "levels 0 to 15 of 255 after conversion to 8 bits. The files contain 16-bit values from "
 
 
 @pytest.mark.parametrize(
@@ -89,5 +89,5 @@ def test_conversion_warnings_appear_at_the_start(form, tmp_path, capfd):
         prep("--from", "folder", "--data", root, "--out", tmp_path / "out")
         root = tmp_path / "out"
     lines = [line for line in opened(root, tmp_path / "cache").flaws if "sampled" in line]
-    assert f"{SAMPLE + 4} sampled images use only the levels 0 to 15" in lines[0]
+    assert f"the pixels of {SAMPLE + 4} sampled images use only levels 0 to 15" in lines[0]
     assert len(lines) == (1 if form == "one size" else 2)

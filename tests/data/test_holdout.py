@@ -36,7 +36,7 @@ def test_each_class_keeps_a_training_image():
     assert np.bincount(labels[~held_out(labels, 10)]).tolist() == [1, 1, 1]
     for holdout in (11, 0.9, 0.01):
         with pytest.raises(
-            ValueError, match=r"of 13 training images\. Choose 1 to 10, because each class keeps"
+            ValueError, match=r"of 13 training images\. .* 1 to 10 images, because each class must keep"
         ):
             held_out(labels, holdout)
 
@@ -51,10 +51,10 @@ def test_folds_partition_the_images_and_stratify_the_classes():
     # The same images must be selected on every machine.
     assert np.flatnonzero(held_out(np.zeros(10, np.int64), "2/5")).tolist() == [4, 7]
     for labels, text in (
-        ([0] * 8 + [1], "9 images, 1 in the smallest class"),
-        ([0, 0, 1, 1], "4 images, 2 in the smallest class"),
+        ([0] * 8 + [1], "9 images, with 1 in the smallest class"),
+        ([0, 0, 1, 1], "4 images, with 2 in the smallest class"),
     ):
-        with pytest.raises(ValueError, match=f"--fold 1/5: {text}, are too few"):
+        with pytest.raises(ValueError, match=f"--fold 1/5 needs at least .* contains {text}"):
             held_out(np.array(labels), "1/5")
 
 
@@ -74,7 +74,7 @@ def test_folds_split_the_same_data(tmp_path):
 def test_data_without_a_held_out_split(form, split, tmp_path):
     """Check that each image is in one split, in the original order. Only image IDs affect the selection."""
     data, cache = data_set(tmp_path / "pets", form, labels=SORTED, **{split: 20}), tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"to evaluate on\. .* with --holdout 0\.1"):
+    with pytest.raises(ValueError, match=r"contains no evaluation split .* with --holdout 0\.1"):
         opened(data, cache)
     images = opened(data, cache, holdout=0.2)
     is_held_out, all_pixels = held_out(np.array(SORTED), 0.2), pixels(*range(20))
@@ -136,7 +136,7 @@ def test_a_broken_held_out_image_is_reported_by_its_name(form, tmp_path):
         name = f"{root}/b/{broken}.png"
     with pytest.raises(ValueError, match="1 of 20 images can't be decoded") as error:
         opened(root, tmp_path / "cache", holdout=0.2)
-    assert f"  {name}: not an image" in str(error.value)
+    assert f"  {name}: the file is not in a supported image format" in str(error.value)
 
 
 # --- End of a run whose data contains a held-out split

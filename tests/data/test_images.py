@@ -74,7 +74,7 @@ def decode(images, pixels, ids):
         while not go.exists():
             time.sleep(0.05)
     return real(images, pixels, ids)
-real, image_cache._decode, image_cache.allowed_cores = image_cache._decode, decode, lambda: 1
+real, image_cache._decode_chunk, image_cache.allowed_cores = image_cache._decode_chunk, decode, lambda: 1
 print("DONE", image_cache.prepare_data(str(data), cache), flush=True)
 """
 
@@ -193,9 +193,9 @@ def test_label_types_of_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (pa.array([0.0, 1.0]), "are float, not numbers or names"),
-        (pa.array(["a", "b"]), "must all be numbers, or all be names"),
-        (pa.array([[0, 1], [1]]), "train.*parquet are lists. This is multi-label data"),
+        (pa.array([0.0, 1.0]), "have type float instead of numbers or names"),
+        (pa.array(["a", "b"]), "must be either all numbers, or all names"),
+        (pa.array([[0, 1], [1]]), "train.*parquet are lists. Multi-label data is not supported"),
     ],
 )
 def test_other_label_types_are_refused(labels, message, tmp_path):
@@ -335,14 +335,16 @@ def test_a_folder_that_another_host_prepared_meanwhile_is_kept(tmp_path):
     folder = prepare_data(str(root), cache)
     before = folder.stat().st_ino
     source = find_source(ImageRecipe(data=str(root)), lambda: None, False)
-    image_cache._make(folder, source, "the same", lambda: None)
+    image_cache._write_folder(folder, source, "the same", lambda: None)
     assert (in_cache(cache), folder.stat().st_ino) == ([folder], before)
 
 
 def test_an_exception_in_the_heartbeat_ends_the_threads_and_leaves_no_files(tmp_path, monkeypatch):
     root, decoded = parquet_folder(tmp_path / "data"), []
     monkeypatch.setattr(image_cache, "CHUNK_PIXELS", 1)  # Make each image a separate chunk
-    monkeypatch.setattr(image_cache, "_decode", lambda *chunk: time.sleep(0.1) or decoded.append(0) or [])
+    monkeypatch.setattr(
+        image_cache, "_decode_chunk", lambda *chunk: time.sleep(0.1) or decoded.append(0) or []
+    )
 
     def beat():
         if decoded:
@@ -363,7 +365,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
             return True
 
     together, beats, terminal = threading.Barrier(2, timeout=20), [], Terminal()
-    real_decode = image_cache._decode
+    real_decode = image_cache._decode_chunk
 
     def decode(*chunk):
         together.wait()  # Two chunks must be decoded at the same time to pass this barrier
@@ -371,7 +373,7 @@ def test_threads_decode_in_parallel_under_a_progress_bar(tmp_path, monkeypatch):
         return real_decode(*chunk)
 
     monkeypatch.setattr(image_cache, "allowed_cores", lambda: 2)
-    monkeypatch.setattr(image_cache, "_decode", decode)
+    monkeypatch.setattr(image_cache, "_decode_chunk", decode)
     monkeypatch.setattr(sys, "stderr", terminal)
     root = parquet_folder(tmp_path / "data", train=600, test=100)
     images = open_images(prepare_data(str(root), tmp_path / "cache", lambda: beats.append(time.monotonic())))
@@ -657,9 +659,11 @@ def test_files_that_cannot_be_decoded_are_all_counted(tmp_path):
         prepare_data(str(root), tmp_path / "cache")
     lines = str(error.value).splitlines()
     assert len(lines) == 12
-    assert lines[1].startswith(f"  {root}/train/b/1.png: not an image of a known format (JPEG, PNG, ")
+    assert lines[1].startswith(
+        f"  {root}/train/b/1.png: the file is not in a supported image format (JPEG, PNG, "
+    )
     file = tmp_path / "cache" / "broken.json"
-    assert lines[-1] == f"  and 2 more, listed in {file}"
+    assert lines[-1] == f"  and 2 more images, listed in {file}"
     assert len(json.loads(file.read_text())) == 12
 
 
@@ -695,7 +699,7 @@ def with_column(root: Path, name: str, values: pa.Array | None) -> None:
 
 
 NO_NAMES = ["train-00000", "the class names in the huggingface metadata are not"]
-CUT = ["train-00000-of-00001.parquet cannot be read", "Download it again"]
+CUT = ["train-00000-of-00001.parquet cannot be read", "Download the file again"]
 NO_NAMES_IN = {
     "no object": "[]",
     "no JSON": "{",
@@ -705,7 +709,7 @@ NO_NAMES_IN = {
 # Function that writes bad data, and pattern of the expected error. tests/test_messages.py contains more
 # cases.
 BAD = {
-    "a file": (lambda root: root.write_text("x"), ["is not a folder, CSV list or parquet file"]),
+    "a file": (lambda root: root.write_text("x"), ["is not a folder, list or parquet file"]),
     "tars": (lambda root: (root.mkdir(), (root / "a.tar").touch()), ["prep_imagenet.py --from shards"]),
     "no classes": (
         lambda root: [(root / s).mkdir(parents=True) for s in ("train", "val")],
@@ -720,11 +724,11 @@ BAD = {
     ),
     "no image column": (
         lambda root: with_column(root, "img", pa.array(["1.png"])),
-        ["train-00000", "the image column contains string, not image bytes"],
+        ["train-00000", "the image column has type string instead of image bytes"],
     ),
     "no label column": (
         lambda root: with_column(root, "label", None),
-        ["train-00000", "has no column of labels (label, fine_label), only img. Choose"],
+        ["train-00000", "contains no label column (label, fine_label), only img. Choose"],
     ),
     "label range": (
         lambda root: with_train(root, [PNG] * 3, [0, 1, 2]),
@@ -735,18 +739,18 @@ BAD = {
     "image missing": (lambda root: with_train(root, [PNG, None], [0, 1]), ["row 1 of", "has no image bytes"]),
     "other names": (
         lambda root: with_train(root, [PNG], [0], names="az"),
-        ["the split val has classes that train lacks: b. Rename"],
+        ["the val split contains classes that are not in train: b. Rename"],
     ),
     "other labels": (
         lambda root: with_train(root, [PNG] * 3, [0, 2, 9], names=None),
-        ["the split val has classes that train lacks: 1. Rename"],
+        ["the val split contains classes that are not in train: 1. Rename"],
     ),
     **{name: (partial(with_metadata, metadata=metadata), NO_NAMES) for name, metadata in NO_NAMES_IN.items()},
     "label not UTF-8": (
         lambda root: with_labels(root, pa.array([b"caf\xe9"]).cast(pa.string(), safe=False)),
-        ["train-00000", "not UTF-8"],
+        ["train-00000", "not encoded in UTF-8"],
     ),
-    "no rows": (lambda root: parquet_folder(root, train=0), ["no images in the train split"]),
+    "no rows": (lambda root: parquet_folder(root, train=0), ["the train split contains no images"]),
 }
 
 
@@ -767,7 +771,7 @@ def test_a_user_without_a_home_folder_needs_cache_dir(tmp_path, monkeypatch):
     """Simulate a container that runs under an arbitrary user ID without a home folder."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    with pytest.raises(ValueError, match=r"no home folder, and HOME is not set\. Give --cache_dir PATH$"):
+    with pytest.raises(ValueError, match=r"no home folder and HOME is not set\. Set --cache_dir to"):
         prepare_cache(ImageRecipe(data="digits"), lambda: None)
     with pytest.raises(ValueError, match="--data ~nobody-here/pets does not exist"):
         prepare_data("~nobody-here/pets", tmp_path)

@@ -183,7 +183,7 @@ def test_a_shard_with_other_content_is_fetched_again_then_reported(local, throug
     copy = write_shards(tmp_path / "copy", TRAIN, VAL)
     break_image(copy, 100)  # Damage the image after the manifest was written
     train = training_split(upload(copy, "broken", s3), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"broken/train-00011\.tar does not match its SHA-256"):
+    with pytest.raises(ValueError, match=r"broken/train-00011\.tar does not match the SHA-256"):
         read_epoch(train)
     assert fetched(through_proxy)["train-00011.tar"] == 2
     assert not list((tmp_path / "cache").glob("*/shards/train-00011.tar*"))
@@ -199,21 +199,23 @@ def test_a_failing_store_is_one_clear_error(url, through_proxy, tmp_path):
 
 def test_no_manifest(local, through_proxy, s3, tmp_path):  # noqa: F811
     with pytest.raises(
-        ValueError, match=r"has no manifest\.json: prepare data there with prep_imagenet\.py --out"
+        ValueError, match=r"contains no manifest\.json\. Prepare data with prep_imagenet\.py --out s3:"
     ):
         prepare_data(f"s3://{BUCKET}/nothing", tmp_path)
     ObjectStore(f"s3://{BUCKET}/half").upload(local / "val-00000.tar", "val-00000.tar")
-    with pytest.raises(ValueError, match=r"the same prep_imagenet\.py command again to continue it"):
+    with pytest.raises(
+        ValueError, match=r"the same prep_imagenet\.py command again to continue the preparation"
+    ):
         prepare_data(f"s3://{BUCKET}/half", tmp_path)
 
 
 def test_a_cache_that_is_too_small_is_refused_at_the_start(url, through_proxy, tmp_path):
-    message = r"--cache_gib .* can't hold the shards that a host reads at once.* of its streams"
+    message = r"--cache_gib .* is too small for the shards that a host reads at once for its streams"
     with pytest.raises(ValueError, match=message) as error:
         training_split(url, tmp_path, cache_gib=5 * SHARD_GIB).check(share_out(24, 6, 1))
-    enough = float(re.search("Give ([0-9.]+),", str(error.value))[1])
+    enough = float(re.search("Use --cache_gib ([0-9.]+),", str(error.value))[1])
     training_split(url, tmp_path, cache_gib=enough).check(share_out(24, 6, 1))
-    with pytest.raises(ValueError, match=r"--cache_gib .* is too small for train-00000\.tar of s3://"):
+    with pytest.raises(ValueError, match=r"--cache_gib .* is too small for train-00000\.tar in s3://"):
         training_split(url, tmp_path, cache_gib=SHARD_GIB * 0.9)
 
 
@@ -222,7 +224,7 @@ def test_shards_in_use_by_another_process_are_not_removed(url, through_proxy, tm
     monkeypatch.setattr(shard_cache, "NO_ROOM_S", 1)
     train, other, files = training_split(url, tmp_path), training_split(url, tmp_path).cache, FILES[:ROOM]
     locks = [other.hold(file, threading.Event()) for file in files]
-    with pytest.raises(ValueError, match=r"no room for train-00020\.tar in .* are in use"):
+    with pytest.raises(ValueError, match=r"has no space for train-00020\.tar, because all .* are in use"):
         read(train, [(0, np.array([180]))])
     assert {path.name for path in shards_in(tmp_path)} == set(files)
     other.release(files[3], locks[3])

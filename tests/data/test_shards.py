@@ -228,27 +228,30 @@ def index(save):
 BAD = {  # Function that damages the data, and expected message, for each fault
     "no manifest": (gone("manifest.json"), "the same prep_imagenet.py command again to continue"),
     "cut manifest": (cut("manifest.json"), "manifest.json, line 1, is not valid JSON"),
-    "format": (manifest(format=2), "has format 2, but this code supports 1"),
+    "format": (manifest(format=2), "has format 2, but this version supports only format 1"),
     "kind": (manifest(kind="zip"), "kind 'zip'"),
-    "no classes": (without("classes"), "check its classes"),
-    "class twice": (manifest(classes=[*CLASSES, CLASSES[0]]), "classes, which must differ"),
-    "name no text": (manifest(name=3), "check its name"),
-    "a value missing": (without("images", "splits", "val"), "check its splits"),
-    "no train": (without("train", "splits"), "has no split train"),
+    "no classes": (without("classes"), "(invalid: classes)"),
+    "class twice": (manifest(classes=[*CLASSES, CLASSES[0]]), "classes, which must be distinct"),
+    "name no text": (manifest(name=3), "(invalid: name)"),
+    "a value missing": (without("images", "splits", "val"), "(invalid: splits)"),
+    "no train": (without("train", "splits"), "contains no train split"),
     "no val": (without("val", "splits"), "with --holdout 0.1"),
     "count": (shard(images=3), "images 25, which differs from the sum"),
     "outside": (shard(file="../a.tar"), "shard '../a.tar'"),
     "one name": (shard(file="train-00000.tar"), "shard 'train-00000.tar'"),
     "hash": (shard(sha256="0"), "shard 'val-00000.tar'"),
-    "shard missing": (gone("train-00002.tar"), "train-00002.tar: No such file"),
-    "shard cut": (cut("val-00001.tar"), "val-00001.tar has "),
+    "shard missing": (
+        gone("train-00002.tar"),
+        "train-00002.tar is listed in manifest.json, but can't be read",
+    ),
+    "shard cut": (cut("val-00001.tar"), "val-00001.tar contains "),
     "index missing": (gone("val_index.npy"), "val_index.npy"),
     "index changed": (cut("val_index.npy"), "val_index.npy does not match its SHA-256"),
     "pickle": (
         index(lambda file, _: np.save(file, np.array([{}], object))),
         "train_index.npy is not an array",
     ),
-    "zip": (index(lambda file, _: np.savez(file, rows=[1])), "train_index.npy is not an array"),
+    "zip": (index(lambda file, _: np.savez(file, rows=[1])), "train_index.npy is not an int64 array"),
     "unsorted": (index(lambda file, rows: np.save(file, rows[[1, 0, *range(2, 183)]])), "not sorted"),
 }
 
@@ -296,7 +299,7 @@ def test_an_index_is_accepted_only_if_its_images_are_ordered_inside_their_shards
     if valid:
         assert parse_shard_index(out.getvalue(), manifest, "train", "here").tolist() == rows.tolist()
     else:
-        with pytest.raises(ValueError, match=r"^here .*: prepare again$"):
+        with pytest.raises(ValueError, match=r"^here .*\. Prepare the data again$"):
             parse_shard_index(out.getvalue(), manifest, "train", "here")
 
 
@@ -342,10 +345,10 @@ def test_a_broken_image_is_reported(tmp_path, workers):
     folder = write_shards(tmp_path / "tiny")
     path, offset = break_image(folder, 70)
     split = open_images(prepare_data(str(folder), tmp_path / "cache"), RECIPE).train
-    with pytest.raises(ValueError, match="not an image of a known format") as error:
+    with pytest.raises(ValueError, match="the file is not in a supported image format") as error:
         read(split, [(0, np.arange(68, 72))], workers=workers)
     assert str(error.value).startswith(f"{path}, offset {offset}, key train_70: ")
-    assert str(error.value).endswith(". To train without it, add --on_bad_image skip")
+    assert str(error.value).endswith(". To train without this image, add --on_bad_image skip")
 
 
 def test_a_broken_image_is_skipped(tmp_path, capsys):
@@ -367,7 +370,9 @@ def test_a_broken_image_is_skipped(tmp_path, capsys):
     assert torch.equal(batches[0][2][1], batches[0][2][3])
     assert workers.skipped() == [3, 4, 9]
     assert capsys.readouterr().err.count("skipped: ") == 3
-    with pytest.raises(ValueError, match=r"no image of a micro-batch of 2 can be decoded: .*key train_3"):
+    with pytest.raises(
+        ValueError, match=r"none of the 2 images in a micro-batch can be decoded: .*key train_3"
+    ):
         read(split, [(0, np.array([3, 4]))])
     with pytest.raises(ValueError, match="key train_3"):  # Evaluations must not skip images
         read(split, [(0, np.array([2, 3]))], train=False)
@@ -432,7 +437,7 @@ def test_tars_next_to_class_folders_are_ignored(tmp_path):
         (root / name).touch()
     assert len(opened(root, tmp_path / "cache").train) > 0
     (root / "train-00000.tar").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"has no manifest\.json: the preparation .* --from shards"):
+    with pytest.raises(ValueError, match=r"contains no manifest\.json\. The preparation .* --from shards"):
         prepare_data(str(root), tmp_path / "cache")
 
 
@@ -504,7 +509,7 @@ def test_broken_images_are_replaced_equally_on_any_number_of_processes(cache, tm
     output = run([*LAUNCHERS[2], *words, tmp_path / "two", "--max_steps", "18"])
     for key in ("train_5", "train_60", "train_150"):
         # Each of the two processes reports the image at most once.
-        assert 1 <= output.count(f"key {key}: not an image") <= 2
+        assert 1 <= output.count(f"key {key}: the file is not") <= 2
     output = run([*LAUNCHERS[2], *words, tmp_path / "two"])
     # The last three steps do not use the image, and the checkpoint lists the image as broken.
     assert "key train_60:" not in output

@@ -65,7 +65,7 @@ def test_a_folder_of_another_user_is_refused(owned, shared):
     else:
         with user(MALLORY):
             prepare_data(str(shared / "images"), cache)
-    message = r"belongs to user 61002\. Give a --cache_dir that you own"
+    message = r"belongs to user 61002\. Set --cache_dir to a folder that you own"
     with user(ALICE), pytest.raises(ValueError, match=message):
         prepare_data(str(shared / "images"), cache)
     prepare_data(str(shared / "images"), cache)

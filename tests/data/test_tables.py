@@ -69,22 +69,28 @@ def test_ambiguous_columns_are_refused_and_can_be_chosen_by_flags(tmp_path):
         table = pa.table({"a": structs(2), "b": structs(2, 9), "x": pa.array([0, 1]), "y": pa.array([1, 0])})
         pq.write_table(table, tmp_path / f"{split}.parquet")
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"several columns of labels, x, y\. Choose one with --label_column"):
+    with pytest.raises(
+        ValueError, match=r"several label columns \(x, y\)\. Choose a column with --label_column"
+    ):
         opened(tmp_path, cache)
-    with pytest.raises(ValueError, match=r"several columns of images, a, b\. Choose one with --image_column"):
+    with pytest.raises(
+        ValueError, match=r"several image columns \(a, b\)\. Choose a column with --image_column"
+    ):
         opened(tmp_path, cache, label_column="x")
-    with pytest.raises(ValueError, match=r"--label_column z: .* has only a, b, x, y"):
+    with pytest.raises(ValueError, match=r"--label_column z: .* contains only the columns a, b, x, y"):
         opened(tmp_path, cache, label_column="z")
     first, second = (opened(tmp_path, cache, image_column=i, label_column=k) for i, k in ("ax", "by"))
     assert (first.train.labels.tolist(), second.train.labels.tolist()) == ([0, 1], [1, 0])
     assert (second.train.images[0] == np.asarray(picture(9))).all()
     assert first.source != second.source
-    with pytest.raises(ValueError, match=r"require a table\. --data digits has no columns"):
+    with pytest.raises(ValueError, match=r"because --data digits is neither a table nor a list"):
         opened("digits", cache, label_column="x")
     pq.write_table(table.rename_columns([*"abx", "label"]), tmp_path / "train.parquet")
     # Column x is not used as the label column.
     pq.write_table(table.drop_columns("y"), tmp_path / "test.parquet")
-    with pytest.raises(ValueError, match=r"--label_column label: .*/test\.parquet has only a, b, x"):
+    with pytest.raises(
+        ValueError, match=r"--label_column label: .*/test\.parquet contains only the columns a, b, x"
+    ):
         opened(tmp_path, cache, image_column="a")
 
 
@@ -111,9 +117,9 @@ def test_parquet_among_class_folders_is_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ("ab", r"has parquet files, but no train-\*.parquet \(a.parquet, b.parquet\)\. Name the train"),
-        (["a/train/0"], r"no val, validation, valid or test to evaluate on\. Add one, or hold out"),
-        ("a", r"no val, validation, valid or test to evaluate on\. Add one, or hold out"),
+        ("ab", r"contains parquet files \(a.parquet, b.parquet\) but no train-\*.parquet\. Rename"),
+        (["a/train/0"], r"contains no evaluation split .*\. Add an evaluation split, or hold out"),
+        ("a", r"contains no evaluation split .*\. Add an evaluation split, or hold out"),
     ],
 )
 def test_parquet_without_splits_is_refused(files, message, tmp_path):
@@ -133,7 +139,7 @@ def test_a_test_split_with_hidden_labels_is_left_out(hidden, tmp_path):
         write_parquet(tmp_path / f"{split}.parquet", images, labels)
     images = opened(tmp_path, tmp_path / "cache")
     assert (images.classes, images.test, images.val.labels.tolist()) == (("3", "5", "8"), None, [1, 0])
-    assert images.flaws == ("the test split is left out, because it has no labels (all are -1 or null)",)
+    assert images.flaws == ("the test split is left out, because all of its labels are -1 or null",)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +172,7 @@ def test_a_folder_of_save_to_disk(hub_data, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     moved = root.rename(tmp_path / "elsewhere" / root.name)
     assert str(prepare_data(str(moved), tmp_path / "cache")) == prepared.folder
-    with pytest.raises(ValueError, match="pets/train has no val, validation, valid or test to evaluate on"):
+    with pytest.raises(ValueError, match="pets/train contains no evaluation split"):
         opened(moved / "train", tmp_path / "cache")
     arrow = next((moved / "train").glob("*.arrow"))
     arrow.write_bytes(arrow.read_bytes()[:-300])
@@ -203,8 +209,8 @@ def test_a_hub_data_set_is_read_from_the_cache_without_network(hub_data, tmp_pat
         opened("hub:lab/pets", tmp_path / "cache")
     for name, message in {
         "hub:lab/absent": r"lab/absent could not be loaded from the hub \(.*Without network access, use",
-        "hub:pets": "expected hub:OWNER/NAME or hub:OWNER/NAME:CONFIG",
-        "hub:../pets": "expected hub:OWNER/NAME",
+        "hub:pets": "is invalid. Use hub:OWNER/NAME or hub:OWNER/NAME:CONFIG",
+        "hub:../pets": "is invalid. Use hub:OWNER/NAME",
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             opened(name, tmp_path / "cache")
@@ -361,8 +367,8 @@ def test_files_that_are_not_text_are_refused(tmp_path):
         b"file,label\n\xff\xfe\n": "not encoded in UTF-8",
         b'file,label\n"' + b"a" * 200_000: "not a valid CSV",
         b"[1]\n": "line 1 is not a JSON object",
-        b'\n{"file": "img/0.png", "label": "a"}\n{"file": "img/1.png"}': "line 3 has no label",
-        b'{"file": "img/0.png", "label": null}\n{"label": 1}': "line 1 has no label",
+        b'\n{"file": "img/0.png", "label": "a"}\n{"file": "img/1.png"}': "line 3 contains no value for",
+        b'{"file": "img/0.png", "label": null}\n{"label": 1}': "line 1 contains no value for column label",
         b'{"file": 1': "line 1 is not a JSON object",
     }.items():
         path = write_list(tmp_path, "", "pets.csv" if content.startswith(b"file") else "pets.jsonl")

@@ -95,7 +95,7 @@ def test_escaped_names_are_shown_everywhere(tmp_path):
     with pytest.raises(ValueError, match=r"caf\\xe9"):
         prepare_data(str(root), tmp_path / "cache")
     (root / "train" / LATIN_1).rename(root / "train" / "other")
-    with pytest.raises(ValueError, match=r"val has classes that train lacks: caf\\xe9"):
+    with pytest.raises(ValueError, match=r"val contains classes that are not in train: caf\\xe9"):
         prepare_data(str(root), tmp_path / "cache")
     row = [plots.Panel(LATIN_1, RED, bars={LATIN_1: 1.0})]
     plots.panels(tmp_path / "a.png", [row], f"{RED} $x$")

@@ -80,8 +80,8 @@ def test_a_frozen_layer_keeps_its_statistics(accelerator):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.SyncBatchNorm(4), "the statistics of the model's SyncBatchNorm depend on the number of proc"),
-        (nn.BatchNorm2d(4, momentum=None), "the model has a BatchNorm2d without momentum"),
+        (nn.SyncBatchNorm(4), "the running statistics of the model's SyncBatchNorm layers would depend"),
+        (nn.BatchNorm2d(4, momentum=None), "the model contains a BatchNorm2d layer without momentum"),
     ],
 )
 def test_other_statistics_are_refused(layer, message, accelerator):

@@ -84,13 +84,13 @@ def models(trained, cache, tmp_path_factory) -> dict[str, list]:
 
 OVER_ALL = "The accuracy covers all 10 classes. --only_its_classes leaves out absent classes."
 CASES = [  # Model, data set, validate.py flags, classes included in the accuracy, and expected message
-    ("run", "reversed", (), range(10), "in another order. They are matched by name."),
+    ("run", "reversed", (), range(10), "in a different order. Classes are matched by name."),
     ("run", "few", (), range(10), OVER_ALL),
     ("run", "few", ("--only_its_classes",), (3, 8), "The accuracy covers the 2 of 10 classes that have"),
-    ("exported", "reversed", (), range(10), "in another order. They are matched by name."),
-    ("run", "one", (), range(10), "has 1 of the 10 classes of"),
-    ("a file beside config.json", "few", (), range(10), "has 2 of the 10 classes of"),
-    full("exported", "few", ("--only_its_classes",), (3, 8), "has 2 of the 10 classes of"),
+    ("exported", "reversed", (), range(10), "in a different order. Classes are matched by name."),
+    ("run", "one", (), range(10), "contains 1 of the 10 classes of"),
+    ("a file beside config.json", "few", (), range(10), "contains 2 of the 10 classes of"),
+    full("exported", "few", ("--only_its_classes",), (3, 8), "contains 2 of the 10 classes of"),
     full("run", "one", ("--only_its_classes",), (8,), "The accuracy covers the 1 of 10 classes that have"),
 ]
 
@@ -121,21 +121,21 @@ def test_validate(
 
 def test_two_processes_map_labels(models, data, digits, logits, cache, tmp_path):
     command = [*torchrun(2), "validate.py", *models["run"], "--data", data["reversed"], *cache, *FP32]
-    assert run([*command, "--output_dir", tmp_path]).count("in another order") == 1
+    assert run([*command, "--output_dir", tmp_path]).count("in a different order") == 1
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["top1"] == pytest.approx(expected(logits, digits.val.labels, "all", range(10)))
 
 
 def test_a_lone_file_uses_the_order_of_the_data(models, data, digits, logits, cache, tmp_path):
     output = run(words(*models["lone"], "--data", data["reversed"], *cache, "--output_dir", tmp_path))
-    assert "does not name its classes. They are assumed to be the classes of" in output
+    assert "contains no class names. The model's classes are assumed to be the classes of" in output
     wrong = expected(logits, 9 - digits.val.labels, "all", range(10))
     assert json.loads((tmp_path / "report.json").read_text())["top1"] == pytest.approx(wrong)
 
 
 def test_unknown_classes_are_refused(trained, data, cache, tmp_path):
     model = f"{latest(trained)}/model.safetensors"
-    named = f"{data['unknown']} has 2 classes that {model} was not trained on: fox, wolf. The model's 10"
+    named = f"{data['unknown']} contains 2 classes that {model} was not trained on: fox, wolf. The model was"
     assert named in fails(words(trained, "--data", data["unknown"], *cache))
     status, output = call(
         export.main, trained, tmp_path / "out", "--data", data["unknown"], "--holdout", 0.5, *cache
@@ -162,7 +162,9 @@ def test_a_resumed_head_follows_the_order_of_the_classes(strategy, vit, data, ca
     """
     command = [*STRATEGIES[strategy], *VIT, *QUICK, *cache, "--output_dir", tmp_path, "--max_steps", 4]
     output = run([*command, "--resume", vit, "--data", data["reversed"], "--allow_changed", "data"])
-    assert "in another order. They are matched by name. The head's rows and their state follow" in output
+    assert (
+        "in a different order. Classes are matched by name. The head's rows and their state follow" in output
+    )
     assert metrics(tmp_path)[-1]["val/loss"] == pytest.approx(metrics(vit)[-1]["val/loss"], rel=1e-5)
     manifest = json.loads((latest(tmp_path) / "manifest.json").read_text())
     assert manifest["classes"] == list(REVERSED)

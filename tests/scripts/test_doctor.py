@@ -122,7 +122,7 @@ def test_one_host_with_s3_and_a_script(tmp_path, s3):  # noqa: F811
     assert output.count("FAILS [") == 2, output
     status, output = Job([sys.executable, "doctor.py", "--data", f"{url}/nothing"], env=aws_env(s3)).wait(90)
     assert status == 1
-    assert f"FAILS [data] localhost: --data {url}/nothing has no manifest.json" in output
+    assert f"FAILS [data] localhost: --data {url}/nothing contains no manifest.json" in output
 
 
 def test_a_host_answers_as_deepspeed_asks_it(request, monkeypatch):

@@ -298,7 +298,7 @@ def test_a_training_warns_about_an_export_that_will_be_refused(project_copy, tmp
         words = [*python(), f"{name}.py", *flags, "--data", "digits", "--max_steps", 1, "--trackers", "none"]
         output = run([*words, *cache, "--output_dir", tmp_path / name], cwd=project_copy)
         warning = (
-            "warning: export.py will refuse: the Model section needs reseed. Move its import or definition"
+            "warning: export.py will refuse: the Model section needs reseed. Move imports and definitions"
         )
         assert (warning in output, "will refuse" in output) == (name == "train_cnn_c",) * 2, output
 
@@ -307,7 +307,7 @@ def test_code_that_needs_more_than_torch_is_refused(runs, tmp_path, cache):
     file = tmp_path / "train_cnn_a.py"
     file.write_text((ROOT / "train_cnn_a.py").read_text().replace("return Net(", "reseed; return Net("))
     output = made(runs["cnn_a"], tmp_path / "out", "--script", file, *cache, status=1)
-    assert "the Model section uses reseed. Move its import or definition into that section" in output
+    assert "the Model section uses reseed. Move imports and definitions" in output
     assert not (tmp_path / "out").exists()
 
 

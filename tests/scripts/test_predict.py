@@ -167,7 +167,7 @@ def test_pictures_whose_conversion_may_erase_the_signal_are_named(tmp_path):
     row = {"file": str(tmp_path / "a.png"), "classes": ["cat"], "probabilities": [1.0]}
     looks = predict.write_predictions(tmp_path, [row] * 40, SimpleNamespace(script="train_cnn_a"))
     levels, shape = conversion_warnings(looks, is_cropped=True)
-    assert levels.startswith("32 sampled images use only the levels 0 to 15 of 255")
+    assert levels.startswith("the pixels of 32 sampled images use only levels 0 to 15 of 255")
     assert "100 x 20 pixels" in shape
 
 
@@ -180,7 +180,7 @@ def test_words_for_pictures(pictures, monkeypatch):
     assert find_pictures([str(pictures / "none")]) == [str(pictures / "none")]
     with pytest.raises(ValueError, match="matches no file"):
         find_pictures(["nothing/*.jpg"])
-    with pytest.raises(ValueError, match="no pictures"):
+    with pytest.raises(ValueError, match="no images were specified"):
         find_pictures([])
 
 

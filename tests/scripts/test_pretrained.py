@@ -64,7 +64,7 @@ def shown(synsets: list[str]) -> list[str]:
 def test_validate_measures_what_timm_measures(launcher, hub, by_class, timm_results, cache, tmp_path):
     words = [hub, "--data", by_class, *FP32, *cache, "--output_dir", tmp_path]
     output = run([*launcher, "validate.py", *words])
-    assert "has 100 of the 1000 classes" in output
+    assert "contains 100 of the 1000 classes" in output
     assert "224 pixels, bicubic, crop 0.875 center" in " ".join(output.split())
     report, (loss, predicted) = json.loads((tmp_path / "report.json").read_text()), timm_results
     assert report["loss"] == pytest.approx(loss, abs=0.002)

@@ -49,7 +49,8 @@ def test_help_and_a_wrong_flag_are_answered_without_torch(command):
 
 
 @pytest.mark.parametrize(
-    ("files", "message"), [((), "does not exist"), (("train/cat/1.jpg", "train/dog/2.jpg"), "has no val")]
+    ("files", "message"),
+    [((), "does not exist"), (("train/cat/1.jpg", "train/dog/2.jpg"), "contains no evaluation split")],
 )
 def test_data_that_cant_be_used_are_named_without_torch(tmp_path, files, message):
     for file in (tmp_path / "images" / name for name in files):

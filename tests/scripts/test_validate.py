@@ -335,10 +335,12 @@ def test_no_code_of_a_checkpoint_runs(copy, cache, tmp_path):
     evil = tmp_path / "train_evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     for name in ("train_evil", str(evil.with_suffix("")), "../train_evil", "validate"):
-        with pytest.raises(ValueError, match="which is none of train_cnn_a, train_cnn_b"):
+        with pytest.raises(
+            ValueError, match="which is not a script of this project \\(train_cnn_a, train_cnn_b"
+        ):
             own_script(name)
     forge(latest(copy), written_by={"script": str(evil.with_suffix(""))})
-    assert "it was trained by" in fails(words(copy, *cache))
+    assert "the model was trained by" in fails(words(copy, *cache))
     assert not (tmp_path / "ran").exists()
 
 
@@ -347,7 +349,7 @@ def test_a_manifest_is_checked_like_a_users_flags(copy, capsys):
     recipe = json.loads((latest(copy) / "manifest.json").read_text())["recipe"]
     assert "--widths=4,8,32" in as_flags(recipe, recipe_type)
     for key in ("resume", "config", "unheard_of"):
-        with pytest.raises(ValueError, match=f"its recipe has '{key}'"):
+        with pytest.raises(ValueError, match=f"the recipe contains '{key}'"):
             as_flags(recipe | {key: "x"}, recipe_type)
     vit = recipe_class(load_script(ROOT / "train_vit.py"))
     # Nothing is downloaded, because the checkpoint to validate already contains the weights.

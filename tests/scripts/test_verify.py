@@ -606,7 +606,7 @@ def test_a_custom_script_is_verified(finished, check, tmp_path):
     shutil.copy(ROOT / "train_vit.py", script)
     edit_about(folder, lambda record: record.update(script="train_mine"))
     edit(folder / "result.json", lambda record: record.update(script="train_mine"))
-    with pytest.raises(ValueError, match=r"'train_mine'.*pass its file as --script"):
+    with pytest.raises(ValueError, match=r"'train_mine'.*pass its path with --script"):
         check(folder, *FIRST)
     status, output, _ = check(folder, *FIRST, "--script", script)
     assert status == 0, output
